@@ -1,0 +1,50 @@
+# make setup   a .venv with pinned dependencies, Horovod built from source, and this package
+# make demo    the main job: ResNet-20 on CIFAR-10, two Horovod workers, dense and DGC (DATA=dir: cifar-10-batches-bin)
+# make test    all tests
+# make lint    ruff and mypy
+PYTHON ?= python3
+VENV := .venv
+DATA ?=
+
+# Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
+STAMPS := $(VENV)/stamps
+
+.PHONY: setup demo test lint clean
+setup: $(STAMPS)/package
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); accepted: Python 3.10 to 3.13 (make setup PYTHON=python3.11)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
+	  || { echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
+	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi \
+	  matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout ruff
+	touch $@
+
+$(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
+	PYTHON=$(VENV)/bin/python scripts/build_horovod.sh
+	touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+test: setup
+	$(VENV)/bin/python -m pytest tests
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+demo: setup
+	$(VENV)/bin/python recipes/demo.py $(if $(DATA),--data "$(DATA)")
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,99 @@
+"""What the user chose: a frozen Config. Every error about it is raised here, at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
+Selection = Literal["sampled", "exact"]
+WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of Deep Gradient Compression, for ``compression=`` of :func:`dgc.DistributedOptimizer`.
+
+    Args:
+        sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
+            any callable from the optimizer's step (int, from 0) to such a number, say :func:`dgc.warmup`.
+        selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 3.3);
+            ``"exact"`` sorts out the k largest.
+        momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.1, equation 4).
+            Needs ``torch.optim.SGD``. Off: plain accumulation, for any optimizer, which then sees the
+            averaged sparse gradient and applies its own momentum to it.
+        factor_masking: set u to zero where an entry was sent (paper, section 3.2).
+        clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient that the
+            optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under Average, and to
+            clip_norm / sqrt(N) under Sum, before accumulating it. None: no clipping.
+        clip_per_tensor: bound each parameter's gradient on its own. The global norm is only known when the backward
+            pass has ended; this one lets messages leave during it.
+        local_weight_decay: keep the decay term out of what is compressed, as each rank can compute it for itself.
+            Off: it is added to the gradient before accumulation, as other implementations do.
+        wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
+        min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
+
+    Raises:
+        TypeError, ValueError: an argument outside what is said above; the message names it and its value.
+    """
+
+    sparsity: float | Schedule = 0.999  # more sparse => fewer bytes, older gradients
+    selection: Selection = "sampled"
+    momentum_correction: bool = True
+    factor_masking: bool = True
+    clip_norm: float | None = None
+    clip_per_tensor: bool = False
+    local_weight_decay: bool = True
+    wire_dtype: torch.dtype = torch.float16
+    min_numel: int = 1024
+
+    def __post_init__(self) -> None:
+        if not callable(self.sparsity):
+            check_sparsity(self.sparsity, "Config: sparsity")
+        if self.selection not in get_args(Selection):
+            raise ValueError(f"Config: selection is {self.selection!r}; accepted: {', '.join(get_args(Selection))}")
+        for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Config: {name} is {getattr(self, name)!r}; accepted: True or False")
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
+            raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a finite number > 0")
+        if self.clip_per_tensor and self.clip_norm is None:
+            raise ValueError("Config: clip_per_tensor is True but clip_norm is None; give the bound as clip_norm")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"Config: wire_dtype is {self.wire_dtype!r}; accepted: {', '.join(map(str, WIRE_DTYPES))}")
+        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
+            raise ValueError(f"Config: min_numel is {self.min_numel!r}; accepted: an integer >= 0")
+
+    def sparsity_at(self, step: int) -> float:
+        """The sparsity in [0, 1) of an optimizer step (int, from 0).
+
+        Raises:
+            TypeError, ValueError: the schedule gave something else; the message names the step.
+        """
+        if not callable(self.sparsity):
+            return float(self.sparsity)
+        return check_sparsity(self.sparsity(step), f"the sparsity that {self.sparsity!r} gives for step {step}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def check_sparsity(value: float, where: str) -> float:
+    """Returns ``value`` as a float in [0, 1), or says where a wrong one came from.
+
+    Raises:
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is outside [0, 1) or not a number (NaN).
+    """
+    try:
+        sparsity = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{where} is {value!r}; accepted: a number in [0, 1)") from None
+    if not 0.0 <= sparsity < 1.0:
+        raise ValueError(f"{where} is {value!r}; accepted: a number in [0, 1), 0 meaning dense")
+    return sparsity

@@ -1,0 +1,791 @@
+"""For whom: DistributedOptimizer, Horovod's contract.
+
+``DistributedOptimizer`` makes an instance of a class that inherits from the optimizer it is given, as Horovod's does:
+``isinstance(optimizer, torch.optim.SGD)`` holds, and schedulers and scalers see the optimizer that they know.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.compressor import Collective, World, flush, reduce, reduce_dense, reduce_sparse, sent_bytes
+from dgc.config import Config
+from dgc.residual import Bucket, Gradient, clip_scale
+from dgc.transport import Exchange, find
+
+Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
+
+BUCKET_NUMEL = 1 << 22  # more entries in a bucket => fewer messages, less overlap with the backward pass
+STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compression did, on this rank, in the last step and in total. Bytes are those on the wire, by the formulas
+    of ring all-gather and ring allreduce; messages' headers and the transport's negotiation come on top.
+    """
+
+    steps: int
+    bytes_sent: float  # in the last step
+    dense_bytes: float  # that a ring allreduce of all gradients in float32 would have sent
+    message_bytes: int  # that this rank contributed, whatever the number of ranks: what the paper counts
+    density: float  # entries sent / entries of all parameters
+    gradient_norm: float  # of the local gradients of compressed parameters, after clipping
+    residual_norm: float  # of v, what is pending
+    total_bytes_sent: float
+    total_dense_bytes: float
+    total_density: float
+
+
+@dataclass(eq=False)
+class _Shipment:
+    """Parameters that travel together: compressed, or dense if there is no bucket."""
+
+    name: str
+    parameters: list[Tensor]
+    bucket: Bucket | None
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: Any = None,
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | list[list[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: Any = None) -> Any:
+    """Wraps an optimizer so that ranks exchange compressed gradients, in place of ``hvd.DistributedOptimizer``.
+
+    The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the averaged update.
+    With a single process, or outside the process set, it is the plain optimizer.
+
+    Args:
+        optimizer: ``torch.optim.SGD``, or any other (but LBFGS) with ``momentum_correction=False``.
+        named_parameters: usually ``model.named_parameters()``. Names key the residuals; without them they are made up
+            from the order of the parameters.
+        compression: a :class:`dgc.Config`; None means ``Config()``, 99.9 % without warm-up. With
+            ``hvd.Compression.none`` or ``fp16`` this is Horovod's own optimizer.
+        backward_passes_per_step: how many backward passes add up to one step.
+        op: ``Average`` or ``Sum``, of this package or of Horovod.
+        gradient_predivide_factor: with Average, divides before the sum and multiplies after it. What travels sparse is
+            added up in float32 or wider, where it cancels out.
+        num_groups: Horovod's deprecated name for an integer ``groups``.
+        groups: how to bucket the gradients: a number of groups, or a list of lists of parameters. None: by size.
+        sparse_as_dense: treat sparse gradients as dense ones (and so compress them).
+        process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all processes.
+
+    Returns:
+        An optimizer of the same class, with ``synchronize``, ``skip_synchronize``, ``set_backward_passes_per_step``
+        as Horovod's, and ``residual_state_dict``, ``load_residual_state_dict``, ``flush`` and ``report``.
+
+    Raises:
+        ValueError, TypeError: an argument that is not as said above.
+        RuntimeError: neither Horovod nor torch.distributed is initialised.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed.",
+                      DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+        import horovod.torch as hvd  # whose compressor this is
+        return hvd.DistributedOptimizer(
+            optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
+            groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
+    config = Config() if compression is None else compression
+    _check(optimizer, config, op)
+    transport = find(process_set)
+    inner = type(optimizer)
+    # Horovod's broadcast_optimizer_state tells distributed optimizers by their module.
+    module = "horovod.torch.optimizer" if type(transport).__name__ == "Horovod" else __name__
+    cls: Any = type(inner.__name__, (inner,), {**_Distributed.__dict__, "__module__": module, "_inner": inner})
+    wrapped = cls.__new__(cls)
+    # Defaults, state, hooks and groups come along. A scheduler may have patched ``step`` on the instance; that one
+    # would step the optimizer within, not this.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._patch_step_function()
+    wrapped._set_up(named_parameters, config, backward_passes_per_step, op, gradient_predivide_factor, groups,
+                    sparse_as_dense, process_set, transport)
+    return wrapped
+
+
+def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
+    """What can be refused before anything is touched."""
+    kind = type(optimizer).__name__
+    if not isinstance(config, Config):
+        raise TypeError(f"compression is {config!r}; accepted: a dgc.Config, None, or a Horovod compressor such as "
+                        "hvd.Compression.fp16")
+    if op not in (Average, Sum):
+        raise ValueError(f"op is {op!r}; with a dgc.Config accepted: Average ({Average}) and Sum ({Sum}). For Adasum "
+                         "give compression=hvd.Compression.none")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}; accepted: a torch.optim.Optimizer")
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ValueError("optimizer is a DistributedOptimizer already; wrap the plain optimizer once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("optimizer is LBFGS, which evaluates several gradients in a step; accepted: torch.optim.SGD, "
+                        "or another optimizer with Config(momentum_correction=False)")
+    if not isinstance(optimizer, torch.optim.SGD) and config.momentum_correction:
+        raise TypeError(f"optimizer is {kind}, but momentum correction is made for SGD; accepted: torch.optim.SGD, or "
+                        f"Config(momentum_correction=False), which gives {kind} the averaged sparse gradients")
+    if not isinstance(optimizer, torch.optim.SGD) and not config.local_weight_decay:
+        raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
+    for group in optimizer.param_groups:
+        if config.momentum_correction:
+            _check_dampening(group)
+        for parameter in group["params"]:
+            if parameter.dtype not in DTYPES:
+                raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
+                                f"accepted: {', '.join(map(str, DTYPES))}")
+
+
+def _check_dampening(group: Mapping[str, Any]) -> None:
+    if group["dampening"] != 0:
+        raise ValueError(f"dampening is {group['dampening']!r}; accepted: 0, as momentum correction accumulates "
+                         "u = m u + g (paper, equation 4)")
+
+
+class _Distributed(torch.optim.Optimizer):
+    """The methods that the class made by :func:`DistributedOptimizer` has on top of the wrapped one's."""
+
+    _inner: type[torch.optim.Optimizer]
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _set_up(self, named_parameters: Any, config: Config, backward_passes_per_step: int, op: int,
+                predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any, transport: Any) -> None:
+        self._config, self._transport = config, transport
+        self._arguments = (op, predivide, groups, sparse_as_dense, process_set)
+        self._average, self._predivide = op == Average, predivide
+        self._sparse_as_dense = sparse_as_dense
+        self.backward_passes_per_step = backward_passes_per_step
+        self._given_names = None if named_parameters is None else list(named_parameters)
+        self._names = _name(self.param_groups, self._given_names)
+        _check_groups(groups)
+        world = transport.world
+        self._plain = world is None or (world.size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1")
+        self._shipments: list[_Shipment] = []
+        self._shipment_of: dict[Tensor, _Shipment] = {}
+        self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
+        self._hooks: list[Any] = []
+        self._delay: dict[Tensor, int] = {}
+        self._steps = 0
+        self._last: dict[str, Any] = {}
+        self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "entries": 0, "numel": 0}
+        self._residuals_missing = False
+        self._warned_of_change = False
+        self._should_synchronize = True
+        self._reset()
+        if not self._plain:
+            self.param_groups[0].setdefault(STEP, 0)
+            self._register([p for group in self.param_groups for p in group["params"]], groups)
+            self._fill_state()
+
+    def _reset(self) -> None:
+        """Between two steps: nothing is under way."""
+        for _, _, exchange in getattr(self, "_exchanges", ()):
+            exchange.abandon()
+        self._exchanges: list[tuple[_Shipment, Tensor | None, Exchange]] = []
+        self._next = 0  # the first shipment that has not been launched
+        self._ready: set[Tensor] = set()  # parameters whose gradient is complete
+        self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._scale: Tensor | None = None
+        self._synchronized = False
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        for parameter in self._delay:
+            self._delay[parameter] = self.backward_passes_per_step
+
+    def _register(self, parameters: list[Tensor], groups: Any) -> None:
+        for names, together in _packed(parameters, self._names, groups, self._config.min_numel):
+            bucket = Bucket(f"bucket {len(self._shipments)}", dict(zip(names, together, strict=True)),
+                            velocity=self._config.momentum_correction) if _compressed(
+                                together[0], self._config.min_numel) else None
+            shipment = _Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together, bucket)
+            self._shipments.append(shipment)
+            self._shipment_of.update(dict.fromkeys(together, shipment))
+        hook = weakref.WeakMethod(self._on_gradient)  # the parameters outlive this optimizer
+
+        def on_gradient(parameter: Tensor) -> None:
+            if (alive := hook()) is not None:
+                alive(parameter)
+
+        for parameter in parameters:
+            self._delay[parameter] = self.backward_passes_per_step
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+            parameter.requires_grad_(not frozen)
+
+    def _fill_state(self) -> None:
+        """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast.
+
+        A momentum that the wrapped optimizer had for a compressed parameter moves into u.
+        """
+        if not isinstance(self, torch.optim.SGD):
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                state, bucket = self.state[parameter], self._bucket_of(parameter)
+                if bucket is not None and bucket.u is not None:
+                    momentum = state.pop("momentum_buffer", None)
+                    if momentum is not None:
+                        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum)
+                    remembers = self._decays_locally(group) and group["momentum"] != 0
+                    _default(state, "decay_buffer", parameter if remembers else None)
+                else:
+                    remembers = group["momentum"] != 0 and group["dampening"] == 0
+                    _default(state, "momentum_buffer", parameter if remembers else None)
+
+    def _bucket_of(self, parameter: Tensor) -> Bucket | None:
+        """The bucket of a parameter that travels compressed."""
+        return None if parameter in self._sparse else self._shipment_of[parameter].bucket
+
+    def _decays_locally(self, group: Mapping[str, Any]) -> bool:
+        return self._config.local_weight_decay and group["weight_decay"] != 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
+        self._inner.add_param_group(self, param_group)
+        if self._plain:
+            return
+        if self._config.momentum_correction:
+            _check_dampening(self.param_groups[-1])
+        self._names = _name(self.param_groups, self._given_names, generate=True)
+        self._register(list(self.param_groups[-1]["params"]), None)
+        self._fill_state()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes add up to one step, from the next step on."""
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.backward_passes_per_step = passes
+        for parameter in self._delay:
+            self._delay[parameter] = passes
+
+    # -- the backward pass -------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Called by torch when a backward pass has added to a parameter's gradient."""
+        if self._delay[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally.")
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        if not self._fired:
+            self._open()
+        self._fired.add(parameter)
+        self._delay[parameter] -= 1
+        if self._delay[parameter] == 0:
+            self._ready.add(parameter)
+            self._launch_ready()
+
+    def _open(self) -> None:
+        """The first gradient of a step has come."""
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._scale = None
+        world = self._transport.world
+        self._world: World = world
+        self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
+        if self._residuals_missing:
+            self._residuals_missing = False
+            warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
+                          "before: save optimizer.residual_state_dict() on every rank, and load it there with "
+                          "load_residual_state_dict()", stacklevel=4)
+
+    def _dense_bytes(self, world: World) -> float:
+        return 2 * (world.size - 1) / world.size * 4 * sum(parameter.numel() for parameter in self._delay)
+
+    def _launch_ready(self) -> None:
+        """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
+        if self._config.clip_norm is not None and not self._config.clip_per_tensor:
+            return  # the global norm needs all gradients
+        while self._next < len(self._shipments) and all(
+                p in self._ready or not p.requires_grad for p in self._shipments[self._next].parameters):
+            self._launch(self._shipments[self._next])
+
+    def _launch(self, shipment: _Shipment) -> None:
+        self._next += 1
+        present = [p for p in shipment.parameters if p.requires_grad]
+        for parameter in present:
+            if parameter.grad is not None and parameter.grad.is_sparse and not self._sparse_as_dense:
+                self._sparse.setdefault(parameter, parameter.grad.sparse_dim())
+        alone = [p for p in present if p in self._sparse]
+        if len(alone) < len(shipment.parameters):
+            dense = [p for p in present if p not in self._sparse]
+            path = self._compressed_path(shipment, dense) if shipment.bucket else self._dense_path(shipment)
+            self._begin(shipment, None, path, shipment.name)
+        for parameter in alone:
+            gradient = parameter.grad if parameter.grad is not None else torch.sparse_coo_tensor(
+                torch.empty(self._sparse[parameter], 0), torch.empty(0, *parameter.shape[self._sparse[parameter]:]),
+                parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            path = reduce_sparse(gradient, self._world, average=self._average, scale=self._scale_of(parameter))
+            self._begin(shipment, parameter, path, f"dgc.sparse.{self._names[parameter]}")
+
+    def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+        assert shipment.bucket is not None
+        config = self._config
+        if self._world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
+            config = replace(config, sparsity=0.0)
+        gradients = {}
+        for parameter in parameters:
+            group = self._group_of[parameter]
+            if config.momentum_correction:
+                _check_dampening(group)
+            gradients[self._names[parameter]] = Gradient(
+                self._gradient(parameter), group.get("momentum", 0.0), group.get("nesterov", False))
+        scale = self._scale
+        if not config.local_weight_decay:
+            scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
+        return reduce(shipment.bucket, gradients, config, self.param_groups[0][STEP], self._world,
+                      average=self._average, scale=scale)
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """A parameter's local gradient; zero where this rank has none but another may."""
+        g = parameter.grad
+        if g is None:
+            g = torch.zeros_like(parameter)
+        elif g.is_sparse:
+            g = g.to_dense()
+        if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
+            scale = self._scale_of(parameter)
+            g = g if scale is None else g * scale.to(g.dtype)
+            g = g.add(parameter.detach(), alpha=self._group_of[parameter]["weight_decay"])
+        return g.detach()
+
+    def _dense_path(self, shipment: _Shipment) -> Any:
+        gradients = []
+        for parameter in shipment.parameters:
+            sits_out = parameter in self._sparse or not parameter.requires_grad
+            g = torch.zeros_like(parameter) if sits_out else self._gradient(parameter)
+            scale = None if sits_out else self._scale_of(parameter)
+            gradients.append(g if scale is None else g * scale.to(g.dtype))
+        return reduce_dense(gradients, self._world, average=self._average, predivide=self._predivide)
+
+    def _scale_of(self, parameter: Tensor) -> Tensor | None:
+        """The clipping factor of a parameter that does not get it on the compressed path."""
+        if self._config.clip_norm is None or not self._config.clip_per_tensor:
+            return self._scale
+        return None if parameter.grad is None else clip_scale(
+            _norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
+
+    def _begin(self, shipment: _Shipment, parameter: Tensor | None, path: Any, name: str) -> None:
+        exchange = Exchange(path, self._transport, name, self._count)
+        self._exchanges.append((shipment, parameter, exchange))
+
+    def _count(self, collective: Collective) -> None:
+        nbytes = collective.tensor.numel() * collective.tensor.element_size()
+        self._last["message_bytes"] += nbytes
+        self._last["bytes_sent"] += sent_bytes(collective, self._world)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
+        if self._plain or (self._synchronized and not self._fired):
+            self._synchronized = True
+            return
+        if not self._fired:
+            self._open()
+        if self._config.clip_norm is not None and not self._config.clip_per_tensor:
+            self._scale = self._clip_scale(self._config.clip_norm)
+        while self._next < len(self._shipments):
+            self._launch(self._shipments[self._next])
+        with torch.no_grad():
+            for shipment, parameter, exchange in self._exchanges:
+                update = exchange.finish()
+                if parameter is None:
+                    self._deliver(shipment, update)
+                else:
+                    parameter.grad = update
+        self._exchanges.clear()
+        self._close()
+
+    def _clip_scale(self, clip_norm: float) -> Tensor:
+        norms = [_norm(p.grad) for p in self._delay if p.requires_grad and p.grad is not None]
+        device = norms[0].device if norms else torch.device("cpu")
+        norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
+        return clip_scale(norm, clip_norm, self._world.size, self._average)
+
+    def _deliver(self, shipment: _Shipment, update: Tensor) -> None:
+        """Copies a flat update into ``p.grad``."""
+        if shipment.bucket is not None:
+            views = shipment.bucket.views(update)
+            parts = [views[self._names[p]] for p in shipment.parameters]
+        else:
+            flat = update.split([p.numel() for p in shipment.parameters])
+            parts = [part.view(p.shape) for part, p in zip(flat, shipment.parameters, strict=True)]
+        for parameter, part in zip(shipment.parameters, parts, strict=True):
+            if parameter in self._sparse or not parameter.requires_grad:
+                continue
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = part.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
+            elif parameter.grad is not None:
+                parameter.grad.copy_(part)
+            else:
+                parameter.grad = torch.empty_like(parameter).copy_(part)
+
+    def _close(self) -> None:
+        """All updates are there: counts them, and readies the next step."""
+        self._steps += 1
+        self.param_groups[0][STEP] += 1
+        buckets = self._buckets()
+        dense = sum(p.numel() for p in self._delay) - sum(bucket.numel for bucket in buckets)
+        self._last["entries"] = [bucket.entries_sent for bucket in buckets] + [dense]
+        self._totals["bytes_sent"] += self._last["bytes_sent"]
+        self._totals["dense_bytes"] += self._last["dense_bytes"]
+        self._totals["entries"] = sum(self._last["entries"], start=self._totals["entries"])
+        self._totals["numel"] += sum(p.numel() for p in self._delay)
+        self._reset()
+        self._synchronized = True
+        self._versions = {p: (id(p.grad), p.grad._version) for p in self._delay if p.grad is not None}
+
+    def _buckets(self) -> list[Bucket]:
+        return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()`` themselves."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
+        if self._plain:
+            self._synchronized = False
+            return _unhooked(self._inner.step)(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
+                              "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
+                              "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
+                              "code.", stacklevel=3)
+            self.synchronize()
+        self._warn_of_change()
+        self._synchronized = False
+        self._apply()
+        return loss
+
+    def _warn_of_change(self) -> None:
+        if self._warned_of_change or not self._synchronized:
+            return
+        for p, version in self._versions.items():
+            if p.grad is None or (id(p.grad), p.grad._version) != version:
+                self._warned_of_change = True
+                warnings.warn(
+                    f"the gradient of {self._names[p]} was changed between synchronize() and step(). What was sent is "
+                    "no longer in the residual, so the difference is lost; to clip, give Config(clip_norm=...), which "
+                    "clips before anything is accumulated", stacklevel=4)
+                return
+
+    def _apply(self) -> None:
+        """The wrapped optimizer's step, on the updates in ``p.grad``.
+
+        A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off.
+        """
+        original = self.param_groups
+        try:
+            if isinstance(self, torch.optim.SGD):
+                self.param_groups = [part for group in original for part in self._split(group)]
+            _unhooked(self._inner.step)(self)
+        finally:
+            self.param_groups = original
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        compressed = [p for p in group["params"] if self._bucket_of(p) is not None]
+        dense = [p for p in group["params"] if self._bucket_of(p) is None]
+        changed: dict[str, Any] = {}
+        if self._config.momentum_correction:
+            changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+            if self._decays_locally(group):
+                self._decay(group, compressed)
+        elif not self._config.local_weight_decay:
+            changed = {"weight_decay": 0}
+        return [{**group, "params": dense}, {**group, "params": compressed, **changed}]
+
+    @torch.no_grad()
+    def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """The part of SGD's step that comes from weight decay, with its own momentum: linear, so the sum is SGD's."""
+        m, decay = group["momentum"], group["weight_decay"]
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if m == 0:
+                term = parameter * decay
+            else:
+                state = self.state[parameter]
+                if state.get("decay_buffer") is None:
+                    state["decay_buffer"] = torch.zeros_like(parameter)
+                w = state["decay_buffer"].mul_(m).add_(parameter, alpha=decay)
+                term = w * m + parameter * decay if group["nesterov"] else w
+            parameter.add_(term, alpha=-group["lr"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
+        if self._fired:
+            raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                                 "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+        self._inner.zero_grad(self, set_to_none)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank."""
+        self._reset()
+        self._should_synchronize = True
+        self._inner.load_state_dict(self, state_dict)
+        if not self._plain:
+            self.param_groups[0].setdefault(STEP, 0)
+            self._residuals_missing = self.param_groups[0][STEP] > 0
+            self._fill_state()
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
+        world = self._transport.world or World(0, 1)
+        state: dict[str, Any] = {"version": 1, "rank": world.rank, "size": world.size, "u": {}, "v": {}}
+        for bucket in self._buckets():
+            state["v"].update({name: view.clone() for name, view in bucket.views(bucket.v).items()})
+            if bucket.u is not None:
+                state["u"].update({name: view.clone() for name, view in bucket.views(bucket.u).items()})
+        return state
+
+    def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank.
+
+        Raises:
+            ValueError: they are of another version, rank, world size or model; nothing is loaded then.
+        """
+        own = self.residual_state_dict()
+        for key in ("version", "rank", "size"):
+            if state_dict.get(key) != own[key]:
+                raise ValueError(f"residual_state_dict: {key} is {state_dict.get(key)!r}; expected {own[key]!r}")
+        for letter in ("u", "v"):
+            given, expected = state_dict[letter], own[letter]
+            if given.keys() != expected.keys():
+                raise ValueError(f"residual_state_dict: {letter} lacks {sorted(expected.keys() - given.keys())} and "
+                                 f"has unknown {sorted(given.keys() - expected.keys())}")
+            for name, tensor in given.items():
+                if tensor.shape != expected[name].shape:
+                    raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
+                                     f"expected {tuple(expected[name].shape)}")
+        self._residuals_missing = False
+        for bucket in self._buckets():
+            for letter, flat in (("u", bucket.u), ("v", bucket.v)):
+                if flat is not None:
+                    for name, view in bucket.views(flat).items():
+                        view.copy_(state_dict[letter][name])
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Sends what is pending in v, on all ranks, and applies it at the current learning rate. Call it on all of
+        them, before evaluating or at the end of training.
+
+        Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not move. With nothing
+        pending it changes nothing.
+
+        Raises:
+            TypeError: the optimizer is not SGD, for which a pending gradient times the rate means nothing.
+            RuntimeError: called between ``backward()`` and ``step()``.
+        """
+        if self._plain:
+            return
+        if not isinstance(self, torch.optim.SGD):
+            raise TypeError(f"flush() is accepted for torch.optim.SGD only; for {type(self).__name__} end the training "
+                            "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
+        if self._fired:
+            raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
+        self._world = self._transport.world
+        self._last.setdefault("bytes_sent", 0.0)
+        self._last.setdefault("message_bytes", 0)
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        before = self._last["bytes_sent"], self._last["message_bytes"]
+        exchanges = [(shipment, Exchange(flush(shipment.bucket, self._world, average=self._average), self._transport,
+                                         f"{shipment.name}.flush", self._count))
+                     for shipment in self._shipments if shipment.bucket is not None]
+        self._totals["bytes_sent"] += self._last["bytes_sent"] - before[0]
+        self._last["bytes_sent"], self._last["message_bytes"] = before  # they are those of the last step
+        for shipment, exchange in exchanges:
+            assert shipment.bucket is not None
+            views = shipment.bucket.views(exchange.finish())
+            for parameter in shipment.parameters:
+                group = group_of[parameter]
+                rate = group["lr"] if group["maximize"] else -group["lr"]
+                parameter.add_(views[self._names[parameter]].to(parameter.dtype), alpha=rate)
+
+    def report(self) -> Report:
+        """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
+        buckets, last, totals = self._buckets(), self._last, self._totals
+        numel = sum(parameter.numel() for parameter in self._delay)
+        return Report(
+            steps=self._steps,
+            bytes_sent=last.get("bytes_sent", 0.0),
+            dense_bytes=last.get("dense_bytes", 0.0),
+            message_bytes=last.get("message_bytes", 0),
+            density=float(sum(last.get("entries", [0]))) / max(1, numel),
+            gradient_norm=sum(float(bucket.gradient_square) for bucket in buckets) ** 0.5,
+            residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in buckets) ** 0.5,
+            total_bytes_sent=totals["bytes_sent"],
+            total_dense_bytes=totals["dense_bytes"],
+            total_density=float(totals["entries"]) / max(1, totals["numel"]))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For pickle and ``copy.deepcopy``: the class is made at run time, so a copy is wrapped anew."""
+        state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
+                          self.backward_passes_per_step, self._arguments, self.residual_state_dict())
+
+
+def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
+             config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any) -> Any:
+    optimizer = inner.__new__(inner)
+    optimizer.__setstate__(state)
+    op, predivide, groups, sparse_as_dense, process_set = arguments
+    wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
+                                   sparse_as_dense, process_set)
+    wrapped.load_residual_state_dict(residuals)
+    return wrapped
+
+
+def _name(param_groups: list[dict[str, Any]], named_parameters: list[tuple[str, Tensor]] | None,
+          generate: bool = False) -> dict[Tensor, str]:
+    """Parameter -> name, with Horovod's checks and its generated names.
+
+    Args:
+        param_groups: of the optimizer.
+        named_parameters: as given by the user.
+        generate: make up the names that are missing from ``named_parameters``, instead of refusing.
+    """
+    made_up = {p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(param_groups)
+               for j, p in enumerate(group["params"])}
+    if named_parameters is None:
+        return made_up
+    if any(not isinstance(item, tuple) for item in named_parameters):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                         "model.named_parameters().")
+    names = [name for name, _ in named_parameters]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: "
+                         + ", ".join(duplicates))
+    given = {p: name for name, p in sorted(named_parameters, key=lambda item: item[0])}
+    unnamed = [p for p in made_up if p not in given]
+    if unnamed and not generate:
+        raise ValueError("named_parameters was specified, but one or more model parameters were not named. "
+                         f"Python object ids: {', '.join(str(id(p)) for p in unnamed)}")
+    return {p: given.get(p, name) for p, name in made_up.items()}
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[int] = set()
+    for parameter in (p for group in groups for p in group) if isinstance(groups, list) else ():
+        if not isinstance(parameter, Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(parameter) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(parameter))
+
+
+def _compressed(parameter: Tensor, min_numel: int) -> bool:
+    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel)
+
+
+def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
+            min_numel: int) -> list[tuple[list[str], list[Tensor]]]:
+    """Which parameters travel together: of one kind, in the order in which a backward pass completes them."""
+    backward = parameters[::-1]
+    if groups is None:
+        sets = [backward]
+    elif isinstance(groups, int):
+        share, extra = divmod(len(backward), groups)
+        ends = [share * (i + 1) + min(i + 1, extra) for i in range(groups)]
+        sets = [backward[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    else:
+        position = {p: i for i, p in enumerate(backward)}
+        sets = [sorted((p for p in group if p in position), key=position.__getitem__) for group in groups]
+        grouped = {p for together in sets for p in together}
+        sets.append([p for p in backward if p not in grouped])
+    packed = []
+    for together in sets:
+        open_bins: dict[Any, list[Tensor]] = {}
+        for parameter in together:
+            kind = (parameter.device, parameter.dtype, _compressed(parameter, min_numel))
+            filling = open_bins.setdefault(kind, [])
+            filling.append(parameter)
+            if groups is None and sum(p.numel() for p in filling) >= BUCKET_NUMEL:
+                packed.append(open_bins.pop(kind))
+        packed.extend(open_bins.values())
+    return [([names[p] for p in together], together) for together in packed]
+
+
+def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
+    if state.get(key) is None:
+        state[key] = None if like is None else torch.zeros_like(like, requires_grad=False)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+
+
+def _unhooked(step: Any) -> Any:
+    """A step function without torch's wrapper that calls the step hooks: ours is wrapped, and they fire once."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, process_set: Any = None) -> None:
+    """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over whatever is initialised.
+
+    Args:
+        params: ``model.state_dict()``, a list of ``model.named_parameters()``, or a list of tensors.
+        root_rank: whose; a rank within the process set.
+        process_set: as for :func:`DistributedOptimizer`.
+
+    Raises:
+        ValueError: ``params`` is of another type, or ``root_rank`` is not in the world.
+    """
+    if isinstance(params, Mapping):
+        items = sorted(params.items())
+    elif isinstance(params, list):
+        items = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    transport = find(process_set)
+    world = transport.world
+    if world is None:
+        return
+    if not 0 <= root_rank < world.size:
+        raise ValueError(f"root_rank is {root_rank!r}; accepted: 0 to {world.size - 1}")
+    with torch.no_grad():
+        waits = [(p, transport.start(Collective("share", p.detach().clone(), root_rank), f"dgc.share.{name}"))
+                 for name, p in items if isinstance(p, Tensor)]
+        for p, wait in waits:
+            p.copy_(wait())

@@ -1,0 +1,129 @@
+"""What is kept: u and v of the parameters of one bucket; clip, accumulate, take, restore.
+
+The letters are the paper's (Algorithm 1 and section 3): g is the local gradient, u the velocity, v what has been
+accumulated and not yet sent, m the momentum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter's local gradient of one step, and the momentum it is to be accumulated with."""
+
+    g: Tensor  # the parameter's shape, any strides
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+class Bucket:
+    """Some parameters of one device and dtype, and what is kept of them: one flat u and one flat v.
+
+    Args:
+        name: says which bucket it is, alike on every rank.
+        parameters: name -> tensor of the parameter's shape, dtype and device; only those three are used.
+        velocity: whether there is a u (momentum correction).
+    """
+
+    def __init__(self, name: str, parameters: Mapping[str, Tensor], velocity: bool = True):
+        # The small ones first: their indices fit 16 bits, and the message keeps those of one width together.
+        items = sorted(parameters.items(), key=lambda item: item[1].numel() > SHORT)
+        first = items[0][1]
+        self.name = name
+        self.names = tuple(name for name, _ in items)
+        self.shapes = tuple(parameter.shape for _, parameter in items)
+        self.numels = tuple(parameter.numel() for _, parameter in items)
+        self.offsets = tuple(sum(self.numels[:i]) for i in range(len(items)))
+        self.numel = sum(self.numels)
+        self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
+        self.u = torch.zeros_like(self.v) if velocity else None
+        self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
+        self.entries_sent: Tensor | int = 0  # of the last step
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape."""
+        parts = flat.split(self.numels)
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def accumulate(self, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None = None) -> None:
+        """Adds the local gradients into u and v (paper, equation 4); a parameter without one is left as it was.
+
+        Args:
+            gradients: parameter -> its gradient.
+            scale: multiplies the gradients first (clipping): one 0-dim tensor for all, or one each.
+        """
+        u, v = self.views(self.v if self.u is None else self.u), self.views(self.v)
+        square = self.v.new_zeros(())
+        for name, gradient in gradients.items():
+            g = gradient.g.detach().to(self.v.dtype)
+            if scale is not None:
+                g = g * (scale[name] if isinstance(scale, Mapping) else scale)
+            square += torch.linalg.vector_norm(g).square()
+            if self.u is None:
+                v[name] += g
+            else:
+                accumulate(u[name], v[name], g, gradient.momentum, gradient.nesterov)
+        self.gradient_square = square
+
+    def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
+        """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.2).
+
+        Args:
+            index: int64 (K,), positions in v, each at most once among those with ``sent`` != 0.
+            sent: (K,), what receivers will read there, in v's dtype. What rounding dropped stays in v; an entry
+                that rounded to 0 was not sent, and is not masked.
+            masking: also set u to zero there.
+        """
+        self.v.index_add_(0, index, sent, alpha=-1)
+        if masking and self.u is not None:
+            # By multiplication: the empty slots of a message all point at one entry, which they must not touch.
+            self.u.scatter_reduce_(0, index, (sent == 0).to(self.u.dtype), "prod")
+        self.entries_sent = torch.count_nonzero(sent)
+
+    def take_all(self) -> Tensor:
+        """Takes everything out of v and leaves u alone: density 1, which is momentum SGD. Returns it, flat."""
+        taken, self.v = self.v, torch.zeros_like(self.v)
+        self.entries_sent = self.numel
+        return taken
+
+    def restore(self, index: Tensor | None, sent: Tensor) -> None:
+        """Puts back into v what was taken for an exchange that did not happen."""
+        if index is None:
+            self.v += sent
+        else:
+            self.v.index_add_(0, index, sent)
+
+
+SHORT = 1 << 16  # a parameter of at most this many entries has 16-bit indices
+
+
+def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:
+    """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B)."""
+    u.mul_(m).add_(g)
+    if nesterov:
+        v.add_(g).add_(u, alpha=m)
+    else:
+        v.add_(u)
+
+
+def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool) -> Tensor:
+    """The factor, at most 1, by which a rank's gradient of this norm is clipped (paper, section 3.2).
+
+    The paper clips a gradient that already carries 1/N to N^(-1/2) of the threshold. Ours does not carry it, hence
+    threshold * N^(1/2) when the sum will be divided by N. N gradients of that norm, orthogonal to each other,
+    combine to a norm of exactly ``clip_norm``.
+    """
+    bound = clip_norm * math.sqrt(contributors) if average else clip_norm / math.sqrt(contributors)
+    return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
+
+
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What u and v of a parameter are kept in: float32 for float16 and bfloat16, else its own dtype."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

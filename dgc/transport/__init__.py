@@ -1,0 +1,93 @@
+"""Over what: the collectives that a path asks for, performed by Horovod, torch.distributed, or within one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dgc.compressor import Collective, Path, World
+
+Wait = Callable[[], Tensor]  # blocks until the result is there, and returns it
+
+
+class Transport(Protocol):
+    """Performs collectives among the ranks of one world."""
+
+    @property
+    def world(self) -> World | None:
+        """This rank and the live number of ranks; None for a process outside the process set."""
+
+    def start(self, collective: Collective, name: str) -> Wait:
+        """Begins a collective. Every rank begins the same ones, under the same names, in the same order."""
+
+
+def find(process_set: Any = None) -> Transport:
+    """The transport of what is initialised: a lockstep rank, else Horovod, else torch.distributed.
+
+    Args:
+        process_set: a ``horovod.torch.ProcessSet`` or a ``torch.distributed.ProcessGroup`` restricts the exchange,
+            and decides between the two; None means all processes.
+
+    Raises:
+        RuntimeError: nothing is initialised.
+        TypeError: ``process_set`` is neither.
+    """
+    from dgc.transport import lockstep
+
+    if process_set is None and (rank := lockstep.current()) is not None:
+        return rank
+    # Not imported here: if the user initialised Horovod, it is loaded, and if not, it is not wanted.
+    horovod, distributed = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
+    has_horovod = horovod is not None and horovod.is_initialized()
+    has_distributed = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if has_distributed and isinstance(process_set, distributed.ProcessGroup):
+        from dgc.transport.torch_dist import TorchDistributed
+        return TorchDistributed(process_set)
+    if has_horovod and (process_set is None or isinstance(process_set, horovod.ProcessSet)):
+        from dgc.transport.horovod import Horovod
+        return Horovod(process_set)
+    if has_distributed and process_set is None:
+        from dgc.transport.torch_dist import TorchDistributed
+        return TorchDistributed(None)
+    if has_horovod or has_distributed:
+        raise TypeError(f"process_set is {process_set!r}; accepted: None, a ProcessSet of an initialised Horovod, "
+                        "or a torch.distributed.ProcessGroup")
+    raise RuntimeError("nothing to exchange gradients over: call hvd.init() of horovod.torch, or "
+                       "torch.distributed.init_process_group(), or run inside dgc.lockstep.run(), before this")
+
+
+class Exchange:
+    """A path on its way: its collective has begun, and :meth:`finish` takes it to its end."""
+
+    def __init__(self, path: Path, transport: Transport, name: str, on_start: Callable[[Collective], None]):
+        self._path, self._transport, self._name, self._on_start = path, transport, name, on_start
+        self._rounds = 0
+        self._wait = self._start(next(path))
+
+    def _start(self, collective: Collective) -> Wait:
+        self._on_start(collective)
+        name = self._name if self._rounds == 0 else f"{self._name}.{self._rounds}"
+        self._rounds += 1
+        return self._transport.start(collective, name)
+
+    def finish(self) -> Tensor:
+        """Waits for the collectives that the path asks for, and returns its result."""
+        while True:
+            try:
+                result = self._wait()
+            except BaseException as error:
+                self._path.throw(error)  # the path puts back what was taken, and raises it again
+                raise
+            try:
+                collective = self._path.send(result)
+            except StopIteration as end:
+                update: Tensor = end.value
+                return update
+            self._wait = self._start(collective)
+
+    def abandon(self) -> None:
+        """Gives up without waiting; what was taken is put back."""
+        self._path.close()

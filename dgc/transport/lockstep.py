@@ -1,0 +1,163 @@
+"""N ranks in one process: for tests, and for studying N workers on one device.
+
+Each rank is a thread that runs the same script, but only one of them runs at a time: a rank runs until it has to wait
+for the others, then the next one does. So results do not depend on the scheduler, and random numbers drawn from
+torch's global generator come in the same order each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dgc.compressor import Collective, World
+from dgc.transport import Wait
+
+T = TypeVar("T")
+_here = threading.local()
+
+
+def current() -> Lockstep | None:
+    """The rank that this thread is, if :func:`run` started it."""
+    return getattr(_here, "rank", None)
+
+
+def run(worker: Callable[[], T], size: int) -> list[T]:
+    """Runs ``worker`` as each of ``size`` ranks, in lockstep, and returns what they returned, in rank order.
+
+    Inside, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and :func:`current` tells the rank.
+
+    Args:
+        worker: takes no arguments.
+        size: how many ranks, at least 1.
+
+    Raises:
+        ValueError: ``size`` < 1.
+        Exception: what a rank raised; the others are ended.
+        RuntimeError: the ranks wait for different things, or one returned while others wait for it.
+    """
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"lockstep.run: size is {size!r}; accepted: an integer >= 1")
+    stage = _Stage(size)
+    results: dict[int, T] = {}
+
+    def play(rank: int) -> None:
+        _here.rank = Lockstep(rank, stage)
+        try:
+            stage.await_turn(rank)
+            results[rank] = worker()
+        except _Ended:
+            pass
+        except BaseException as error:  # carried to the caller's thread
+            stage.fail(error)
+        finally:
+            stage.leave(rank)
+
+    threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if stage.error is not None:
+        raise stage.error
+    return [results[rank] for rank in range(size)]
+
+
+class Lockstep:
+    """One of N ranks within this process."""
+
+    def __init__(self, rank: int, stage: _Stage):
+        self._rank, self._stage = rank, stage
+        self._begun: dict[str, int] = {}
+
+    @property
+    def world(self) -> World:
+        return World(self._rank, self._stage.size)
+
+    def start(self, collective: Collective, name: str) -> Wait:
+        count = self._begun[name] = self._begun.get(name, 0) + 1
+        key = (name, count)
+        self._stage.put(key, self._rank, collective)
+        return lambda: self._stage.get(key, self._rank)
+
+
+class _Ended(BaseException):
+    """Unwinds a rank because another one failed."""
+
+
+class _Stage:
+    """Whose turn it is, and what has been put up for exchange."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._left: set[int] = set()
+        self._waiting: dict[int, Any] = {}  # rank -> what it found missing since anything last happened
+        self._boxes: dict[Any, dict[int, Collective]] = {}
+        self._results: dict[Any, Tensor] = {}
+
+    def await_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == rank or self.error is not None)
+        if self.error is not None:
+            raise _Ended
+
+    def put(self, key: Any, rank: int, collective: Collective) -> None:
+        box = self._boxes.setdefault(key, {})
+        box[rank] = collective
+        self._waiting.clear()
+        if len(box) == self.size:
+            self._results[key] = _perform([box[rank] for rank in range(self.size)], key[0])
+
+    def get(self, key: Any, rank: int) -> Tensor:
+        while key not in self._results:
+            self._waiting[rank] = key
+            if len(self._waiting) == self.size - len(self._left):
+                waits = ", ".join(f"rank {r} for {name!r}" for r, (name, _) in sorted(self._waiting.items()))
+                gone = f"; {sorted(self._left)} returned" if self._left else ""
+                raise RuntimeError(f"no rank can go on: waiting are {waits}{gone}")
+            self._pass_on(rank)
+            self.await_turn(rank)
+        box, result = self._boxes[key], self._results[key]
+        del box[rank]
+        if not box:  # the last to read it
+            del self._boxes[key], self._results[key]
+        return result.clone()
+
+    def leave(self, rank: int) -> None:
+        self._left.add(rank)
+        self._waiting.pop(rank, None)
+        if self._turn == rank:
+            self._pass_on(rank)
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def _pass_on(self, rank: int) -> None:
+        following = [(rank + i) % self.size for i in range(1, self.size + 1)]
+        with self._changed:
+            self._turn = next((r for r in following if r not in self._left), -1)
+            self._changed.notify_all()
+
+
+def _perform(collectives: list[Collective], name: str) -> Tensor:
+    kinds = {(c.op, c.tensor.shape, c.tensor.dtype, c.root) for c in collectives}
+    if len(kinds) > 1:
+        raise RuntimeError(f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}")
+    tensors, op = [c.tensor for c in collectives], collectives[0].op
+    if op == "gather":
+        return torch.stack(tensors)
+    if op == "share":
+        return tensors[collectives[0].root].clone()
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
