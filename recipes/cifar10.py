@@ -1,0 +1,352 @@
+"""CIFAR-10 with the paper's ResNets, dense or compressed. One flat file, made to be read and copied.
+
+The same file runs on several machines or one, over Horovod, torch.distributed, or with N workers in one process:
+
+    horovodrun -np 4 python recipes/cifar10.py --method dgc
+    torchrun --nproc-per-node 4 recipes/cifar10.py --method dgc
+    python recipes/cifar10.py --method dgc --virtual-workers 4
+    python recipes/cifar10.py                                     # one process: plain SGD
+
+Training follows the paper and fb.resnet.torch: lr 0.1, divided by 10 after 81 and 122 of 164 epochs, Nesterov momentum
+0.9, weight decay 1e-4, flips and 4-pixel crops. With fewer epochs all of this shrinks in proportion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import tarfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+import typer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import dgc
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+def load(folder: Path | None, cache: Path) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """CIFAR-10 from ``folder``, else downloaded, else scikit-learn's digits: a name, (images, labels) to train, to test.
+
+    Images are uint8 (n, 3, 32, 32).
+    """
+    if folder is None:
+        folder = download(cache)
+    if folder is None:
+        return ("digits", *digits())
+    folder = folder if (folder / "test_batch.bin").exists() else folder / "cifar-10-batches-bin"
+    missing = [name for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+               if not (folder / name).is_file()]
+    if missing:
+        raise typer.BadParameter(f"{folder} lacks {', '.join(missing)}; accepted: a folder with cifar-10-batches-bin")
+
+    def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
+        records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))
+        records = records.view(-1, 3073)
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+
+    return "cifar10", read([f"data_batch_{i}.bin" for i in range(1, 6)]), read(["test_batch.bin"])
+
+
+def download(cache: Path) -> Path | None:
+    """The official archive, verified and unpacked; None when the download does not start within ten seconds."""
+    folder = cache / "cifar-10-batches-bin"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    archive, digest = cache / f"{os.getpid()}.part", hashlib.sha256()
+    try:
+        try:
+            response = urllib.request.urlopen(URL, timeout=10)
+        except OSError as error:
+            print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
+                  "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
+            return None
+        with response, archive.open("wb") as file, tqdm(total=int(response.headers.get("Content-Length", 0)),
+                                                        unit="B", unit_scale=True, desc="CIFAR-10") as bar:
+            while chunk := response.read(1 << 20):
+                file.write(chunk)
+                digest.update(chunk)
+                bar.update(len(chunk))
+        if digest.hexdigest() != SHA256:
+            raise SystemExit(f"the SHA-256 of {URL} is {digest.hexdigest()}; expected {SHA256}: download it again")
+        with tarfile.open(archive) as tar:
+            tar.extractall(cache / f"{os.getpid()}.unpacked", filter="data")
+        (cache / f"{os.getpid()}.unpacked" / folder.name).rename(folder)
+    finally:
+        archive.unlink(missing_ok=True)
+    return folder
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """1,797 handwritten digits of 8 x 8, enlarged to CIFAR's size; each fifth is for testing."""
+    from sklearn.datasets import load_digits
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
+    images = F.interpolate(images, size=32, mode="bilinear").expand(-1, 3, -1, -1).to(torch.uint8)
+    labels, test = torch.from_numpy(bunch.target).long(), torch.arange(len(images)) % 5 == 0
+    return (images[~test], labels[~test]), (images[test], labels[test])
+
+
+def normalised(images: Tensor) -> Tensor:
+    mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
+    return (images.float() - mean) / std
+
+
+def augmented(images: Tensor, flip: bool, generator: torch.Generator) -> Tensor:
+    """Flips half of them, and crops 32 x 32 out of each padded by 4; the whole batch at once."""
+    n, device = len(images), images.device
+    draw = torch.randint(0, 9, (3, n), generator=generator).to(device)
+    rows = draw[0, :, None] + torch.arange(32, device=device)
+    columns = draw[1, :, None] + torch.arange(32, device=device)
+    mirror = (torch.rand(n, generator=generator) < 0.5).to(device) & flip
+    columns = torch.where(mirror[:, None], columns.flip(1), columns)
+    padded = F.pad(images, (4, 4, 4, 4)).permute(0, 2, 3, 1)
+    return padded[torch.arange(n, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.stride, self.widen = stride, outputs - inputs
+        self.conv1, self.bn1 = conv3x3(inputs, outputs, stride), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = conv3x3(outputs, outputs, 1), nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.stride > 1:  # shortcut A: no weights, new channels are zero
+            x = F.pad(x[:, :, ::self.stride, ::self.stride], (0, 0, 0, 0, 0, self.widen))
+        return F.relu(x + y)
+
+
+def conv3x3(inputs: int, outputs: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+
+
+def resnet(depth: int) -> nn.Module:
+    """The CIFAR ResNet of 6n + 2 layers (He et al. 2016, section 4.2)."""
+    if depth not in (20, 32, 44, 56, 110):
+        raise typer.BadParameter(f"--depth is {depth}; accepted: 20, 32, 44, 56, 110")
+    layers: list[nn.Module] = [conv3x3(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU()]
+    width = 16
+    for outputs in (16, 32, 64):
+        for _ in range((depth - 2) // 6):
+            layers.append(Block(width, outputs, 2 if outputs > width else 1))
+            width = outputs
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+    return model
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+def connect() -> tuple[int, int, str]:
+    """Initialises what this process was launched by: rank, number of ranks, and its name."""
+    if (rank := dgc.lockstep.current()) is not None:
+        return rank.world.rank, rank.world.size, "lockstep"
+    if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        import horovod.torch as hvd
+        hvd.init()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(hvd.local_rank())
+        return hvd.rank(), hvd.size(), "horovod"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
+
+
+def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, a: Any, steps: int) -> Any:
+    """The one line that a Horovod user replaces, for each of the methods."""
+    named = list(model.named_parameters())
+    if launcher == "horovod" and a.method in ("dense", "fp16"):
+        import horovod.torch as hvd
+        return hvd.DistributedOptimizer(optimizer, named, getattr(hvd.Compression, {"dense": "none"}.get(a.method, a.method)))
+    if a.method == "fp16":
+        raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
+    if a.method == "dense":
+        return dgc.DistributedOptimizer(optimizer, named, dgc.Config(sparsity=0.0))
+    if a.method == "topk":  # gradient dropping (Aji and Heafield 2017)
+        return dgc.DistributedOptimizer(optimizer, named, dgc.Config(
+            sparsity=a.sparsity, selection=a.selection, momentum_correction=False, factor_masking=False))
+    warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
+    return dgc.DistributedOptimizer(optimizer, named, dgc.Config(
+        sparsity=dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity) if warmup else a.sparsity,
+        selection=a.selection, momentum_correction=a.momentum_correction, factor_masking=a.factor_masking,
+        clip_norm=a.clip_norm, local_weight_decay=a.local_weight_decay))
+
+
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
+    """Top-1 on the test set, in per cent."""
+    model.eval()
+    right = 0
+    with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=a.bf16):
+        for start in range(0, len(images), 500):
+            x = normalised(images[start:start + 500]).contiguous(memory_format=torch.channels_last)
+            right += int((model(x).argmax(1) == labels[start:start + 500]).sum())
+    model.train()
+    return 100 * right / len(images)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    torch.save(state, part)
+    part.replace(path)
+
+
+def train(a: Any) -> dict[str, Any]:
+    """One rank's training; rank 0 reports."""
+    rank, size, launcher = connect()
+    torch.manual_seed(a.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dataset, (images, labels), (test_images, test_labels) = load(a.data, a.cache)
+    images, labels = images.to(device), labels.to(device)
+    test_images, test_labels = test_images.to(device), test_labels.to(device)
+    model = resnet(a.depth).to(device, memory_format=torch.channels_last)
+    dgc.broadcast_parameters(model.state_dict())
+    steps = len(images) // (a.batch_size * size)
+    if steps == 0:
+        raise typer.BadParameter(f"--batch-size is {a.batch_size} for {size} workers; {dataset} has {len(images)} images")
+
+    optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
+    optimizer = distributed(optimizer, model, launcher, a, steps)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(a.epochs * e / 164) for e in (81, 122)])
+
+    history: list[dict[str, float]] = []
+    file = "epoch{:03d}-rank{}of{}.pt"
+    if a.resume:
+        done = [e for e in range(a.epochs, 0, -1)
+                if all((a.checkpoints / file.format(e, r, size)).exists() for r in range(size))]
+        if done:
+            state = torch.load(a.checkpoints / file.format(done[0], rank, size), map_location=device)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            if state["residuals"] is not None:
+                optimizer.load_residual_state_dict(state["residuals"])
+            scheduler.load_state_dict(state["scheduler"])
+            history = state["history"]
+
+    board = None
+    if rank == 0 and a.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(a.tensorboard)
+    dense_bytes = 2 * (size - 1) / size * 4 * sum(p.numel() for p in model.parameters())
+    counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
+    assumed = dense_bytes / (2 if a.method == "fp16" else 1)
+    generator = torch.Generator()
+    with tqdm(total=a.epochs * steps, initial=len(history) * steps, disable=rank > 0, desc=a.method,
+              mininterval=1, dynamic_ncols=True) as bar:
+        for epoch in range(len(history), a.epochs):
+            order = torch.randperm(len(images), generator=generator.manual_seed(a.seed * 1000 + epoch))[rank::size]
+            generator.manual_seed((a.seed * 1000 + epoch) * 1000 + rank)  # augmentation: resuming needs no more
+            began, loss_sum, sent = time.perf_counter(), torch.zeros((), device=device), 0.0
+            if counted:
+                sent = optimizer.report().total_bytes_sent
+            for batch in order[:steps * a.batch_size].split(a.batch_size):
+                x = normalised(augmented(images[batch.to(device)], dataset == "cifar10", generator))
+                optimizer.zero_grad()
+                with torch.autocast(device.type, torch.bfloat16, enabled=a.bf16):
+                    logits = model(x.contiguous(memory_format=torch.channels_last))
+                loss = F.cross_entropy(logits.float(), labels[batch.to(device)])
+                loss.backward()
+                optimizer.step()
+                loss_sum += loss.detach()
+                bar.update()
+            seconds = time.perf_counter() - began
+            scheduler.step()
+            if epoch + 1 == a.epochs and a.flush and counted:
+                optimizer.flush()  # what is pending would otherwise never be applied
+            history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "lr": optimizer.param_groups[0]["lr"],
+                            "accuracy": accuracy(model, test_images, test_labels, a) if rank == 0 else float("nan"),
+                            "step_seconds": seconds / steps,
+                            "bytes_per_step": (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed})
+            if rank == 0:
+                bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}")
+            if board:
+                for key, value in history[-1].items():
+                    board.add_scalar(key, value, epoch + 1)
+            if a.checkpoints:
+                save(a.checkpoints / file.format(epoch + 1, rank, size), {
+                    "model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history,
+                    "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "optimizer"},
+                    "residuals": optimizer.residual_state_dict() if counted else None})
+                (a.checkpoints / file.format(epoch - 1, rank, size)).unlink(missing_ok=True)  # two are enough
+    result = {"recipe": "cifar10", "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
+              "parameters": sum(p.numel() for p in model.parameters()), "dense_bytes_per_step": dense_bytes,
+              "accuracy": history[-1]["accuracy"], "history": history,
+              "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()
+                           if k not in ("data", "cache", "out", "checkpoints", "tensorboard", "resume")},
+              "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                          "device": str(device), "torch": torch.__version__, "python": platform.python_version()}}
+    if rank == 0 and a.out:
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        part = a.out.with_name(a.out.name + ".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(a.out)
+    return result
+
+
+def main(
+        data: Annotated[Path | None, typer.Option(help="Folder with cifar-10-batches-bin; default: download it.")] = None,
+        cache: Annotated[Path, typer.Option(help="Where a download goes.")] = Path("~/.cache/dgc").expanduser(),
+        method: Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
+            help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")] = "dgc",
+        depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
+        epochs: Annotated[int, typer.Option(min=1)] = 164,
+        batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
+        lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,
+        sparsity: Annotated[float, typer.Option(help="After the warm-up.")] = 0.999,
+        warmup_epochs: Annotated[float | None, typer.Option(help="Default: 4 of 164, in proportion.")] = None,
+        selection: Literal["sampled", "exact"] = "sampled",
+        momentum_correction: bool = True, factor_masking: bool = True, local_weight_decay: bool = True,
+        clip_norm: float | None = None,
+        flush: Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")] = True,
+        virtual_workers: Annotated[int, typer.Option(min=1, help="Workers within one process.")] = 1,
+        seed: int = 0,
+        bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
+        threads: Annotated[int | None, typer.Option(help="Of this process; default: torch's.")] = None,
+        checkpoints: Annotated[Path | None, typer.Option(help="Folder for a checkpoint of each rank, every epoch.")] = None,
+        resume: Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")] = False,
+        tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
+        out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+    """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
+    import argparse
+    a = argparse.Namespace(**locals())
+    del a.argparse
+    if resume and checkpoints is None:
+        raise typer.BadParameter("--resume needs --checkpoints")
+    if threads:
+        torch.set_num_threads(threads)
+    launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
+    if launched and virtual_workers > 1:
+        raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
+    result = train(a) if launched else dgc.lockstep.run(lambda: train(a), virtual_workers)[0]
+    if result["history"][-1]["accuracy"] == result["history"][-1]["accuracy"]:  # NaN on other ranks
+        print(f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
