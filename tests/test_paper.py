@@ -67,18 +67,18 @@ def test_path(nodes, variant, sparsity, dtype):
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer(nodes, variant):
-    """The whole of it: a torch model, backward passes, DistributedOptimizer around SGD."""
+    """The whole of it: a torch model in float64, backward passes, DistributedOptimizer around SGD."""
     variant = VARIANTS[variant]
     network, m = Network(), variant.get("momentum", 0.9)
     oracle = Oracle(network.start, network.gradient, nodes, lr=0.1, sparsity=0.99, **{"momentum": m, **variant})
 
     def worker():
-        weights = [torch.nn.Parameter(torch.tensor(w)) for w in network.start]
+        weights = [torch.nn.Parameter(torch.tensor(w).double()) for w in network.start]
         optimizer = torch.optim.SGD(weights, lr=0.1, momentum=m, nesterov=variant.get("nesterov", False))
         optimizer = dgc.DistributedOptimizer(optimizer, compression=config(variant, 0.99))
         rank = dgc.lockstep.current().world.rank
         for step in range(STEPS):
-            x, y = map(torch.tensor, network.batch(rank, step))
+            x, y = (torch.tensor(a).double() for a in network.batch(rank, step))
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y).backward()
             optimizer.step()
