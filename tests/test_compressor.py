@@ -1,0 +1,183 @@
+"""The path of one bucket, walked without a transport."""
+
+import math
+
+import pytest
+import torch
+from laws import walk, worlds
+
+import dgc
+from dgc.compressor import World, flush, reduce, reduce_dense, reduce_sparse, sent_bytes
+from dgc.residual import Bucket, Gradient, clip_scale
+
+SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def buckets(n, dtype=torch.float32):
+    return [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in SHAPES.items()}) for _ in range(n)]
+
+
+def gradients(rank, step, dtype=torch.float32, m=0.9, nesterov=False):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {k: Gradient((torch.randn(s, generator=generator) * 10.0 ** (i * 3 - 4)).to(dtype), m, nesterov)
+            for i, (k, s) in enumerate(SHAPES.items())}
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("masking", [True, False])
+def test_conservation(wire, dtype, sparsity, masking):
+    """Law 1, to the bit: what rank 0 sent and what is in its v add up to what it had accumulated.
+
+    The other rank has no gradient, so the sum is what rank 0 sent. v is recomputed here from the u that was left.
+    """
+    config = dgc.Config(sparsity=sparsity, wire_dtype=wire, factor_masking=masking, min_numel=0)
+    pair = buckets(2, dtype)
+    for step in range(8):
+        u, v = pair[0].u.clone(), pair[0].v.clone()
+        g = gradients(0, step, dtype)
+        flat = torch.cat([g[name].g.flatten().to(u.dtype) for name in pair[0].names])
+        accumulated = v + (u * torch.tensor(0.9, dtype=u.dtype) + flat)
+        updates = walk([reduce(pair[0], g, config, step, World(0, 2), average=False),
+                        reduce(pair[1], {}, config, step, World(1, 2), average=False)])
+        assert torch.equal(updates[0], updates[1])
+        assert torch.equal(updates[0].double() + pair[0].v.double(), accumulated.double())
+        assert not pair[1].v.any()
+        assert sparsity == 0 or pair[0].v.any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_agreement_and_conservation_over_ranks(n):
+    config = dgc.Config(sparsity=0.9, min_numel=0)
+    mine = buckets(n, torch.float64)
+    for step in range(5):
+        before = torch.stack([b.v.double() for b in mine]).sum(0)
+        u = [b.u.clone() for b in mine]
+        updates = walk([reduce(b, gradients(r, step, torch.float64), config, step, w, average=False)
+                        for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
+        assert all(torch.equal(update, updates[0]) for update in updates)
+        added = torch.stack([u[r].double() * 0.9 + torch.cat(
+            [gradients(r, step, torch.float64)[k].g.flatten() for k in mine[0].names]) for r in range(n)]).sum(0)
+        after = torch.stack([b.v.double() for b in mine]).sum(0)
+        assert torch.allclose(before + added, after + updates[0].double(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("average", [True, False])
+def test_orthogonal_clipped_gradients_combine_to_exactly_clip_norm(n, average):
+    """The law of local gradient clipping (DGC, section 3.2), for the global norm and for one tensor."""
+    clip_norm, length = 0.3, 1024
+    rows = torch.linalg.qr(torch.randn(length, n, generator=torch.Generator().manual_seed(0)).double()).Q.T * 17
+    for per_tensor in (False, True):
+        config = dgc.Config(sparsity=0.0, clip_norm=clip_norm, clip_per_tensor=per_tensor, min_numel=0)
+        paths = []
+        for g, world in zip(rows, worlds(n), strict=True):
+            b = Bucket("bucket 0", {"a": torch.empty(32, 32, dtype=torch.float64)})
+            scale = None if per_tensor else clip_scale(g.norm(), clip_norm, n, average)
+            paths.append(reduce(b, {"a": Gradient(g.view(32, 32))}, config, 0, world, average=average, scale=scale))
+        assert walk(paths)[0].norm().item() == pytest.approx(clip_norm, rel=1e-12)
+
+
+def test_what_is_within_the_bound_is_not_clipped():
+    assert clip_scale(torch.tensor(0.5), 0.3, 4, True) == 1  # 0.3 * 2
+    assert clip_scale(torch.tensor(0.0), 0.3, 4, True) == 1
+    assert clip_scale(torch.tensor(1.2), 0.3, 4, True) == 0.5
+
+
+def test_entries_that_round_to_nothing_are_neither_sent_nor_masked():
+    b = Bucket("bucket 0", {"a": torch.empty(2, 2)})
+    g = torch.tensor([[1.0, 2.0**-60], [0.0, 0.0]])  # 60 binary orders apart: float16 has 40
+    update = walk([reduce(b, {"a": Gradient(g, 0.9)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])[0]
+    assert update.tolist() == [1, 0, 0, 0]
+    assert b.v.tolist() == [0, 2.0**-60, 0, 0] and b.u.tolist() == [0, 2.0**-60, 0, 0]
+
+
+def test_empty_slots_touch_nothing():
+    """Fewer entries than slots: entry 0, at which empty slots point, keeps its momentum."""
+    b = Bucket("bucket 0", {"a": torch.empty(2, 2)})
+    b.u[0] = 5.0
+    g = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    walk([reduce(b, {"a": Gradient(g, 0.0)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])
+    assert b.u.tolist() == [0, 0, 0, 0]  # momentum 0: forgotten by the accumulation, not by the mask
+    b.u[0], b.v[0] = 4.0, -2.0  # 0.5 * 4 - 2 = 0: nothing to send at entry 0
+    walk([reduce(b, {"a": Gradient(g, 0.5)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])
+    assert b.u.tolist() == [2, 0, 0, 0] and b.v.tolist() == [0, 0, 0, 0]
+
+
+def test_a_parameter_without_gradient_sits_out():
+    config = dgc.Config(sparsity=0.9, min_numel=0)
+    b = buckets(1)[0]
+    walk([reduce(b, gradients(0, 0), config, 0, World(0, 1))])
+    u, v = (b.views(x)["b"].clone() for x in (b.u, b.v))
+    some = {k: g for k, g in gradients(0, 1).items() if k != "b"}
+    update = walk([reduce(b, some, config, 1, World(0, 1))])[0]
+    assert torch.equal(b.views(b.u)["b"], u) and torch.equal(b.views(b.v)["b"], v)
+    assert not b.views(update)["b"].any() and b.views(update)["a"].any()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.75, 0.9375, 0.999])
+def test_never_more_bytes_than_dense(n, sparsity):
+    b = buckets(1)[0]
+    request = next(reduce(b, gradients(0, 0), dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n)))
+    dense = 2 * (n - 1) / n * 4 * b.numel
+    assert sent_bytes(request, World(0, n)) <= dense
+    assert (request.op == "sum") == (sparsity == 0 or (1 - sparsity) * n > 4 / 3)  # 6 bytes an entry, 8/N dense
+
+
+def test_the_dense_fallback_sends_the_same_entries():
+    """16 ranks at 75 %: by allreduce, in float32, what all-gather would have sent in float32."""
+    n, seen = 16, {}
+    for wire in (torch.float16, torch.float32):  # on the dense road the wire's dtype plays no part
+        mine = buckets(n)
+        config = dgc.Config(sparsity=0.75, selection="exact", wire_dtype=wire, min_numel=0)
+        updates = walk([reduce(b, gradients(r, 0), config, 0, w)
+                        for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
+        seen[wire] = updates[0], mine[0].v.clone()
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+    v = torch.cat([gradients(0, 0)[k].g.flatten() for k in mine[0].names])
+    kept = mine[0].v != 0
+    assert torch.equal(mine[0].v[kept], v[kept]) and math.isclose(kept.float().mean().item(), 0.75, abs_tol=1e-3)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.99])
+@pytest.mark.parametrize("n", [2, 16])
+def test_an_abandoned_exchange_loses_nothing(sparsity, n):
+    b = buckets(1)[0]
+    g = gradients(0, 0)
+    path = reduce(b, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n))
+    next(path)
+    path.close()
+    assert torch.equal(b.v, torch.cat([g[k].g.flatten() for k in b.names]))
+
+
+def test_flush_sends_v_alone():
+    mine = buckets(2)
+    config = dgc.Config(sparsity=0.99, min_numel=0)
+    walk([reduce(b, gradients(r, 0), config, 0, World(r, 2)) for r, b in enumerate(mine)])
+    u, v = [b.u.clone() for b in mine], [b.v.clone() for b in mine]
+    updates = walk([flush(b, World(r, 2)) for r, b in enumerate(mine)])
+    assert torch.equal(updates[0], (v[0] + v[1]) / 2) and torch.equal(updates[0], updates[1])
+    assert all(not b.v.any() and torch.equal(b.u, before) for b, before in zip(mine, u, strict=True))
+    assert not walk([flush(b, World(r, 2)) for r, b in enumerate(mine)])[0].any()
+
+
+def test_always_dense_parameters():
+    g = [[torch.full((3,), 1.0 + r), torch.full((2, 2), 10.0 * r)] for r in range(2)]
+    for predivide in (1.0, 2.0):
+        updates = walk([reduce_dense(g[r], World(r, 2), predivide=predivide) for r in range(2)])
+        assert updates[0].tolist() == [1.5] * 3 + [5.0] * 4
+    halved = walk([reduce_dense(g[r], World(r, 2), average=False, scale=torch.tensor(0.5)) for r in range(2)])
+    assert halved[1].tolist() == [1.5] * 3 + [5.0] * 4
+
+
+def test_sparse_gradients_of_different_lengths():
+    a = torch.sparse_coo_tensor([[0, 2, 2]], torch.tensor([[1.0, 1], [2, 2], [3, 3]]), (4, 2))
+    b = torch.sparse_coo_tensor([[3]], torch.tensor([[4.0, 4]]), (4, 2))
+    for average in (True, False):
+        none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 2), (4, 2))
+        updates = walk([reduce_sparse(g, World(r, 3), average=average) for r, g in enumerate([a, b, none])])
+        expected = (a.to_dense() + b.to_dense()) / (3 if average else 1)
+        assert all(torch.equal(update.to_dense(), expected) for update in updates)

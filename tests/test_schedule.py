@@ -1,0 +1,57 @@
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dgc
+
+
+def test_the_papers_warm_up():
+    schedule = dgc.warmup(epochs=4, steps_per_epoch=100)
+    assert [round(100 * schedule(100 * epoch), 4) for epoch in range(6)] == [75, 93.75, 98.4375, 99.6094, 99.9, 99.9]
+    assert schedule(99) == schedule(0) and schedule(10**9) == 0.999
+
+
+@given(start=st.floats(0, 0.9), end=st.floats(0.9, 0.9999), epochs=st.floats(0.1, 60), steps=st.integers(1, 50),
+       per_step=st.booleans())
+def test_a_warm_up_rises_from_start_to_end(start, end, epochs, steps, per_step):
+    schedule = dgc.warmup(epochs, steps_per_epoch=steps, start=start, end=end, per_step=per_step)
+    values = [schedule(step) for step in range(round(epochs * steps) + 2)]
+    if len(values) > 2:
+        assert values[0] == pytest.approx(start)
+    assert values == sorted(values) and values[-1] == end and values[-2] == end
+    assert all(0 <= value < 1 for value in values)
+
+
+def test_per_step_passes_through_the_geometric_means():
+    schedule = dgc.warmup(2, steps_per_epoch=5, start=0.0, end=0.99, per_step=True)
+    assert [1 - schedule(step) for step in (0, 5, 10)] == pytest.approx([1.0, 0.1, 0.01])
+
+
+def test_piecewise_dense_until_and_constant():
+    schedule = dgc.piecewise({100: 0.99, 0: 0.5, 200: 0.999})
+    assert [schedule(step) for step in (0, 99, 100, 199, 200, 10**6)] == [0.5, 0.5, 0.99, 0.99, 0.999, 0.999]
+    assert [dgc.dense_until(3)(step) for step in (0, 2, 3)] == [0.0, 0.0, 0.999]
+    assert dgc.constant(0.9)(12345) == 0.9
+    assert dgc.warmup(0, steps_per_epoch=10)(0) == 0.999
+
+
+def test_they_compare_and_pickle():
+    for schedule in (dgc.warmup(steps_per_epoch=3), dgc.warmup(steps_per_epoch=3, per_step=True), dgc.constant(0.5)):
+        assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: dgc.warmup(-1, steps_per_epoch=10), r"epochs is -1; accepted: a number >= 0"),
+    (lambda: dgc.warmup(float("nan"), steps_per_epoch=10), r"epochs is nan"),
+    (lambda: dgc.warmup(4, steps_per_epoch=0), r"steps_per_epoch is 0; accepted: an integer >= 1"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0), r"warmup: start is 1\.0"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, end=1.0), r"warmup: end is 1\.0"),
+    (lambda: dgc.piecewise({5: 0.9}), r"do not say what holds at step 0"),
+    (lambda: dgc.piecewise({0: 0.9, -1: 0.9}), r"step -1; accepted: integers >= 0"),
+    (lambda: dgc.piecewise({0: 2.0}), r"the sparsity from step 0 on is 2\.0"),
+])
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
