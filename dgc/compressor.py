@@ -136,7 +136,7 @@ def reduce_sparse(gradient: Tensor, world: World, *, average: bool = True, scale
     rows = yield Collective("gather", values)
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
-        torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape).coalesce()
+        torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
     return total / world.size if average else total
 
 

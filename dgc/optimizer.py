@@ -200,7 +200,7 @@ class _Distributed(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
         for _, _, exchange in getattr(self, "_exchanges", ()):
-            exchange.abandon()
+            exchange.abandon(wait=False)
         self._exchanges: list[tuple[_Shipment, Tensor | None, Exchange]] = []
         self._next = 0  # the first shipment that has not been launched
         self._ready: set[Tensor] = set()  # parameters whose gradient is complete
@@ -336,7 +336,7 @@ class _Distributed(torch.optim.Optimizer):
         for parameter in alone:
             gradient = parameter.grad if parameter.grad is not None else torch.sparse_coo_tensor(
                 torch.empty(self._sparse[parameter], 0), torch.empty(0, *parameter.shape[self._sparse[parameter]:]),
-                parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False)
             path = reduce_sparse(gradient, self._world, average=self._average, scale=self._scale_of(parameter))
             self._begin(shipment, parameter, path, f"dgc.sparse.{self._names[parameter]}")
 
@@ -410,13 +410,20 @@ class _Distributed(torch.optim.Optimizer):
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
         with torch.no_grad():
-            for shipment, parameter, exchange in self._exchanges:
-                update = exchange.finish()
+            while self._exchanges:
+                shipment, parameter, exchange = self._exchanges.pop(0)
+                try:
+                    update = exchange.finish()
+                except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
+                    for _, _, other in self._exchanges:
+                        other.abandon(wait=True)
+                    self._exchanges.clear()
+                    self._reset()
+                    raise
                 if parameter is None:
                     self._deliver(shipment, update)
                 else:
                     parameter.grad = update
-        self._exchanges.clear()
         self._close()
 
     def _clip_scale(self, clip_norm: float) -> Tensor:

@@ -88,6 +88,12 @@ class Exchange:
                 return update
             self._wait = self._start(collective)
 
-    def abandon(self) -> None:
-        """Gives up without waiting; what was taken is put back."""
+    def abandon(self, wait: bool) -> None:
+        """Gives up; what was taken is put back.
+
+        Args:
+            wait: for the collective under way, where all ranks give up alike and will go on.
+        """
+        if wait:
+            self._wait()
         self._path.close()

@@ -1,0 +1,399 @@
+"""What the ranks of a test run, whatever they are: Horovod or torch.distributed processes, or ranks in lockstep.
+
+Each case is called on every rank and returns what the test then looks at.
+"""
+
+import copy
+import io
+import sys
+import warnings
+
+import torch
+from laws import flat, loss, model, train
+from torch import nn
+
+import dgc
+from dgc.transport import find
+
+CONFIGS = {
+    "default": dgc.Config(sparsity=0.95),
+    "exact": dgc.Config(sparsity=0.95, selection="exact", wire_dtype=torch.float32),
+    "bfloat16": dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16),
+    "clipped": dgc.Config(sparsity=0.95, clip_norm=0.1),
+    "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),
+    "unmasked": dgc.Config(sparsity=0.95, factor_masking=False),
+    "plain accumulation": dgc.Config(sparsity=0.95, momentum_correction=False),
+    "decay sent": dgc.Config(sparsity=0.95, local_weight_decay=False),
+    "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
+    "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
+    "dense fallback": dgc.Config(sparsity=0.1),
+}
+
+
+def trajectories():
+    """Twelve steps with each configuration: parameters, report, residuals."""
+    results = {}
+    for name, config in CONFIGS.items():
+        network, optimizer = train(range(12), config, nesterov=name == "clipped")
+        results[name] = flat(network), optimizer.report(), optimizer.residual_state_dict()
+    return results
+
+
+def two_groups(network):
+    """Groups with settings of their own: momentum, Nesterov, weight decay, learning rate."""
+    parameters = list(network.parameters())
+    return [{"params": parameters[:3], "lr": 0.02, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+            {"params": parameters[3:5], "momentum": 0.0, "weight_decay": 0.05},
+            {"params": parameters[5:], "nesterov": False}]
+
+
+def scheduled(optimizer):
+    """A schedule that changes the learning rate and the momentum at every step."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.05, 0.1], total_steps=25, cycle_momentum=True,
+                                               base_momentum=0.7, max_momentum=0.95)
+
+
+def dense_equivalence():
+    """Density 1, twenty steps: heavy-ball, Nesterov, groups with a schedule, and on top of earlier momentum."""
+    results = {}
+    dense = dgc.Config(sparsity=0.0)
+    for nesterov in (False, True):
+        results[f"nesterov {nesterov}"] = flat(train(range(20), dense, nesterov=nesterov)[0])
+    network = model()
+    optimizer = torch.optim.SGD(two_groups(network), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dense)
+    schedule, rank = scheduled(optimizer), find().world.rank
+    for step in range(20):
+        optimizer.zero_grad()
+        loss(network, rank, step).backward()
+        optimizer.step()
+        schedule.step()
+    results["groups"] = flat(network)
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    for step in range(5):  # alike on every rank
+        inner.zero_grad()
+        loss(network, 0, step).backward()
+        inner.step()
+    optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), dense)
+    results["earlier momentum"] = flat(train(range(5, 15), None, network, optimizer)[0])
+    return results
+
+
+def resume():
+    """Stops after six steps, saves, loads into new objects and goes on; against never having stopped."""
+    config = dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99))
+    straight, whole = train(range(12), config, nesterov=True)
+    network, optimizer = train(range(6), config, nesterov=True)
+    file = io.BytesIO()
+    torch.save([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()], file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    network = model(seed=5)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.5, nesterov=True)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+    network.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    optimizer.load_residual_state_dict(states[2])
+    train(range(6, 12), config, network, optimizer)
+    same = all(torch.equal(a, b) for letter in "uv" for a, b in zip(
+        whole.residual_state_dict()[letter].values(), optimizer.residual_state_dict()[letter].values(), strict=True))
+    return torch.equal(flat(straight), flat(network)) and same
+
+
+def unused_somewhere():
+    """A branch that only even ranks use, and one that none does."""
+    torch.manual_seed(1)
+    network = nn.ModuleDict({name: nn.Linear(40, 40) for name in ("all", "some", "none")})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.5))
+    rank = find().world.rank
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        y = network["all"](x)
+        (y + network["some"](x) if rank % 2 == 0 else y).square().mean().backward()
+        optimizer.step()
+    return flat(network)
+
+
+def sparse_gradients():
+    """An embedding with sparse gradients, gathered as they are and as dense ones."""
+    results = {}
+    for as_dense in (False, True):
+        torch.manual_seed(2)
+        network = nn.Sequential(nn.Embedding(60, 30, sparse=True), nn.Linear(30, 50))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
+                                             sparse_as_dense=as_dense)
+        rank = find().world.rank
+        for step in range(3):
+            optimizer.zero_grad()
+            words = torch.randint(0, 60, (4 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
+            network(words).square().mean().backward()
+            optimizer.step()
+        results[as_dense] = flat(network), network[0].weight.grad.is_sparse
+    return results
+
+
+def broadcast():
+    """dgc.broadcast_parameters from the last rank, of a model and of a list."""
+    world = find().world
+    network = model(seed=world.rank)
+    dgc.broadcast_parameters(network.state_dict(), root_rank=world.size - 1)
+    number = torch.tensor([world.rank])
+    dgc.broadcast_parameters([number], root_rank=1)
+    return flat(network), number.item()
+
+
+def half_precision():
+    """Parameters of other dtypes: bit-identical on all ranks, and moving."""
+    results = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
+        before = flat(network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
+        rank = find().world.rank
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+            network(x).float().square().mean().backward()
+            optimizer.step()
+        results[str(dtype)] = flat(network), (flat(network) - before).norm().item()
+    return results
+
+
+def socket_bytes():
+    """Bytes that went through the loopback interface in 20 steps, and what the report says; at two densities."""
+    world, results = find().world, {}
+    for sparsity in (0.0, 0.99):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(1000, 1200, bias=False), nn.Linear(1200, 800, bias=False))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=sparsity))
+        everybody_is_here = torch.zeros(1)
+        for step in range(22):
+            if step == 2:
+                dgc.broadcast_parameters([everybody_is_here])
+                before, reported = loopback(), optimizer.report().total_bytes_sent
+            for p in network.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank))
+            optimizer.step()
+        dgc.broadcast_parameters([everybody_is_here])
+        results[sparsity] = loopback() - before, optimizer.report().total_bytes_sent - reported
+    return results
+
+
+def loopback():
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
+
+
+# -- Horovod only ------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "heavy-ball": {},
+    "nesterov": {"nesterov": True},
+    "no momentum": {"momentum": 0.0},
+    "sum": {"op": "Sum"},
+    "two passes": {"backward_passes_per_step": 2},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "groups": {"groups": 2},
+    "synchronize": {"synchronize": True},
+}
+
+
+def against_stock():
+    """dgc at density 1 and stock Horovod, from the same seed over the same data: the largest relative difference of
+    the gradients of each step, and of the parameters after 50.
+    """
+    import horovod.torch as hvd
+
+    def run(wrap, steps=50, nesterov=False, momentum=0.9, synchronize=False, op="Average", **arguments):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum, weight_decay=0.01, nesterov=nesterov)
+        optimizer = wrap(optimizer, network.named_parameters(), op=getattr(hvd, op), **arguments)
+        gradients = []
+        passes = arguments.get("backward_passes_per_step", 1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for i in range(passes):
+                loss(network, hvd.rank(), step * passes + i).backward()
+            if synchronize:
+                optimizer.synchronize()
+                gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return flat(network), gradients
+
+    def ours(*positional, **named):
+        return dgc.DistributedOptimizer(*positional, compression=dgc.Config(sparsity=0.0), **named)
+
+    results = {}
+    for name, arguments in VARIANTS.items():
+        (p, gradients), (stock, stock_gradients) = run(ours, **arguments), run(hvd.DistributedOptimizer, **arguments)
+        steps = [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, stock_gradients, strict=True)]
+        results[name] = ((p - stock).norm() / stock.norm()).item(), max(steps, default=0.0), stock
+    return results
+
+
+def gradients_against_stock():
+    """Without momentum, p.grad at density 1 is what stock Horovod leaves there: unused, sparse and frozen ones too."""
+    import horovod.torch as hvd
+    results = {}
+    for name, wrap in {"stock": hvd.DistributedOptimizer, "ours": lambda *a, **kw: dgc.DistributedOptimizer(
+            *a, compression=dgc.Config(sparsity=0.0, min_numel=0), **kw)}.items():
+        torch.manual_seed(4)
+        network = nn.ModuleDict({"words": nn.Embedding(20, 8, sparse=True), "all": nn.Linear(8, 8),
+                                 "some": nn.Linear(8, 8), "none": nn.Linear(8, 8), "frozen": nn.Linear(8, 8)})
+        network["frozen"].requires_grad_(False)
+        network["tied"] = network["all"]
+        network["image"] = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        optimizer = wrap(optimizer, list(network.named_parameters()))
+        for step in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            x = network["words"](torch.randint(0, 20, (5,), generator=generator))
+            x = network["frozen"](network["tied"](network["all"](x)))
+            x = x + network["some"](x) if hvd.rank() == 0 else x
+            y = network["image"](torch.randn(2, 1, 6, 6, generator=generator))
+            (x.square().mean() + y.square().mean()).backward()
+            optimizer.step()
+        results[name] = ({key: None if p.grad is None else p.grad.to_dense() for key, p in network.named_parameters()},
+                         flat(network))
+    return results
+
+
+def broadcast_state():
+    """hvd.broadcast_optimizer_state: fresh, in mid-training, and after loading on rank 0 alone."""
+    import horovod.torch as hvd
+    results = {}
+    for momentum in (0.0, 0.9):
+        network, config = model(seed=hvd.rank()), dgc.Config(sparsity=0.9)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05 if hvd.rank() == 0 else 0.5, momentum=momentum,
+                                    weight_decay=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+        before = flat(network)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        fresh = torch.equal(flat(network), before), optimizer.param_groups[0]["lr"]
+        network, optimizer = train(range(4), config, network, optimizer)
+        before = flat(network)
+        residuals = copy.deepcopy(optimizer.residual_state_dict())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        kept = all(torch.equal(a, optimizer.residual_state_dict()["v"][k]) for k, a in residuals["v"].items())
+        middle = torch.equal(flat(network), before), kept, optimizer.param_groups[0]["dgc_step"]
+        saved = copy.deepcopy(optimizer.state_dict())
+        del optimizer  # two that live would both exchange the gradients of these parameters
+        other = torch.optim.SGD(network.parameters(), lr=0.5, momentum=momentum, weight_decay=0.1)
+        other = dgc.DistributedOptimizer(other, network.named_parameters(), config)
+        if hvd.rank() == 0:
+            other.load_state_dict(saved)
+        hvd.broadcast_optimizer_state(other, root_rank=0)
+        loaded = (torch.equal(flat(network), before), other.param_groups[0]["dgc_step"], other.param_groups[0]["lr"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(range(4, 6), config, network, other)
+        results[momentum] = fresh, middle, loaded, flat(network)
+    return results
+
+
+def stock_compression():
+    """hvd.Compression.none and fp16 give Horovod's own optimizer."""
+    import horovod.torch as hvd
+    results = {}
+    for name in ("none", "fp16"):
+        ends = []
+        for wrap in (dgc.DistributedOptimizer, hvd.DistributedOptimizer):
+            network = model()
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+            optimizer = wrap(optimizer, network.named_parameters(), compression=getattr(hvd.Compression, name))
+            ends.append(flat(train(range(3), None, network, optimizer)[0]))
+        results[name] = torch.equal(*ends), optimizer.__module__
+    return results
+
+
+def process_set():
+    """Three ranks, of which 1 and 2 exchange gradients; roots are counted within the set."""
+    import horovod.torch as hvd
+    from launch import PROCESS_SETS
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
+                                         process_set=PROCESS_SETS[0])
+    number = torch.tensor([hvd.rank()])
+    dgc.broadcast_parameters([number], root_rank=1, process_set=PROCESS_SETS[0])
+    train(range(5), None, network, optimizer)
+    return flat(network), number.item(), optimizer.report().steps
+
+
+def started_anew():
+    """Horovod shut down and initialised again under a living optimizer, as elastic jobs do."""
+    import horovod.torch as hvd
+    config = dgc.Config(sparsity=0.9)
+    network, optimizer = train(range(3), config)
+    hvd.shutdown()
+    hvd.init()
+    train(range(3, 6), config, network, optimizer)
+    return flat(network), flat(train(range(6), config)[0])
+
+
+# -- torch.distributed only --------------------------------------------------------------------------------------------
+
+def process_group():
+    """As process_set, with a torch.distributed group of ranks 1 and 2."""
+    group = torch.distributed.new_group([1, 2])
+    rank = torch.distributed.get_rank()
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    if rank == 0:  # torch gives a process outside the group nothing that could be passed on
+        return flat(train(range(5), None, network, optimizer)[0]), 0, 0
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
+                                         process_set=group)
+    number = torch.tensor([rank])
+    dgc.broadcast_parameters([number], root_rank=1, process_set=group)
+    train(range(5), None, network, optimizer)
+    return flat(network), number.item(), optimizer.report().steps
+
+
+# -- cases that fail ---------------------------------------------------------------------------------------------------
+
+def not_finite():
+    """Rank 1 has a NaN: every rank is told."""
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
+    rank = find().world.rank
+    if rank == 1:
+        network[6].weight.register_hook(lambda g: g.index_put((torch.tensor(3), torch.tensor(3)), torch.tensor(torch.nan)))
+    loss(network, rank, 0).backward()
+    try:
+        optimizer.step()
+    except FloatingPointError as error:
+        return str(error)
+    return "no error"
+
+
+def raises_on_one_rank():
+    """Rank 1 fails between two steps."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        raise ArithmeticError("rank 1 has had enough")
+    train(range(2, 4), None, network, optimizer)
+
+
+def join():
+    """Rank 0 runs out of data and calls hvd.join() while the others go on."""
+    import horovod.torch as hvd
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if hvd.rank() == 0:
+        hvd.join()
+        print("joined", file=sys.stderr)
+    else:
+        train(range(2, 4), None, network, optimizer)
+        hvd.join()

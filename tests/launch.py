@@ -1,0 +1,84 @@
+"""Runs cases (tests/cases.py) on real processes, each launch with a hard limit that ends all of its processes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+HERE = Path(__file__).parent
+PROCESS_SETS = []  # of Horovod, made when it is initialised
+
+
+def launch(launcher, size, names, limit=240, check=True):
+    """Runs the named cases on each of ``size`` processes.
+
+    Returns (results, output): case -> what each rank returned, in rank order; and all that was printed. With
+    ``check=False`` the job may fail: (exit status, output, seconds).
+    """
+    bin_folder = Path(sys.executable).parent
+    command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size), sys.executable],
+               "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)],
+               }[launcher]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+                       "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30"}
+        log = Path(folder) / "log"
+        began = time.monotonic()
+        with log.open("w") as file:
+            process = subprocess.Popen([*command, str(HERE / "launch.py"), launcher, folder, *names], env=environment,
+                                       stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                end(process.pid)
+                raise AssertionError(f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}") from None
+            finally:
+                end(process.pid)
+        output = log.read_text()
+        if not check:
+            return status, output, time.monotonic() - began
+        assert status == 0, output
+        ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
+        return {name: [rank[name] for rank in ranks] for name in names}, output
+
+
+def end(pid):
+    """Ends a process and all that it started."""
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(family, timeout=10)
+
+
+def main():
+    launcher, folder, *names = sys.argv[1:]
+    torch.manual_seed(0)
+    if launcher == "horovod":
+        import horovod.torch as hvd
+        if os.environ.get("HOROVOD_SIZE") == "3":
+            PROCESS_SETS.append(hvd.ProcessSet([1, 2]))
+        hvd.init(process_sets=PROCESS_SETS)
+        rank = hvd.rank()
+    else:
+        torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+    sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
+    import cases
+    results = {name: getattr(cases, name)() for name in names}
+    torch.save(results, f"{folder}/{rank}.part")
+    os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
