@@ -78,6 +78,8 @@ def main():
     results = {name: getattr(cases, name)() for name in names}
     torch.save(results, f"{folder}/{rank}.part")
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
+    if launcher == "horovod":
+        hvd.barrier()  # the first process to leave would shut Horovod down for all
 
 
 if __name__ == "__main__":
