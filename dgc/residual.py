@@ -105,7 +105,13 @@ SHORT = 1 << 16  # a parameter of at most this many entries has 16-bit indices
 
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:
-    """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B)."""
+    """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B).
+
+    Without momentum v = v + g, and u waits as it is, as the buffer of ``torch.optim.SGD`` does.
+    """
+    if m == 0:
+        v.add_(g)
+        return
     u.mul_(m).add_(g)
     if nesterov:
         v.add_(g).add_(u, alpha=m)

@@ -100,7 +100,7 @@ def test_empty_slots_touch_nothing():
     b.u[0] = 5.0
     g = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     walk([reduce(b, {"a": Gradient(g, 0.0)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])
-    assert b.u.tolist() == [0, 0, 0, 0]  # momentum 0: forgotten by the accumulation, not by the mask
+    assert b.u.tolist() == [5, 0, 0, 0]
     b.u[0], b.v[0] = 4.0, -2.0  # 0.5 * 4 - 2 = 0: nothing to send at entry 0
     walk([reduce(b, {"a": Gradient(g, 0.5)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])
     assert b.u.tolist() == [2, 0, 0, 0] and b.v.tolist() == [0, 0, 0, 0]

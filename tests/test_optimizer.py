@@ -1,0 +1,708 @@
+"""Horovod's contract, in lockstep: what a script may call, and what it is told when it errs."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from laws import difference, flat, loss, model, reference, train
+from torch import nn
+
+import dgc
+from dgc.optimizer import _packed
+
+DENSE, SPARSE = dgc.Config(sparsity=0.0), dgc.Config(sparsity=0.9)
+
+
+def in_lockstep(worker, size=2):
+    return dgc.lockstep.run(worker, size)
+
+
+def rank():
+    return dgc.lockstep.current().world.rank
+
+
+def wrapped(config=SPARSE, network=None, lr=0.05, momentum=0.9, kind=torch.optim.SGD, settings=None, **arguments):
+    network = model() if network is None else network
+    settings = {"lr": lr, "momentum": momentum} if settings is None else settings
+    optimizer = kind(network.parameters(), **settings)
+    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, **arguments)
+
+
+def backward(network, step=0):
+    loss(network, rank(), step).backward()
+
+
+# -- what it is --------------------------------------------------------------------------------------------------------
+
+def test_it_is_the_optimizer_that_was_wrapped():
+    def worker():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=0.3, momentum=0.7, weight_decay=0.2, nesterov=True)
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters())
+        assert isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
+        assert optimizer.defaults == inner.defaults  # Horovod's are those of SGD() instead
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer._config == dgc.Config() and optimizer._config.sparsity == 0.999
+
+    in_lockstep(worker)
+
+
+def test_with_one_process_it_is_the_plain_optimizer():
+    def worker():
+        network, optimizer = wrapped(settings={"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2})
+        train(range(6), None, network, optimizer)
+        optimizer.flush()
+        assert optimizer.residual_state_dict() == {"version": 1, "rank": 0, "size": 1, "u": {}, "v": {}}
+        assert optimizer.report().bytes_sent == 0
+        return flat(network)
+
+    assert torch.equal(in_lockstep(worker, 1)[0], flat(reference(range(6), 1)[0]))
+
+
+def test_earlier_state_comes_along():
+    """Momentum and step hooks of the wrapped optimizer; the hooks fire once a step, around the whole of it."""
+    calls = []
+
+    def worker():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        inner.register_step_post_hook(lambda *_: calls.append(rank()))
+        backward(network)
+        inner.step()
+        momentum = inner.state[network[6].weight]["momentum_buffer"].clone()
+        calls.clear()
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), SPARSE)
+        assert torch.equal(optimizer.residual_state_dict()["u"]["6.weight"], momentum)
+        assert "momentum_buffer" not in optimizer.state[network[6].weight]
+        assert optimizer.state[network[6].bias]["momentum_buffer"] is not None
+        optimizer.zero_grad()
+        backward(network)
+        optimizer.step()
+
+    in_lockstep(worker)
+    assert sorted(calls) == [0, 1]
+
+
+def test_a_scheduler_made_before_wrapping_still_drives_it():
+    def worker():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), DENSE)
+        backward(network)
+        before = flat(network)
+        optimizer.step()
+        assert not torch.equal(before, flat(network)) and optimizer.report().steps == 1
+        inner._opt_called = True
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+    in_lockstep(worker)
+
+
+def test_state_is_complete_from_the_start():
+    """What hvd.broadcast_optimizer_state needs: the same keys on every rank, whatever was loaded where."""
+    def worker():
+        for momentum, decay in ((0.0, 0.0), (0.0, 0.1), (0.9, 0.0), (0.9, 0.1)):
+            network, optimizer = wrapped(settings={"lr": 0.1, "momentum": momentum, "weight_decay": decay})
+            keys = {k: (sorted(v), sorted(map(type, v.values()), key=str)) for k, v in optimizer.state_dict()["state"].items()}
+            assert len(keys) == len(list(network.parameters()))
+            train(range(2), None, network, optimizer)
+            after = {k: (sorted(v), sorted(map(type, v.values()), key=str)) for k, v in optimizer.state_dict()["state"].items()}
+            assert keys == after
+
+    in_lockstep(worker)
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+def test_messages_leave_during_the_backward_pass():
+    def worker():
+        network, optimizer = wrapped(groups=3)
+        begun = []
+        start = optimizer._transport.start
+        optimizer._transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
+        seen = []
+        network[0].weight.register_hook(lambda g: seen.append(len(begun)))  # the last gradient of the backward pass
+        backward(network)
+        assert 0 < seen[0] < len(begun)
+        optimizer.step()
+        return begun
+
+    first, second = in_lockstep(worker)
+    assert first == second
+
+
+def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
+    network = nn.Sequential(*[nn.Linear(1200, 1200) for _ in range(6)], nn.Linear(1200, 40).double())
+    parameters = list(network.parameters())
+    names = {p: name for name, p in network.named_parameters()}
+    packed = _packed(parameters, names, None, 1024)
+    assert sorted(name for group, _ in packed for name in group) == sorted(names.values())
+    for _, together in packed:
+        assert len({(p.dtype, p.dim() > 1) for p in together}) == 1
+    compressed = [name for group, together in packed if together[0].dim() > 1 and together[0].dtype == torch.float32
+                  for name in group]
+    assert compressed == [f"{i}.weight" for i in (5, 4, 3, 2, 1, 0)]
+    by_list = _packed(parameters, names, [[parameters[2], parameters[0]], [parameters[4]]], 1024)
+    assert [group for group, _ in by_list][:2] == [["1.weight", "0.weight"], ["2.weight"]]
+    by_number = _packed(parameters, names, 7, 1024)
+    assert len({frozenset(group) for group, _ in by_number}) == 14
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_backward_passes_add_up(passes):
+    def worker():
+        network, optimizer = wrapped(DENSE, backward_passes_per_step=1)
+        optimizer.set_backward_passes_per_step(passes)
+        for step in range(4):
+            optimizer.zero_grad()
+            for i in range(passes):
+                backward(network, passes * step + i)
+            optimizer.step()
+        return flat(network)
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        for i in range(passes):
+            for r in range(2):
+                (loss(network, r, passes * step + i) / 2).backward()
+        optimizer.step()
+    assert difference(in_lockstep(worker)[0], flat(network)) < 1e-6
+
+
+def test_one_backward_pass_too_many_is_refused():
+    def worker():
+        network, _ = wrapped()
+        backward(network)
+        backward(network)
+
+    with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step times"):
+        in_lockstep(worker)
+
+
+def test_zero_grad_is_refused_while_gradients_travel():
+    def worker():
+        network, optimizer = wrapped()
+        optimizer.zero_grad(set_to_none=False)
+        backward(network)
+        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in network.parameters())
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in network.parameters())
+
+    in_lockstep(worker)
+
+
+def test_synchronize_then_step():
+    """p.grad is the averaged update, alike everywhere, after synchronize() and after step()."""
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        between = torch.cat([p.grad.flatten() for p in network.parameters()])
+        with warnings.catch_warnings():
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert torch.equal(between, torch.cat([p.grad.flatten() for p in network.parameters()]))
+        return between, flat(network)
+
+    (a, p), (b, q) = in_lockstep(worker)
+    assert torch.equal(a, b) and torch.equal(p, q) and a.any()
+
+
+def test_synchronizing_twice_warns_and_does_nothing_more():
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        grads = [p.grad.clone() for p in network.parameters()]
+        v = optimizer.residual_state_dict()["v"]
+        if rank() == 0:  # catching warnings is not for several threads
+            with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
+                optimizer.step()
+        assert optimizer.report().steps == 1
+        assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(v.values(), optimizer.residual_state_dict()["v"].values(),
+                                                     strict=True))
+
+    in_lockstep(worker)
+
+
+def test_changing_gradients_before_the_step_warns_once():
+    def worker():
+        network, optimizer = wrapped()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(network, step)
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+            if rank() == 0 and step == 0:
+                with pytest.warns(UserWarning, match=r"changed between synchronize\(\) and step\(\).*clip_norm"):
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+            elif rank() == 0:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+
+    in_lockstep(worker)
+
+
+def test_a_closure_is_evaluated_before_the_exchange():
+    def worker():
+        network, optimizer = wrapped(DENSE)
+
+        def closure():
+            optimizer.zero_grad()
+            value = loss(network, rank(), 0)
+            value.backward()
+            return value
+
+        assert optimizer.step(closure).item() > 0
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert torch.equal(*results)
+    assert difference(results[0], flat(reference(range(1), 2, weight_decay=0.0)[0])) < 1e-6
+
+
+def test_gradients_set_by_hand_are_exchanged():
+    def worker():
+        network, optimizer = wrapped(DENSE, momentum=0.0, lr=1.0)
+        before = flat(network)
+        for p in network.parameters():
+            p.grad = torch.full_like(p, 1.0 + rank())
+        optimizer.step()
+        return before - flat(network)
+
+    for moved in in_lockstep(worker):
+        assert torch.allclose(moved, torch.full_like(moved, 1.5), atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_clipping_bounds_what_the_optimizer_sees(op, per_tensor):
+    """Dense and compressed parameters alike; orthogonal gradients, all clipped, make exactly clip_norm."""
+    def worker():
+        weights = [nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.zeros(50))]
+        config = dgc.Config(sparsity=0.0, clip_norm=0.5, clip_per_tensor=per_tensor)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=config, op=op)
+        for w in weights:
+            w.grad = torch.zeros_like(w)
+            w.grad.view(-1)[rank()::4] = 3.0
+        optimizer.step()
+        return [w.grad.norm().item() for w in weights]
+
+    for norms in in_lockstep(worker, 4):
+        if per_tensor:
+            assert norms == pytest.approx([0.5, 0.5], rel=1e-5)
+        else:
+            assert (norms[0] ** 2 + norms[1] ** 2) ** 0.5 == pytest.approx(0.5, rel=1e-5)
+
+
+def test_momentum_is_read_at_every_step():
+    def worker():
+        network, optimizer = wrapped(DENSE, momentum=0.9)
+        for step, m in enumerate((0.9, 0.0, 0.5, 0.99)):
+            optimizer.param_groups[0]["momentum"] = m
+            optimizer.zero_grad()
+            backward(network, step)
+            optimizer.step()
+        assert optimizer.param_groups[0]["momentum"] == 0.99
+        return flat(network)
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step, m in enumerate((0.9, 0.0, 0.5, 0.99)):
+        optimizer.param_groups[0]["momentum"] = m
+        optimizer.zero_grad()
+        for r in range(2):
+            (loss(network, r, step) / 2).backward()
+        optimizer.step()
+    assert difference(in_lockstep(worker)[0], flat(network)) < 1e-6
+
+
+def test_the_settings_are_back_after_an_error_in_the_step():
+    def worker():
+        network, optimizer = wrapped(settings={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
+        groups = optimizer.param_groups
+        backward(network)
+        optimizer.synchronize()
+        groups[0]["lr"] = "fast"
+        with pytest.raises(TypeError), optimizer.skip_synchronize():
+            optimizer.step()
+        assert optimizer.param_groups is groups and groups[0]["momentum"] == 0.9 and groups[0]["weight_decay"] == 0.1
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_maximize(maximize):
+    def worker():
+        network, optimizer = wrapped(DENSE, settings={"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize})
+        train(range(4), None, network, optimizer)
+        return flat(network)
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1, maximize=maximize)
+    assert difference(in_lockstep(worker)[0], flat(reference(range(4), 2, network, optimizer)[0])) < 1e-6
+
+
+# -- parameters that come and go ---------------------------------------------------------------------------------------
+
+def test_frozen_parameters_sit_out_and_thaw():
+    """As a GAN toggles them: a frozen parameter is not moved, not even by its momentum, and then goes on."""
+    def worker():
+        network, optimizer = wrapped(DENSE)
+        weight = network[6].weight
+        for step in range(6):
+            weight.requires_grad_(step not in (2, 3))
+            before = weight.detach().clone()
+            optimizer.zero_grad()
+            backward(network, step)
+            optimizer.step()
+            assert torch.equal(before, weight) == (step in (2, 3))
+        return flat(network)
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step in range(6):
+        network[6].weight.requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        for r in range(2):
+            (loss(network, r, step) / 2).backward()
+        optimizer.step()
+    results = in_lockstep(worker)
+    assert torch.equal(*results) and difference(results[0], flat(network)) < 1e-6
+
+
+def test_a_parameter_frozen_at_first_is_exchanged_when_it_thaws():
+    """Stock Horovod has no hook on it, and lets the ranks drift apart."""
+    def worker():
+        network = model()
+        network[3].weight.requires_grad_(False)
+        network, optimizer = wrapped(DENSE, network)
+        network[3].weight.requires_grad_(True)
+        train(range(3), None, network, optimizer)
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert torch.equal(*results)
+    assert difference(results[0], flat(reference(range(3), 2, weight_decay=0.0)[0])) < 1e-6
+
+
+def test_add_param_group():
+    """Its parameters are exchanged too, under the names that were given."""
+    def worker():
+        network = model()
+        named = list(network.named_parameters())
+        inner = torch.optim.SGD([p for _, p in named[:4]], lr=0.05, momentum=0.9)
+        optimizer = dgc.DistributedOptimizer(inner, named, DENSE)
+        optimizer.add_param_group({"params": [p for _, p in named[4:]], "lr": 0.02})
+        assert set(optimizer.residual_state_dict()["v"]) == {n for n, p in named if p.dim() > 1 and p.numel() >= 1024}
+        train(range(3), None, network, optimizer)
+        other = nn.Parameter(torch.zeros(40, 40))
+        optimizer.add_param_group({"params": [other]})
+        assert "allreduce.noname.2.0" in optimizer.residual_state_dict()["v"]
+        return flat(network)
+
+    network = model()
+    parameters = list(network.parameters())
+    optimizer = torch.optim.SGD([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}], 0.05, 0.9)
+    results = in_lockstep(worker)
+    assert torch.equal(*results)
+    assert difference(results[0], flat(reference(range(3), 2, network, optimizer)[0])) < 1e-6
+
+
+def test_tied_weights_and_channels_last():
+    def worker():
+        torch.manual_seed(0)
+        tied = nn.Linear(50, 50)
+        network = nn.Sequential(nn.Conv2d(3, 50, 3).to(memory_format=torch.channels_last), nn.AdaptiveAvgPool2d(1),
+                                nn.Flatten(), tied, nn.Tanh(), tied)
+        network, optimizer = wrapped(SPARSE, network)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step * 2 + rank()))
+            network(x.to(memory_format=torch.channels_last)).square().mean().backward()
+            optimizer.step()
+        assert network[0].weight.grad.stride() == network[0].weight.stride()
+        return flat(network)
+
+    assert torch.equal(*in_lockstep(worker))
+
+
+def test_two_optimizers_take_turns():
+    """A GAN's: each has its own parameters, residuals and steps."""
+    def worker():
+        torch.manual_seed(0)
+        g, d = nn.Linear(40, 40), nn.Linear(40, 40)
+        (_, opt_g), (_, opt_d) = wrapped(network=g), wrapped(network=d)
+        for step in range(4):
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step * 2 + rank()))
+            opt_d.zero_grad()
+            d(g(x).detach()).square().mean().backward()
+            opt_d.step()
+            d.requires_grad_(False)
+            opt_g.zero_grad()
+            d(g(x)).mean().backward()
+            opt_g.step()
+            d.requires_grad_(True)
+        return torch.cat([flat(g), flat(d)])
+
+    assert torch.equal(*in_lockstep(worker))
+
+
+# -- other optimizers --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_any_optimizer_without_momentum_correction(kind):
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=kind,
+                                     settings={"lr": 1e-3, "weight_decay": 0.1})
+        train(range(4), None, network, optimizer)
+        with pytest.raises(TypeError, match=rf"flush\(\) is accepted for torch\.optim\.SGD only; for {kind.__name__}"):
+            optimizer.flush()
+        return flat(network)
+
+    network = model()
+    optimizer = kind(network.parameters(), lr=1e-3, weight_decay=0.1)
+    expected = flat(reference(range(4), 2, network, optimizer)[0])
+    results = in_lockstep(worker)
+    # Where a gradient is all but zero, Adam divides a rounding by itself.
+    assert torch.equal(*results) and difference(results[0], expected) < 1e-3
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+def test_loading_a_step_without_its_residuals_warns_once():
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        state, residuals = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
+        del optimizer
+        _, fresh = wrapped(network=network)
+        fresh.load_state_dict(state)
+        assert fresh.param_groups[0]["dgc_step"] == 3
+        if rank() == 0:
+            with pytest.warns(UserWarning, match="training goes on at step 3 without the residuals"):
+                backward(network)
+        else:
+            backward(network)
+        fresh.step()
+        del fresh
+        _, fresh = wrapped(network=network)
+        fresh.load_state_dict(state)
+        fresh.load_residual_state_dict(residuals)
+        if rank() == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                backward(network)
+        else:
+            backward(network)
+        fresh.step()
+
+    in_lockstep(worker)
+
+
+def test_a_plain_checkpoint_of_sgd_is_taken_up():
+    """Loaded on every rank: its momentum goes on, as in plain SGD."""
+    plain_network, plain = reference(range(4), 2)
+    file = io.BytesIO()
+    torch.save([plain_network.state_dict(), plain.state_dict()], file)
+
+    def worker():
+        file.seek(0)
+        states = torch.load(file)
+        network, optimizer = wrapped(DENSE, settings={"lr": 1.0, "momentum": 0.1})
+        network.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        train(range(4, 8), None, network, optimizer)
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert difference(results[0], flat(reference(range(8), 2)[0])) < 1e-6
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda s: s.update(size=3), r"residual_state_dict: size is 3; expected 2"),
+    (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank is \d; expected \d"),
+    (lambda s: s.update(version=9), r"residual_state_dict: version is 9; expected 1"),
+    (lambda s: s["v"].pop("6.weight"), r"v lacks \['6\.weight'\] and has unknown \[\]"),
+    (lambda s: s["u"].update(other=torch.zeros(1)), r"u lacks \[\] and has unknown \['other'\]"),
+    (lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}), r"u of 6\.weight has shape \(2, 2\); expected \(40, 144\)"),
+])
+def test_residuals_that_do_not_fit_are_refused_whole(change, message):
+    def worker():
+        _, optimizer = train(range(2), SPARSE)
+        before, changed = optimizer.residual_state_dict(), optimizer.residual_state_dict()
+        change(changed)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_residual_state_dict(changed)
+        after = optimizer.residual_state_dict()
+        assert all(torch.equal(before[x][k], after[x][k]) for x in "uv" for k in before[x])
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_train_on_like_the_original(copied):
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        other, other_optimizer = copied((network, optimizer))
+        assert other is not network and type(other_optimizer) is not type(optimizer)
+        assert isinstance(other_optimizer, torch.optim.SGD)
+        train(range(3, 6), None, network, optimizer)
+        train(range(3, 6), None, other, other_optimizer)
+        return flat(network), flat(other)
+
+    for original, other in in_lockstep(worker):
+        assert torch.equal(original, other)
+
+
+def test_flush_applies_what_is_pending_and_then_nothing():
+    def worker():
+        network, optimizer = train(range(3), SPARSE, weight_decay=0.5)
+        pending, before = optimizer.residual_state_dict(), flat(network)
+        step, lr = optimizer.param_groups[0]["dgc_step"], optimizer.param_groups[0]["lr"]
+        optimizer.flush()
+        after = optimizer.residual_state_dict()
+        assert all(torch.equal(pending["u"][k], after["u"][k]) for k in after["u"])
+        assert not any(v.any() for v in after["v"].values())
+        assert optimizer.param_groups[0]["dgc_step"] == step
+        moved = (before - flat(network)) / lr
+        once = flat(network)
+        optimizer.flush()
+        assert torch.equal(once, flat(network))
+        names = [n for n, _ in network.named_parameters()]
+        sizes = [p.numel() for p in network.parameters()]
+        return pending["v"], dict(zip(names, moved.split(sizes), strict=True))
+
+    (v0, moved), (v1, same) = in_lockstep(worker)
+    for name, part in moved.items():
+        expected = (v0[name] + v1[name]).flatten() / 2 if name in v0 else torch.zeros_like(part)
+        assert torch.allclose(part, expected.double(), rtol=1e-3, atol=1e-5) and torch.equal(part, same[name])
+
+
+def test_flush_between_backward_and_step_is_refused():
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        with pytest.raises(RuntimeError, match=r"flush\(\) was called between backward\(\) and step\(\)"):
+            optimizer.flush()
+        optimizer.step()
+
+    in_lockstep(worker)
+
+
+def test_the_report():
+    def worker():
+        network, optimizer = train(range(4), dgc.Config(sparsity=0.99))
+        numel = sum(p.numel() for p in network.parameters())
+        compressed = {n: p.numel() for n, p in network.named_parameters() if p.dim() > 1 and p.numel() >= 1024}
+        entries = sum(-(-n // 100) for n in compressed.values())
+        dense = numel - sum(compressed.values())
+        report = optimizer.report()
+        message = 4 * entries + 2 * len(compressed)  # float16 and 16-bit positions, an exponent for each parameter
+        message += -message % 4
+        assert report.message_bytes == message + 4 * dense
+        assert report.bytes_sent == (4 - 1) * message + 2 * 3 / 4 * 4 * dense
+        assert report.dense_bytes == 2 * 3 / 4 * 4 * numel
+        assert report.density == pytest.approx((entries + dense) / numel)
+        assert report.total_bytes_sent == 4 * report.bytes_sent and report.steps == 4
+        assert report.total_dense_bytes == 4 * report.dense_bytes
+        v = torch.cat([x.flatten() for x in optimizer.residual_state_dict()["v"].values()])
+        assert report.residual_norm == pytest.approx(v.norm().item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss(network, rank(), 9).backward(inputs=list(network.parameters()))
+        return report.gradient_norm
+
+    assert all(norm > 0 for norm in in_lockstep(worker, 4))
+
+
+def test_the_sparsity_follows_the_schedule_step_by_step():
+    def worker():
+        seen = []
+        config = dgc.Config(sparsity=lambda step: (seen.append(step), 0.5 + step / 100)[1])
+        network, optimizer = train(range(3), config)
+        return sorted(set(seen))
+
+    assert in_lockstep(worker) == [[0, 1, 2]] * 2
+
+
+def test_a_schedule_that_leaves_the_range_names_the_step():
+    def worker():
+        train(range(4), dgc.Config(sparsity=lambda step: 1.0 if step == 2 else 0.9))
+
+    with pytest.raises(ValueError, match=r"gives for step 2 is 1\.0"):
+        in_lockstep(worker)
+
+
+# -- errors at the door ------------------------------------------------------------------------------------------------
+
+class Unnamed(nn.Module):
+    pass
+
+
+def sgd(**settings):
+    return torch.optim.SGD(model().parameters(), **{"lr": 0.1, **settings})
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: dgc.DistributedOptimizer(sgd(), compression="fp16"), TypeError, r"compression is 'fp16'; accepted: a dgc\.Config"),
+    (lambda: dgc.DistributedOptimizer("sgd"), TypeError, r"optimizer is 'sgd'; accepted: a torch\.optim\.Optimizer"),
+    (lambda: dgc.DistributedOptimizer(sgd(), op=2), ValueError, r"op is 2; .*accepted: Average \(0\) and Sum \(1\)"),
+    (lambda: dgc.DistributedOptimizer(sgd(momentum=0.9, dampening=0.1)), ValueError, r"dampening is 0\.1; accepted: 0"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters())), TypeError,
+     r"optimizer is Adam, .*accepted: torch\.optim\.SGD, or Config\(momentum_correction=False\)"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.LBFGS(model().parameters())), TypeError, "optimizer is LBFGS"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters()), compression=dgc.Config(
+        momentum_correction=False, local_weight_decay=False)), TypeError, r"local_weight_decay=False\) is accepted for"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], 0.1)),
+     TypeError, r"a parameter of shape \(2, 2\) has dtype torch\.complex64"),
+    (lambda: dgc.DistributedOptimizer(sgd(), backward_passes_per_step=0), ValueError, "backward_passes_per_step must be > 0"),
+    (lambda: dgc.DistributedOptimizer(sgd(), op=dgc.Sum, gradient_predivide_factor=2.0), ValueError,
+     "gradient_predivide_factor not supported with op != Average"),
+    (lambda: dgc.DistributedOptimizer(sgd(), groups=-1), ValueError, "groups should be a non-negative integer"),
+    (lambda: dgc.DistributedOptimizer(sgd(), groups=[["a"]]), ValueError, r"groups must consist of torch\.Tensor"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), groups=[opt.param_groups[0]["params"][:2]] * 2), ValueError,
+     "A parameter can only appear once in groups"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), [[n, p] for n, p in enumerate(opt.param_groups[0]["params"])]),
+     ValueError, "named_parameters should be a sequence of tuples"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), [("same", p) for p in opt.param_groups[0]["params"]]), ValueError,
+     "Parameter names in named_parameters must be unique. Found duplicates: same"),
+    (lambda: dgc.DistributedOptimizer(sgd(), [("a", nn.Parameter(torch.zeros(1)))]), ValueError,
+     "one or more model parameters were not named"),
+    (lambda: dgc.DistributedOptimizer(dgc.DistributedOptimizer(sgd())), ValueError, "is a DistributedOptimizer already"),
+    (lambda: dgc.DistributedOptimizer(sgd()).set_backward_passes_per_step(0), ValueError, "must be > 0"),
+    (lambda: dgc.DistributedOptimizer(sgd(), process_set="all"), RuntimeError, "nothing to exchange gradients over"),
+    (lambda: dgc.broadcast_parameters("model"), ValueError, "invalid params of type"),
+    (lambda: dgc.broadcast_parameters([torch.zeros(1)], root_rank=2), ValueError, r"root_rank is 2; accepted: 0 to 1"),
+])
+def test_refuses(make, error, message):
+    with pytest.raises(error, match=message):
+        in_lockstep(make)
+
+
+def test_dampening_set_later_is_refused_at_the_step():
+    def worker():
+        network, optimizer = wrapped()
+        optimizer.param_groups[0]["dampening"] = 0.5
+        backward(network)
+
+    with pytest.raises(ValueError, match=r"dampening is 0\.5"):
+        in_lockstep(worker)
+
+
+def test_num_groups_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
+        in_lockstep(lambda: dgc.DistributedOptimizer(sgd(), num_groups=2), 1)

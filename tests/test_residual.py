@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from dgc.residual import SHORT, Bucket, accumulate, residual_dtype
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_accumulate_is_sgds_momentum(nesterov):
+    """The sum of what v gains is the sum of torch.optim.SGD's updates."""
+    p = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    sgd = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
+    u, v = torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    for step in range(20):
+        p.grad = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        accumulate(u, v, p.grad, 0.9, nesterov)
+        sgd.step()
+    assert torch.allclose(v, -p.detach(), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [
+    (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+    (torch.float64, torch.float64)])
+def test_residuals_are_kept_in_float32_or_wider(dtype, expected):
+    assert residual_dtype(dtype) == expected
+    assert Bucket("b", {"a": torch.zeros(2, 2, dtype=dtype)}).v.dtype == expected
+
+
+def test_views_are_the_flat_tensors():
+    b = Bucket("b", {"large": torch.empty(SHORT + 1), "small": torch.empty(2, 3), "empty": torch.empty(0, 4)})
+    assert b.names == ("small", "empty", "large")  # those with 16-bit indices first
+    b.views(b.v)["small"][1, 2] = 7.0
+    b.views(b.v)["large"][-1] = 8.0
+    assert b.v[5] == 7.0 and b.v[-1] == 8.0 and b.numel == SHORT + 7
+
+
+def test_scaling_and_missing_gradients():
+    from dgc.residual import Gradient
+    b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
+    b.accumulate({"a": Gradient(torch.tensor([3.0, 4.0]), 0.5)}, scale=torch.tensor(0.5))
+    assert b.v.tolist() == [1.5, 2.0, 0, 0] and b.gradient_square == 6.25
+    b.accumulate({"c": Gradient(torch.tensor([1.0, 1.0]), 0.5)}, scale={"c": torch.tensor(2.0)})
+    assert b.u.tolist() == [1.5, 2.0, 2, 2]  # the one without a gradient was left alone
