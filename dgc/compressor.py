@@ -72,7 +72,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     Returns:
         The update: flat, in the bucket's order and dtype, equal on every rank.
     """
-    clip = scale
+    clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
         clip = {name: clip_scale(torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)), config.clip_norm,
                                  world.size, average) for name, gradient in gradients.items()}

@@ -792,7 +792,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: Any = Non
     if not 0 <= root_rank < world.size:
         raise ValueError(f"root_rank is {root_rank!r}; accepted: 0 to {world.size - 1}")
     with torch.no_grad():
-        waits = [(p, transport.start(Collective("share", p.detach().clone(), root_rank), f"dgc.share.{name}"))
-                 for name, p in items if isinstance(p, Tensor)]
+        waits = []
+        for name, p in items:
+            if isinstance(p, Tensor):
+                copy = p.detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
+                waits.append((p, transport.start(Collective("share", copy, root_rank), f"dgc.share.{name}")))
         for p, wait in waits:
             p.copy_(wait())

@@ -13,95 +13,27 @@ Training follows the paper and fb.resnet.torch: lr 0.1, divided by 10 after 81 a
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import platform
-import sys
-import tarfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 import typer
+from data import CACHE, find_data, load
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import dgc
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
-
-def load(folder: Path | None, cache: Path) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """CIFAR-10 from ``folder``, else downloaded, else scikit-learn's digits: a name, (images, labels) to train, to test.
-
-    Images are uint8 (n, 3, 32, 32).
-    """
-    if folder is None:
-        folder = download(cache)
-    if folder is None:
-        return ("digits", *digits())
-    folder = folder if (folder / "test_batch.bin").exists() else folder / "cifar-10-batches-bin"
-    missing = [name for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
-               if not (folder / name).is_file()]
-    if missing:
-        raise typer.BadParameter(f"{folder} lacks {', '.join(missing)}; accepted: a folder with cifar-10-batches-bin")
-
-    def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
-        records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))
-        records = records.view(-1, 3073)
-        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
-
-    return "cifar10", read([f"data_batch_{i}.bin" for i in range(1, 6)]), read(["test_batch.bin"])
-
-
-def download(cache: Path) -> Path | None:
-    """The official archive, verified and unpacked; None when the download does not start within ten seconds."""
-    folder = cache / "cifar-10-batches-bin"
-    if folder.exists():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    archive, digest = cache / f"{os.getpid()}.part", hashlib.sha256()
-    try:
-        try:
-            response = urllib.request.urlopen(URL, timeout=10)
-        except OSError as error:
-            print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
-                  "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
-            return None
-        with response, archive.open("wb") as file, tqdm(total=int(response.headers.get("Content-Length", 0)),
-                                                        unit="B", unit_scale=True, desc="CIFAR-10") as bar:
-            while chunk := response.read(1 << 20):
-                file.write(chunk)
-                digest.update(chunk)
-                bar.update(len(chunk))
-        if digest.hexdigest() != SHA256:
-            raise SystemExit(f"the SHA-256 of {URL} is {digest.hexdigest()}; expected {SHA256}: download it again")
-        with tarfile.open(archive) as tar:
-            tar.extractall(cache / f"{os.getpid()}.unpacked", filter="data")
-        (cache / f"{os.getpid()}.unpacked" / folder.name).rename(folder)
-    finally:
-        archive.unlink(missing_ok=True)
-    return folder
-
-
-def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """1,797 handwritten digits of 8 x 8, enlarged to CIFAR's size; each fifth is for testing."""
-    from sklearn.datasets import load_digits
-    bunch = load_digits()
-    images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
-    images = F.interpolate(images, size=32, mode="bilinear").expand(-1, 3, -1, -1).to(torch.uint8)
-    labels, test = torch.from_numpy(bunch.target).long(), torch.arange(len(images)) % 5 == 0
-    return (images[~test], labels[~test]), (images[test], labels[test])
-
 
 def normalised(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
@@ -117,7 +49,8 @@ def augmented(images: Tensor, flip: bool, generator: torch.Generator) -> Tensor:
     mirror = (torch.rand(n, generator=generator) < 0.5).to(device) & flip
     columns = torch.where(mirror[:, None], columns.flip(1), columns)
     padded = F.pad(images, (4, 4, 4, 4)).permute(0, 2, 3, 1)
-    return padded[torch.arange(n, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    image = torch.arange(n, device=device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -182,19 +115,23 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, a: 
     named = list(model.named_parameters())
     if launcher == "horovod" and a.method in ("dense", "fp16"):
         import horovod.torch as hvd
-        return hvd.DistributedOptimizer(optimizer, named, getattr(hvd.Compression, {"dense": "none"}.get(a.method, a.method)))
+        compression = hvd.Compression.fp16 if a.method == "fp16" else hvd.Compression.none
+        return hvd.DistributedOptimizer(optimizer, named, compression)
     if a.method == "fp16":
         raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
+    return dgc.DistributedOptimizer(optimizer, named, config(a, steps))
+
+
+def config(a: Any, steps: int) -> dgc.Config:
+    """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
-        return dgc.DistributedOptimizer(optimizer, named, dgc.Config(sparsity=0.0))
+        return dgc.Config(sparsity=0.0)
     if a.method == "topk":  # gradient dropping (Aji and Heafield 2017)
-        return dgc.DistributedOptimizer(optimizer, named, dgc.Config(
-            sparsity=a.sparsity, selection=a.selection, momentum_correction=False, factor_masking=False))
+        return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.DistributedOptimizer(optimizer, named, dgc.Config(
-        sparsity=dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity) if warmup else a.sparsity,
-        selection=a.selection, momentum_correction=a.momentum_correction, factor_masking=a.factor_masking,
-        clip_norm=a.clip_norm, local_weight_decay=a.local_weight_decay))
+    quarter = max(1, round(warmup * steps / 4))  # the paper's has four stages
+    return dgc.Config(dgc.warmup(4, steps_per_epoch=quarter, end=a.sparsity) if warmup else a.sparsity, a.selection,
+                      a.momentum_correction, a.factor_masking, a.clip_norm, local_weight_decay=a.local_weight_decay)
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
@@ -222,20 +159,24 @@ def train(a: Any) -> dict[str, Any]:
     rank, size, launcher = connect()
     torch.manual_seed(a.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dataset, (images, labels), (test_images, test_labels) = load(a.data, a.cache)
+    dataset, (images, labels), (test_images, test_labels) = load(find_data(a.data, a.cache))
+    count = torch.tensor([len(images)])
+    dgc.broadcast_parameters([("images", count)])
+    if count != len(images):  # one machine could download CIFAR-10 and another could not
+        raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count.item()}: give --data on all of them")
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
-    model = resnet(a.depth).to(device, memory_format=torch.channels_last)
+    model = resnet(a.depth).to(device)  # weights are not channels_last: stock Horovod refuses such gradients
     dgc.broadcast_parameters(model.state_dict())
     steps = len(images) // (a.batch_size * size)
     if steps == 0:
-        raise typer.BadParameter(f"--batch-size is {a.batch_size} for {size} workers; {dataset} has {len(images)} images")
+        raise typer.BadParameter(f"--batch-size {a.batch_size} x {size} workers is more than {len(images)} images")
 
     optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
     optimizer = distributed(optimizer, model, launcher, a, steps)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(a.epochs * e / 164) for e in (81, 122)])
 
-    history: list[dict[str, float]] = []
+    history: list[dict[str, Any]] = []
     file = "epoch{:03d}-rank{}of{}.pt"
     if a.resume:
         done = [e for e in range(a.epochs, 0, -1)
@@ -265,7 +206,8 @@ def train(a: Any) -> dict[str, Any]:
             began, loss_sum, sent = time.perf_counter(), torch.zeros((), device=device), 0.0
             if counted:
                 sent = optimizer.report().total_bytes_sent
-            for batch in order[:steps * a.batch_size].split(a.batch_size):
+            losses: list[float] = []
+            for step, batch in enumerate(order[:steps * a.batch_size].split(a.batch_size)):
                 x = normalised(augmented(images[batch.to(device)], dataset == "cifar10", generator))
                 optimizer.zero_grad()
                 with torch.autocast(device.type, torch.bfloat16, enabled=a.bf16):
@@ -274,20 +216,23 @@ def train(a: Any) -> dict[str, Any]:
                 loss.backward()
                 optimizer.step()
                 loss_sum += loss.detach()
+                if step % max(1, steps // 20) == 0:
+                    losses.append(loss.item())  # some points of a curve; each is a wait for the device
                 bar.update()
             seconds = time.perf_counter() - began
             scheduler.step()
             if epoch + 1 == a.epochs and a.flush and counted:
                 optimizer.flush()  # what is pending would otherwise never be applied
-            history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "lr": optimizer.param_groups[0]["lr"],
-                            "accuracy": accuracy(model, test_images, test_labels, a) if rank == 0 else float("nan"),
-                            "step_seconds": seconds / steps,
-                            "bytes_per_step": (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed})
+            top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
+            nbytes = (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed
+            history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "accuracy": top1, "losses": losses,
+                            "step_seconds": seconds / steps, "bytes_per_step": nbytes})
             if rank == 0:
                 bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}")
             if board:
-                for key, value in history[-1].items():
-                    board.add_scalar(key, value, epoch + 1)
+                for key in ("loss", "accuracy", "bytes_per_step", "step_seconds"):
+                    board.add_scalar(key, history[-1][key], epoch + 1)
+                board.flush()
             if a.checkpoints:
                 save(a.checkpoints / file.format(epoch + 1, rank, size), {
                     "model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history,
@@ -310,8 +255,9 @@ def train(a: Any) -> dict[str, Any]:
 
 
 def main(
-        data: Annotated[Path | None, typer.Option(help="Folder with cifar-10-batches-bin; default: download it.")] = None,
-        cache: Annotated[Path, typer.Option(help="Where a download goes.")] = Path("~/.cache/dgc").expanduser(),
+        data: Annotated[str | None, typer.Option(
+            help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10.")] = None,
+        cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
         method: Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
             help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")] = "dgc",
         depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
@@ -328,7 +274,7 @@ def main(
         seed: int = 0,
         bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
         threads: Annotated[int | None, typer.Option(help="Of this process; default: torch's.")] = None,
-        checkpoints: Annotated[Path | None, typer.Option(help="Folder for a checkpoint of each rank, every epoch.")] = None,
+        checkpoints: Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")] = None,
         resume: Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")] = False,
         tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
         out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
@@ -344,9 +290,11 @@ def main(
     if launched and virtual_workers > 1:
         raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
     result = train(a) if launched else dgc.lockstep.run(lambda: train(a), virtual_workers)[0]
-    if result["history"][-1]["accuracy"] == result["history"][-1]["accuracy"]:  # NaN on other ranks
+    if not math.isnan(result["accuracy"]):  # rank 0
         print(f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs", flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)  # several ranks' framed tracebacks cannot be read
+    app.command()(main)
+    app()

@@ -370,7 +370,8 @@ def not_finite():
     optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
     rank = find().world.rank
     if rank == 1:
-        network[6].weight.register_hook(lambda g: g.index_put((torch.tensor(3), torch.tensor(3)), torch.tensor(torch.nan)))
+        bad = torch.zeros(40, 144).index_fill(0, torch.tensor(3), torch.nan)
+        network[6].weight.register_hook(lambda g: g + bad)
     loss(network, rank, 0).backward()
     try:
         optimizer.step()

@@ -1,5 +1,6 @@
 """Runs cases (tests/cases.py) on real processes, each launch with a hard limit that ends all of its processes."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def launch(launcher, size, names, limit=240, check=True):
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
                 end(process.pid)
-                raise AssertionError(f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}") from None
+                message = f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}"
+                raise AssertionError(message) from None
             finally:
                 end(process.pid)
         output = log.read_text()
@@ -54,10 +56,8 @@ def end(pid):
     except psutil.NoSuchProcess:
         return
     for process in family:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(family, timeout=10)
 
 

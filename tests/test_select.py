@@ -29,7 +29,8 @@ def test_k_is_the_ceiling_of_the_decimal_product(share, n):
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(1, 60_000), sparsity=st.sampled_from([0.5, 0.75, 0.9, 0.99]), step=st.integers(0, 10**6),
-       seed=st.integers(0, 99), zeros=st.sampled_from([0.0, 0.5, 0.995]), pattern=st.sampled_from(["", "rows", "sorted"]))
+       seed=st.integers(0, 99), zeros=st.sampled_from([0.0, 0.5, 0.995]),
+       pattern=st.sampled_from(["", "rows", "sorted"]))
 def test_sampled_takes_between_nine_tenths_and_all_of_k_of_the_largest(n, sparsity, step, seed, zeros, pattern):
     v = heavy_tailed(n, seed)
     v[: int(zeros * n)] = 0

@@ -40,7 +40,8 @@ def find(process_set: Any = None) -> Transport:
     if process_set is None and (rank := lockstep.current()) is not None:
         return rank
     # Not imported here: if the user initialised Horovod, it is loaded, and if not, it is not wanted.
-    horovod, distributed = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
+    horovod: Any = sys.modules.get("horovod.torch")
+    distributed: Any = sys.modules.get("torch.distributed")
     has_horovod = horovod is not None and horovod.is_initialized()
     has_distributed = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if has_distributed and isinstance(process_set, distributed.ProcessGroup):

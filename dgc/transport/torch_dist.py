@@ -34,7 +34,7 @@ class TorchDistributed:
         elif collective.op == "sum":
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
         else:
-            group = self._group if self._group is not None else dist.group.WORLD
+            group: Any = self._group if self._group is not None else dist.group.WORLD
             root = dist.get_global_rank(group, collective.root)
             work = dist.broadcast(tensor, src=root, group=self._group, async_op=True)
 

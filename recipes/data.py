@@ -1,0 +1,91 @@
+"""What the CIFAR-10 recipe trains on: the official archive, or a stand-in that is always there."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from tqdm import tqdm
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dgc"
+
+
+def find_data(data: str | None, cache: Path) -> str:
+    """What to train on: the folder that was given, else CIFAR-10 downloaded, else scikit-learn's digits."""
+    return data or str(download(cache) or "digits")
+
+
+def load(data: str) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Of a folder with CIFAR-10, or "digits": a name, (images, labels) to train and to test. Images are uint8."""
+    if data == "digits":
+        return ("digits", *digits())
+    folder = Path(data)
+    folder = folder if (folder / "test_batch.bin").exists() else folder / "cifar-10-batches-bin"
+    missing = [name for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+               if not (folder / name).is_file()]
+    if missing:
+        raise SystemExit(f"{folder} lacks {', '.join(missing)}; accepted: a folder with cifar-10-batches-bin")
+
+    def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
+        records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))
+        records = records.view(-1, 3073)
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+
+    return "cifar10", read([f"data_batch_{i}.bin" for i in range(1, 6)]), read(["test_batch.bin"])
+
+
+def download(cache: Path) -> Path | None:
+    """The official archive, verified and unpacked; None when the download does not start within ten seconds."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "cifar-10.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the processes of this machine downloads, the others wait
+        return _download(cache, cache / "cifar-10-batches-bin")
+
+
+def _download(cache: Path, folder: Path) -> Path | None:
+    if folder.exists():
+        return folder
+    archive, digest = cache / "cifar-10.part", hashlib.sha256()
+    try:
+        try:
+            response = urllib.request.urlopen(URL, timeout=10)
+        except OSError as error:
+            print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
+                  "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
+            return None
+        with response, archive.open("wb") as file, tqdm(total=int(response.headers.get("Content-Length", 0)),
+                                                        unit="B", unit_scale=True, desc="CIFAR-10") as bar:
+            while chunk := response.read(1 << 20):
+                file.write(chunk)
+                digest.update(chunk)
+                bar.update(len(chunk))
+        if digest.hexdigest() != SHA256:
+            raise SystemExit(f"the SHA-256 of {URL} is {digest.hexdigest()}; expected {SHA256}: download it again")
+        unpacked = cache / "cifar-10.unpacked"
+        with tarfile.open(archive) as tar:
+            tar.extractall(unpacked, filter="data")
+        (unpacked / folder.name).rename(folder)  # whole or not at all
+    finally:
+        archive.unlink(missing_ok=True)
+    return folder
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """1,797 handwritten digits of 8 x 8, enlarged to CIFAR's size; each fifth is for testing."""
+    from sklearn.datasets import load_digits
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
+    images = F.interpolate(images, size=32, mode="bilinear").expand(-1, 3, -1, -1).to(torch.uint8)
+    labels, test = torch.from_numpy(bunch.target).long(), torch.arange(len(images)) % 5 == 0
+    return (images[~test], labels[~test]), (images[test], labels[test])
