@@ -64,7 +64,7 @@ class Bucket:
         for name, gradient in gradients.items():
             g = gradient.g.detach().to(self.v.dtype)
             if scale is not None:
-                g = g * (scale[name] if isinstance(scale, Mapping) else scale)
+                g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
             square += torch.linalg.vector_norm(g).square()
             if self.u is None:
                 v[name] += g

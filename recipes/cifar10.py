@@ -220,9 +220,9 @@ def train(a: Any) -> dict[str, Any]:
                     losses.append(loss.item())  # some points of a curve; each is a wait for the device
                 bar.update()
             seconds = time.perf_counter() - began
-            scheduler.step()
             if epoch + 1 == a.epochs and a.flush and counted:
                 optimizer.flush()  # what is pending would otherwise never be applied
+            scheduler.step()
             top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
             nbytes = (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed
             history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "accuracy": top1, "losses": losses,

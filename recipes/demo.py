@@ -20,10 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 import typer
 from cifar10 import resnet
 from data import CACHE, find_data, load
+from report import picture, table
 from rich.console import Console
-from rich.table import Table
-
-import dgc
 
 WORKERS, BATCH, SPARSITY = 2, 64, 0.999
 SECONDS = 250  # to train for, both methods together: the rest of the five minutes is starting and evaluating
@@ -57,45 +55,6 @@ def run(method: str, data: str, epochs: int, out: Path) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def table(results: dict[str, dict[str, Any]]) -> Table:
-    dense = results["dense"]["dense_bytes_per_step"]
-    shown = Table("", "test accuracy", "bytes sent / worker / step", "compression", "step time")
-    for name, result in results.items():
-        sent = sum(epoch["bytes_per_step"] for epoch in result["history"]) / len(result["history"])
-        seconds = sum(epoch["step_seconds"] for epoch in result["history"]) / len(result["history"])
-        shown.add_row(name, f"{result['accuracy']:.2f} %", f"{sent:,.0f}", f"{dense / sent:,.1f} x",
-                      f"{1000 * seconds:,.0f} ms")
-    return shown
-
-
-def picture(results: dict[str, dict[str, Any]], epochs: int, out: Path) -> None:
-    """Training loss and test accuracy over the epochs, and the sparsity over the steps."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, (curves, accuracy, sparsity) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for (name, result), colour in zip(results.items(), ("tab:gray", "tab:blue"), strict=True):
-        points = [(i + j / len(epoch["losses"]), loss) for i, epoch in enumerate(result["history"])
-                  for j, loss in enumerate(epoch["losses"])]
-        curves.plot(*zip(*points, strict=True), label=name, color=colour)
-        accuracy.plot([epoch["epoch"] for epoch in result["history"]],
-                      [epoch["accuracy"] for epoch in result["history"]], "o-", label=name, color=colour)
-    steps = results["dense"]["steps_per_epoch"]
-    schedule = dgc.warmup(4, steps_per_epoch=max(1, round(epochs * steps / 16)), end=SPARSITY)
-    total = epochs * steps
-    sparsity.step(range(total), [100 * (1 - schedule(step)) for step in range(total)], where="post", color="tab:blue")
-    sparsity.set(xlabel="step", ylabel="entries sent (%)", yscale="log", title="density")
-    sparsity.axhline(100, color="tab:gray")
-    curves.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0")
-    accuracy.set(xlabel="epoch", ylabel="top-1 (%)", title="test accuracy")
-    accuracy.set_xlim(0, epochs + 0.5)
-    for axes in (curves, accuracy, sparsity):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    curves.legend(frameon=False)
-    figure.savefig(out, dpi=150)
-
-
 def main(data: Annotated[str | None, typer.Option(help="Folder with cifar-10-batches-bin.")] = None,
          cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
          out: Annotated[Path, typer.Option(help="Where the results go.")] = Path("runs/demo")) -> None:
@@ -108,10 +67,9 @@ def main(data: Annotated[str | None, typer.Option(help="Folder with cifar-10-bat
                   f"two methods. The paper trains for 164: what counts here is that both learn alike, and the bytes. "
                   "DGC flushes what is pending before the last evaluation.", soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
-    results = {"dense": run("dense", data, epochs, out / "dense.json"),
-               f"DGC {SPARSITY:.1%}": run("dgc", data, epochs, out / "dgc.json")}
+    results = [run(method, data, epochs, out / f"{method}.json") for method in ("dense", "dgc")]
     console.print(table(results))
-    picture(results, epochs, out / "demo.png")
+    picture(results, out / "demo.png")
     console.print(f"Learning curves and sparsity: {out / 'demo.png'}")
 
 
