@@ -242,7 +242,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and parameter not in self.state:
                     continue
                 state, bucket = self.state[parameter], self._bucket_of(parameter)
                 if bucket is not None and bucket.u is not None:

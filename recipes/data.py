@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import http.client
 import os
+import queue
+import shutil
 import sys
 import tarfile
+import threading
 import urllib.request
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -18,6 +23,7 @@ from tqdm import tqdm
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+SECONDS = 10  # for a download to begin
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dgc"
 
 
@@ -56,29 +62,54 @@ def download(cache: Path) -> Path | None:
 def _download(cache: Path, folder: Path) -> Path | None:
     if folder.exists():
         return folder
-    archive, digest = cache / "cifar-10.part", hashlib.sha256()
+    archive, unpacked = cache / "cifar-10.part", cache / "cifar-10.unpacked"
     try:
-        try:
-            response = urllib.request.urlopen(URL, timeout=10)
-        except OSError as error:
-            print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
-                  "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
-            return None
-        with response, archive.open("wb") as file, tqdm(total=int(response.headers.get("Content-Length", 0)),
-                                                        unit="B", unit_scale=True, desc="CIFAR-10") as bar:
-            while chunk := response.read(1 << 20):
-                file.write(chunk)
-                digest.update(chunk)
-                bar.update(len(chunk))
-        if digest.hexdigest() != SHA256:
-            raise SystemExit(f"the SHA-256 of {URL} is {digest.hexdigest()}; expected {SHA256}: download it again")
-        unpacked = cache / "cifar-10.unpacked"
+        with started(URL) as response, archive.open("wb") as file:
+            digest = copied(response, file)
+        if digest != SHA256:
+            raise OSError(f"its SHA-256 is {digest} and not {SHA256}")
         with tarfile.open(archive) as tar:
             tar.extractall(unpacked, filter="data")
         (unpacked / folder.name).rename(folder)  # whole or not at all
+    except (OSError, http.client.HTTPException) as error:
+        print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
+              "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
+        return None
     finally:
         archive.unlink(missing_ok=True)
+        shutil.rmtree(unpacked, ignore_errors=True)
     return folder
+
+
+def started(url: str) -> Any:
+    """The response to a request, which must come within ten seconds, looking up the name included."""
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(urllib.request.urlopen(url, timeout=SECONDS))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=SECONDS)
+    except queue.Empty:
+        raise OSError(f"no answer within {SECONDS} seconds") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def copied(response: Any, file: BinaryIO) -> str:
+    """Copies a response to a file, with a progress bar, and returns its SHA-256."""
+    digest, size = hashlib.sha256(), int(response.headers.get("Content-Length") or 0)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="CIFAR-10") as bar:
+        while chunk := response.read(1 << 20):
+            file.write(chunk)
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
 
 
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launch import end
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -20,8 +22,12 @@ def recipe(*arguments, launcher=(), limit=200):
     """Runs recipes/cifar10.py and returns its output; ends it after ``limit`` seconds."""
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     command = [*launcher, str(ROOT / "recipes" / "cifar10.py"), "--data", "digits", "--threads", "1", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        end(process.pid)
+    return process.returncode, output
 
 
 LAUNCHERS = {"python": (sys.executable,),
@@ -37,9 +43,10 @@ def test_the_same_file_runs_everywhere(launcher, tmp_path):
     """Two workers each, at density 1: alike but for the order of additions; on one process, plain SGD."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []
     status, output = recipe("--method", "dense", "--epochs", "1", "--batch-size", "64", "--out", f"{tmp_path}/out.json",
-                            *virtual, launcher=LAUNCHERS[launcher])
+                            "--tensorboard", f"{tmp_path}/board", *virtual, launcher=LAUNCHERS[launcher])
     assert status == 0, output
     assert "dense: " in output and "on digits after 1 epochs" in output
+    assert any("tfevents" in file.name for file in (tmp_path / "board").iterdir())
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["workers"] == 2 and result["history"][0]["bytes_per_step"] == result["dense_bytes_per_step"]
     first = result["history"][0]["losses"][0]  # the same model on the same batch, before any exchange
@@ -101,8 +108,8 @@ def test_the_official_binary_layout_is_read(tmp_path):
         load(str(tmp_path))
 
 
-def test_a_download_is_verified_and_unpacked(tmp_path, monkeypatch):
-    """From a file: URL, whose archive is right once and wrong once."""
+def test_a_download_is_verified_and_unpacked(tmp_path, monkeypatch, capsys):
+    """From a file: URL, whose archive is not the official one at first."""
     import tarfile
 
     import data
@@ -112,18 +119,23 @@ def test_a_download_is_verified_and_unpacked(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as tar:
         tar.add(folder, folder.name)
     monkeypatch.setattr(data, "URL", (tmp_path / "archive.tar.gz").as_uri())
-    with pytest.raises(SystemExit, match="the SHA-256 of"):
-        data.download(tmp_path / "cache")
-    assert not (tmp_path / "cache" / folder.name).exists()
-    digest = hashlib.sha256((tmp_path / "archive.tar.gz").read_bytes()).hexdigest()
-    monkeypatch.setattr(data, "SHA256", digest)
-    assert (data.download(tmp_path / "cache") / "test_batch.bin").read_bytes() == b"x" * 10
-
-
-def test_without_a_download_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
-    import data
-    monkeypatch.setattr(data, "URL", (tmp_path / "nowhere").as_uri())
     assert data.find_data(None, tmp_path / "cache") == "digits"
+    assert f"and not {data.SHA256}): training on scikit-learn's" in capsys.readouterr().err
+    assert not (tmp_path / "cache" / folder.name).exists()
+    monkeypatch.setattr(data, "SHA256", hashlib.sha256((tmp_path / "archive.tar.gz").read_bytes()).hexdigest())
+    found = data.find_data(None, tmp_path / "cache")
+    assert (Path(found) / "test_batch.bin").read_bytes() == b"x" * 10
+    (tmp_path / "archive.tar.gz").unlink()
+    assert data.find_data(None, tmp_path / "cache") == found  # downloaded once
+
+
+def test_a_download_that_does_not_start_is_given_up(tmp_path, monkeypatch, capsys):
+    """A server that accepts and never answers."""
+    import data
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(data, "URL", f"http://127.0.0.1:{server.getsockname()[1]}/")
+        monkeypatch.setattr(data, "SECONDS", 1)
+        assert data.find_data(None, tmp_path / "cache") == "digits"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "training on scikit-learn's handwritten digits instead" in said
 

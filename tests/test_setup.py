@@ -1,0 +1,52 @@
+"""The scripts that a newcomer runs first."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(*arguments, path=None, python=sys.executable, cache="/nonexistent"):
+    """Runs scripts/build_horovod.sh, which must stop before it builds anything."""
+    environment = {**os.environ, "PYTHON": python, "CACHE": str(cache), "PATH": path or os.environ["PATH"]}
+    environment.pop("CXX", None)
+    done = subprocess.run([shutil.which("bash"), str(ROOT / "scripts" / "build_horovod.sh"), *arguments], text=True,
+                          capture_output=True, timeout=100, env=environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_all_that_is_missing_is_said_at_once(tmp_path):
+    for tool in ("dirname", "basename"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    status, output = build(path=str(tmp_path))
+    assert status == 1
+    assert "cannot build Horovod 0.28.1; missing:" in output
+    assert "a C++17 compiler: apt-get install g++" in output and "make: apt-get install make" in output
+
+
+def test_without_torch_it_says_how_to_get_it(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=100)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    status, output = build(python=python)
+    assert status == 1 and f"torch in {python}: {python} -m pip install torch" in output
+
+
+def test_a_gpu_build_of_a_cpu_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is None:
+        status, output = build("--gpu")
+        assert status == 1
+        assert f"a CUDA build of torch ({torch.__version__} is for the CPU), or leave --gpu out" in output
+
+
+def test_wrong_arguments():
+    status, output = build("--fast")
+    assert status == 1 and "unknown argument '--fast'; accepted: --cpu, --gpu" in output
+    status, output = build(python="/nowhere/python")
+    assert status == 1 and "PYTHON=/nowhere/python is not an executable" in output
+    assert "scripts/build_horovod.sh [--cpu | --gpu]" in build("--help")[1]
