@@ -72,12 +72,12 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     Returns:
         The update: flat, in the bucket's order and dtype, equal on every rank.
     """
+    sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
     clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
         clip = {name: clip_scale(torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)), config.clip_norm,
                                  world.size, average) for name, gradient in gradients.items()}
     bucket.accumulate(gradients, clip)
-    sparsity = config.sparsity_at(step)
     if sparsity == 0.0:
         total = yield from _summed(bucket, None, bucket.take_all())
     else:

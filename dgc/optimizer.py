@@ -201,9 +201,9 @@ class _Distributed(torch.optim.Optimizer):
         """Between two steps: nothing is under way."""
         for _, _, exchange in getattr(self, "_exchanges", ()):
             exchange.abandon(wait=False)
-        self._exchanges: list[tuple[_Shipment, Tensor | None, Exchange]] = []
+        self._exchanges: list[tuple[_Shipment, list[Tensor], Exchange]] = []  # with the parameters that take part
         self._next = 0  # the first shipment that has not been launched
-        self._ready: set[Tensor] = set()  # parameters whose gradient is complete
+        self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._scale: Tensor | None = None
@@ -264,6 +264,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
+        if self._fired:
+            raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
         self._inner.add_param_group(self, param_group)
         if self._plain:
             return
@@ -295,13 +297,13 @@ class _Distributed(torch.optim.Optimizer):
         self._fired.add(parameter)
         self._delay[parameter] -= 1
         if self._delay[parameter] == 0:
-            self._ready.add(parameter)
+            self._missing[self._shipment_of[parameter]] -= 1
             self._launch_ready()
 
     def _open(self) -> None:
         """The first gradient of a step has come."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self._scale = None
+        self._missing = {shipment: sum(p.requires_grad for p in shipment.parameters) for shipment in self._shipments}
         world = self._transport.world
         self._world: World = world
         self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
@@ -318,8 +320,7 @@ class _Distributed(torch.optim.Optimizer):
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
         if self._config.clip_norm is not None and not self._config.clip_per_tensor:
             return  # the global norm needs all gradients
-        while self._next < len(self._shipments) and all(
-                p in self._ready or not p.requires_grad for p in self._shipments[self._next].parameters):
+        while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
             self._launch(self._shipments[self._next])
 
     def _launch(self, shipment: _Shipment) -> None:
@@ -331,14 +332,14 @@ class _Distributed(torch.optim.Optimizer):
         alone = [p for p in present if p in self._sparse]
         if len(alone) < len(shipment.parameters):
             dense = [p for p in present if p not in self._sparse]
-            path = self._compressed_path(shipment, dense) if shipment.bucket else self._dense_path(shipment)
-            self._begin(shipment, None, path, shipment.name)
+            path = self._compressed_path(shipment, dense) if shipment.bucket else self._dense_path(shipment, dense)
+            self._begin(shipment, dense, path, shipment.name)
         for parameter in alone:
             gradient = parameter.grad if parameter.grad is not None else torch.sparse_coo_tensor(
                 torch.empty(self._sparse[parameter], 0), torch.empty(0, *parameter.shape[self._sparse[parameter]:]),
                 parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False)
             path = reduce_sparse(gradient, self._world, average=self._average, scale=self._scale_of(parameter))
-            self._begin(shipment, parameter, path, f"dgc.sparse.{self._names[parameter]}")
+            self._begin(shipment, [parameter], path, f"dgc.sparse.{self._names[parameter]}")
 
     def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None
@@ -367,17 +368,17 @@ class _Distributed(torch.optim.Optimizer):
             g = g.to_dense()
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
             scale = self._scale_of(parameter)
-            g = g if scale is None else g * scale.to(g.dtype)
+            g = g if scale is None else g * scale.to(g)
             g = g.add(parameter.detach(), alpha=self._group_of[parameter]["weight_decay"])
         return g.detach()
 
-    def _dense_path(self, shipment: _Shipment) -> Any:
-        gradients = []
+    def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+        taking_part, gradients = set(parameters), []
         for parameter in shipment.parameters:
-            sits_out = parameter in self._sparse or not parameter.requires_grad
-            g = torch.zeros_like(parameter) if sits_out else self._gradient(parameter)
-            scale = None if sits_out else self._scale_of(parameter)
-            gradients.append(g if scale is None else g * scale.to(g.dtype))
+            takes_part = parameter in taking_part
+            g = self._gradient(parameter) if takes_part else torch.zeros_like(parameter)
+            scale = self._scale_of(parameter) if takes_part else None
+            gradients.append(g if scale is None else g * scale.to(g))
         return reduce_dense(gradients, self._world, average=self._average, predivide=self._predivide)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
@@ -387,9 +388,8 @@ class _Distributed(torch.optim.Optimizer):
         return None if parameter.grad is None else clip_scale(
             _norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
 
-    def _begin(self, shipment: _Shipment, parameter: Tensor | None, path: Any, name: str) -> None:
-        exchange = Exchange(path, self._transport, name, self._count)
-        self._exchanges.append((shipment, parameter, exchange))
+    def _begin(self, shipment: _Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
+        self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
     def _count(self, collective: Collective) -> None:
         nbytes = collective.tensor.numel() * collective.tensor.element_size()
@@ -411,7 +411,7 @@ class _Distributed(torch.optim.Optimizer):
             self._launch(self._shipments[self._next])
         with torch.no_grad():
             while self._exchanges:
-                shipment, parameter, exchange = self._exchanges.pop(0)
+                shipment, parameters, exchange = self._exchanges.pop(0)
                 try:
                     update = exchange.finish()
                 except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
@@ -420,10 +420,10 @@ class _Distributed(torch.optim.Optimizer):
                     self._exchanges.clear()
                     self._reset()
                     raise
-                if parameter is None:
-                    self._deliver(shipment, update)
+                if update.is_sparse:
+                    parameters[0].grad = update
                 else:
-                    parameter.grad = update
+                    self._deliver(shipment, parameters, update)
         self._close()
 
     def _clip_scale(self, clip_norm: float) -> Tensor:
@@ -432,17 +432,16 @@ class _Distributed(torch.optim.Optimizer):
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         return clip_scale(norm, clip_norm, self._world.size, self._average)
 
-    def _deliver(self, shipment: _Shipment, update: Tensor) -> None:
-        """Copies a flat update into ``p.grad``."""
+    def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Tensor) -> None:
+        """Copies a flat update into ``p.grad`` of those that took part."""
         if shipment.bucket is not None:
             views = shipment.bucket.views(update)
-            parts = [views[self._names[p]] for p in shipment.parameters]
+            parts = {p: views[self._names[p]] for p in shipment.parameters}
         else:
             flat = update.split([p.numel() for p in shipment.parameters])
-            parts = [part.view(p.shape) for part, p in zip(flat, shipment.parameters, strict=True)]
-        for parameter, part in zip(shipment.parameters, parts, strict=True):
-            if parameter in self._sparse or not parameter.requires_grad:
-                continue
+            parts = {p: part.view(p.shape) for part, p in zip(flat, shipment.parameters, strict=True)}
+        for parameter in parameters:
+            part = parts[parameter]
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = part.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
             elif parameter.grad is not None:
@@ -742,14 +741,16 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
         sets.append([p for p in backward if p not in grouped])
     packed = []
     for together in sets:
-        open_bins: dict[Any, list[Tensor]] = {}
+        filling: dict[Any, list[Tensor]] = {}
+        numel: dict[Any, int] = {}
         for parameter in together:
             kind = (parameter.device, parameter.dtype, _compressed(parameter, min_numel))
-            filling = open_bins.setdefault(kind, [])
-            filling.append(parameter)
-            if groups is None and sum(p.numel() for p in filling) >= BUCKET_NUMEL:
-                packed.append(open_bins.pop(kind))
-        packed.extend(open_bins.values())
+            filling.setdefault(kind, []).append(parameter)
+            numel[kind] = numel.get(kind, 0) + parameter.numel()
+            if groups is None and numel[kind] >= BUCKET_NUMEL:
+                packed.append(filling.pop(kind))
+                numel[kind] = 0
+        packed.extend(filling.values())
     return [([names[p] for p in together], together) for together in packed]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate as accumulated
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Bucket:
         self.names = tuple(name for name, _ in items)
         self.shapes = tuple(parameter.shape for _, parameter in items)
         self.numels = tuple(parameter.numel() for _, parameter in items)
-        self.offsets = tuple(sum(self.numels[:i]) for i in range(len(items)))
+        self.offsets = tuple(accumulated(self.numels, initial=0))[:-1]
         self.numel = sum(self.numels)
         self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
         self.u = torch.zeros_like(self.v) if velocity else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Layout:
 
     def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype):
         self.names, self.counts, self.dtype = bucket.names, tuple(counts), dtype
-        self.starts = tuple(sum(counts[:i]) for i in range(len(counts)))
+        self.starts = tuple(accumulate(counts, initial=0))[:-1]
         self.slots = sum(counts)
         self.short_slots = sum(k for k, numel in zip(counts, bucket.numels, strict=True) if numel <= SHORT)
         self.residual, self.device = bucket.v.dtype, bucket.v.device
