@@ -71,17 +71,22 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
 
     Returns:
         The update: flat, in the bucket's order and dtype, equal on every rank.
+
+    Raises:
+        FloatingPointError: a rank's gradient is not finite; raised on all of them. It entered u and v nowhere.
     """
     sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
     clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
         clip = {name: clip_scale(torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)), config.clip_norm,
                                  world.size, average) for name, gradient in gradients.items()}
-    bucket.accumulate(gradients, clip)
-    if sparsity == 0.0:
-        total = yield from _summed(bucket, None, bucket.take_all())
+    bad = bucket.accumulate(gradients, clip)
+    layout = _layout(bucket, sparsity, config.wire_dtype)
+    if bad:
+        total = yield from _confessed(bucket, layout, bad, world, sparsity)
+    elif sparsity == 0.0:
+        total = yield from _summed(bucket, None, bucket.take_all(gradients))
     else:
-        layout = _layout(bucket, sparsity, config.wire_dtype)
         index, values = _selected(bucket, layout, gradients, config, step)
         if _dense_is_cheaper(layout, bucket, world):
             bucket.take(index, values, config.factor_masking)
@@ -93,12 +98,12 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     return total.div_(world.size) if average else total
 
 
-def reduce_dense(gradients: Sequence[Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
+def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
                  predivide: float = 1.0) -> Path:
     """The path of parameters that always travel dense: their gradients, summed by one ring allreduce.
 
     Args:
-        gradients: of one dtype and device; they are not changed.
+        gradients: parameter -> gradient, of one dtype and device; they are not changed.
         world: this rank and how many there are.
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
@@ -106,17 +111,22 @@ def reduce_dense(gradients: Sequence[Tensor], world: World, *, average: bool = T
 
     Returns:
         The update: flat, in the order of ``gradients``.
+
+    Raises:
+        FloatingPointError: a rank's gradient is not finite; raised on all of them.
     """
-    flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
+    flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients.values()])
     if scale is not None:
         flat.mul_(scale.to(flat.dtype))
     if predivide != 1.0:
         flat.div_(predivide)
     total = yield Collective("sum", flat)
+    _check_finite(dict(zip(gradients, total.split([g.numel() for g in gradients.values()]), strict=True)))
     return total.mul_(predivide / world.size) if average else total
 
 
-def reduce_sparse(gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None) -> Path:
+def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True,
+                  scale: Tensor | None = None) -> Path:
     """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
 
     The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded.
@@ -134,6 +144,7 @@ def reduce_sparse(gradient: Tensor, world: World, *, average: bool = True, scale
     values = torch.cat([values, values.new_zeros(longest - values.shape[0], *values.shape[1:])])
     indices = yield Collective("gather", index)
     rows = yield Collective("gather", values)
+    _check_finite({name: rows})
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
@@ -142,7 +153,7 @@ def reduce_sparse(gradient: Tensor, world: World, *, average: bool = True, scale
 
 def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
     """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    total = yield from _summed(bucket, None, bucket.take_all())
+    total = yield from _summed(bucket, None, bucket.take_all(bucket.names))
     return total.div_(world.size) if average else total
 
 
@@ -169,24 +180,47 @@ def _dense_is_cheaper(layout: Layout, bucket: Bucket, world: World) -> bool:
     return 2 * bucket.numel * bucket.v.element_size() < layout.nbytes * world.size
 
 
-def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor) -> Path:
-    """The sum over ranks of what was taken, as one dense tensor."""
-    flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, flat: Tensor | None = None) -> Path:
+    """The sum over ranks of what was taken, as one dense tensor; or of ``flat``, put in its place."""
+    if flat is None:
+        flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
     try:
-        return (yield Collective("sum", flat))
-    except BaseException:  # abandoned, also by being closed: nothing may be lost
+        total = yield Collective("sum", flat)
+        _check_finite(bucket.views(total))
+    except BaseException:  # abandoned, also by being closed, or refused: nothing may be lost
         bucket.restore(index, taken)
         raise
+    return total
 
 
 def _gathered(bucket: Bucket, layout: Layout, index: Tensor, sent: Tensor, message: Tensor) -> Path:
     """The sum over ranks of what their messages say, added up in the order of ranks: alike to the bit everywhere."""
     try:
         messages = yield Collective("gather", message)
+        total = torch.zeros_like(bucket.v)
+        for sender, received in enumerate(messages):
+            total.index_add_(0, *layout.decode(received, sender, bucket.name))
     except BaseException:
         bucket.restore(index, sent)
         raise
-    total = torch.zeros_like(bucket.v)
-    for sender, received in enumerate(messages):
-        total.index_add_(0, *layout.decode(received, sender, bucket.name))
     return total
+
+
+def _confessed(bucket: Bucket, layout: Layout, bad: Sequence[str], world: World, sparsity: float) -> Path:
+    """Takes part in the exchange that the other ranks are in, to say that a gradient here is not finite."""
+    first = [i for i, name in enumerate(bucket.names) if name in bad]
+    values = torch.zeros(layout.slots, dtype=bucket.v.dtype, device=bucket.v.device)
+    values[[layout.starts[i] for i in first]] = torch.nan
+    if sparsity == 0.0 or _dense_is_cheaper(layout, bucket, world):
+        flat = torch.zeros_like(bucket.v)
+        flat[[bucket.offsets[i] for i in first]] = torch.nan
+        return (yield from _summed(bucket, layout.base[:0], flat.new_empty(0), flat))
+    message, _ = layout.encode(layout.base, values)
+    return (yield from _gathered(bucket, layout, layout.base[:0], values[:0], message))
+
+
+def _check_finite(parts: Mapping[str, Tensor]) -> None:
+    """Refuses sums, alike on all ranks, which a gradient of one of them has made infinite or not a number."""
+    wrong = [name for name, part in parts.items() if not torch.isfinite(part).all()]
+    if wrong:
+        raise FloatingPointError(f"a rank has a gradient that is not finite, in: {', '.join(wrong)}")

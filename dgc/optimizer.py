@@ -147,12 +147,16 @@ def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
     if not isinstance(optimizer, torch.optim.SGD) and not config.local_weight_decay:
         raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
     for group in optimizer.param_groups:
-        if config.momentum_correction:
-            _check_dampening(group)
-        for parameter in group["params"]:
-            if parameter.dtype not in DTYPES:
-                raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
-                                f"accepted: {', '.join(map(str, DTYPES))}")
+        _check_group(group, config)
+
+
+def _check_group(group: Mapping[str, Any], config: Config) -> None:
+    if config.momentum_correction:
+        _check_dampening(group)
+    for parameter in group["params"]:
+        if parameter.dtype not in DTYPES:
+            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
+                            f"accepted: {', '.join(map(str, DTYPES))}")
 
 
 def _check_dampening(group: Mapping[str, Any]) -> None:
@@ -171,7 +175,7 @@ class _Distributed(torch.optim.Optimizer):
     def _set_up(self, named_parameters: Any, config: Config, backward_passes_per_step: int, op: int,
                 predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any, transport: Any) -> None:
         self._config, self._transport = config, transport
-        self._arguments = (op, predivide, groups, sparse_as_dense, process_set)
+        self._arguments = (op, predivide, groups, sparse_as_dense, _Shared(process_set))
         self._average, self._predivide = op == Average, predivide
         self._sparse_as_dense = sparse_as_dense
         self.backward_passes_per_step = backward_passes_per_step
@@ -179,7 +183,8 @@ class _Distributed(torch.optim.Optimizer):
         self._names = _name(self.param_groups, self._given_names)
         _check_groups(groups)
         world = transport.world
-        self._plain = world is None or (world.size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1")
+        self._outside = world is None
+        self._plain = self._outside or (world.size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1")
         self._shipments: list[_Shipment] = []
         self._shipment_of: dict[Tensor, _Shipment] = {}
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
@@ -187,14 +192,16 @@ class _Distributed(torch.optim.Optimizer):
         self._delay: dict[Tensor, int] = {}
         self._steps = 0
         self._last: dict[str, Any] = {}
-        self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "entries": 0, "numel": 0}
+        self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._residuals_missing = False
+        self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
         self._should_synchronize = True
         self._reset()
         if not self._plain:
+            self._register(self._parameters(), groups)
+        if not self._plain or self._outside:
             self.param_groups[0].setdefault(STEP, 0)
-            self._register([p for group in self.param_groups for p in group["params"]], groups)
             self._fill_state()
 
     def _reset(self) -> None:
@@ -244,11 +251,23 @@ class _Distributed(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if not parameter.requires_grad and parameter not in self.state:
                     continue
-                state, bucket = self.state[parameter], self._bucket_of(parameter)
+                state = self.state[parameter]
+                momentum = state.get("momentum_buffer")
+                if momentum is not None and momentum.is_sparse:
+                    self._sparse[parameter] = momentum.sparse_dim()
+                if self._outside:  # alone, but with a state of the same shape, for a broadcast to all processes
+                    if self._config.momentum_correction and _compressed(parameter, self._config.min_numel):
+                        remembers = self._decays_locally(group) and group["momentum"] != 0
+                        _default(state, "decay_buffer", parameter if remembers else None)
+                    else:
+                        _default(state, "momentum_buffer", parameter if group["momentum"] != 0 else None)
+                    continue
+                bucket = self._bucket_of(parameter)
                 if bucket is not None and bucket.u is not None:
                     momentum = state.pop("momentum_buffer", None)
-                    if momentum is not None:
-                        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum)
+                    if momentum is not None:  # alike on every rank, so in a sum each has its share
+                        share = (-1 if group["maximize"] else 1) / (1 if self._average else self._transport.world.size)
+                        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum).mul_(share)
                     remembers = self._decays_locally(group) and group["momentum"] != 0
                     _default(state, "decay_buffer", parameter if remembers else None)
                 else:
@@ -266,11 +285,15 @@ class _Distributed(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
         if self._fired:
             raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
+        before = len(self.param_groups)
         self._inner.add_param_group(self, param_group)
+        try:
+            _check_group(self.param_groups[-1], self._config)
+        except (TypeError, ValueError):
+            del self.param_groups[before:]
+            raise
         if self._plain:
             return
-        if self._config.momentum_correction:
-            _check_dampening(self.param_groups[-1])
         self._names = _name(self.param_groups, self._given_names, generate=True)
         self._register(list(self.param_groups[-1]["params"]), None)
         self._fill_state()
@@ -303,9 +326,11 @@ class _Distributed(torch.optim.Optimizer):
     def _open(self) -> None:
         """The first gradient of a step has come."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self._missing = {shipment: sum(p.requires_grad for p in shipment.parameters) for shipment in self._shipments}
+        # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
+        self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
         world = self._transport.world
         self._world: World = world
+        self._residuals_loaded = False
         self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
         if self._residuals_missing:
             self._residuals_missing = False
@@ -314,7 +339,7 @@ class _Distributed(torch.optim.Optimizer):
                           "load_residual_state_dict()", stacklevel=4)
 
     def _dense_bytes(self, world: World) -> float:
-        return 2 * (world.size - 1) / world.size * 4 * sum(parameter.numel() for parameter in self._delay)
+        return 2 * (world.size - 1) / world.size * 4 * sum(p.numel() for p in self._delay if p.requires_grad)
 
     def _launch_ready(self) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
@@ -325,21 +350,24 @@ class _Distributed(torch.optim.Optimizer):
 
     def _launch(self, shipment: _Shipment) -> None:
         self._next += 1
-        present = [p for p in shipment.parameters if p.requires_grad]
+        present = [p for p in shipment.parameters if p.requires_grad or p in self._fired]
         for parameter in present:
             if parameter.grad is not None and parameter.grad.is_sparse and not self._sparse_as_dense:
                 self._sparse.setdefault(parameter, parameter.grad.sparse_dim())
         alone = [p for p in present if p in self._sparse]
-        if len(alone) < len(shipment.parameters):
-            dense = [p for p in present if p not in self._sparse]
+        dense = [p for p in present if p not in self._sparse]
+        if dense:
             path = self._compressed_path(shipment, dense) if shipment.bucket else self._dense_path(shipment, dense)
             self._begin(shipment, dense, path, shipment.name)
         for parameter in alone:
             gradient = parameter.grad if parameter.grad is not None else torch.sparse_coo_tensor(
                 torch.empty(self._sparse[parameter], 0), torch.empty(0, *parameter.shape[self._sparse[parameter]:]),
                 parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False)
-            path = reduce_sparse(gradient, self._world, average=self._average, scale=self._scale_of(parameter))
-            self._begin(shipment, [parameter], path, f"dgc.sparse.{self._names[parameter]}")
+            if not gradient.is_sparse:  # this time; what it was at first decides how it travels
+                gradient = gradient.to_sparse(self._sparse[parameter])
+            name = self._names[parameter]
+            path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter))
+            self._begin(shipment, [parameter], path, f"dgc.sparse.{name}")
 
     def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None
@@ -369,16 +397,18 @@ class _Distributed(torch.optim.Optimizer):
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
             scale = self._scale_of(parameter)
             g = g if scale is None else g * scale.to(g)
-            g = g.add(parameter.detach(), alpha=self._group_of[parameter]["weight_decay"])
+            group = self._group_of[parameter]
+            decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
+            g = g.add(parameter.detach(), alpha=-decay if group["maximize"] else decay)
         return g.detach()
 
     def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
-        taking_part, gradients = set(parameters), []
+        taking_part, gradients = set(parameters), {}
         for parameter in shipment.parameters:
             takes_part = parameter in taking_part
             g = self._gradient(parameter) if takes_part else torch.zeros_like(parameter)
             scale = self._scale_of(parameter) if takes_part else None
-            gradients.append(g if scale is None else g * scale.to(g))
+            gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
         return reduce_dense(gradients, self._world, average=self._average, predivide=self._predivide)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
@@ -400,7 +430,10 @@ class _Distributed(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
-        if self._plain or (self._synchronized and not self._fired):
+        if self._synchronized and not self._fired:
+            return
+        if self._plain:
+            self._clip_alone()
             self._synchronized = True
             return
         if not self._fired:
@@ -427,10 +460,25 @@ class _Distributed(torch.optim.Optimizer):
         self._close()
 
     def _clip_scale(self, clip_norm: float) -> Tensor:
-        norms = [_norm(p.grad) for p in self._delay if p.requires_grad and p.grad is not None]
+        norms = [_norm(p.grad) for p in self._parameters() if p.grad is not None and (
+            p.requires_grad or p in self._fired)]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         return clip_scale(norm, clip_norm, self._world.size, self._average)
+
+    def _clip_alone(self) -> None:
+        """With one process nothing is exchanged, but a bound on the gradient's norm still holds."""
+        clip_norm = self._config.clip_norm
+        if clip_norm is None or self._outside:
+            return
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        self._world = World(0, 1)
+        scale = None if self._config.clip_per_tensor else self._clip_scale(clip_norm)
+        for g in gradients:
+            g.mul_((clip_scale(_norm(g), clip_norm, 1, True) if scale is None else scale).to(g.device))
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Tensor) -> None:
         """Copies a flat update into ``p.grad`` of those that took part."""
@@ -455,10 +503,10 @@ class _Distributed(torch.optim.Optimizer):
         self.param_groups[0][STEP] += 1
         buckets = self._buckets()
         dense = sum(p.numel() for p in self._delay) - sum(bucket.numel for bucket in buckets)
-        self._last["entries"] = [bucket.entries_sent for bucket in buckets] + [dense]
+        self._last["dense_entries"] = dense
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._totals["dense_bytes"] += self._last["dense_bytes"]
-        self._totals["entries"] = sum(self._last["entries"], start=self._totals["entries"])
+        self._totals["dense_entries"] += dense
         self._totals["numel"] += sum(p.numel() for p in self._delay)
         self._reset()
         self._synchronized = True
@@ -478,9 +526,6 @@ class _Distributed(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
-        if self._plain:
-            self._synchronized = False
-            return _unhooked(self._inner.step)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -498,7 +543,7 @@ class _Distributed(torch.optim.Optimizer):
         return loss
 
     def _warn_of_change(self) -> None:
-        if self._warned_of_change or not self._synchronized:
+        if self._plain or self._warned_of_change or not self._synchronized:
             return
         for p, version in self._versions.items():
             if p.grad is None or (id(p.grad), p.grad._version) != version:
@@ -516,7 +561,7 @@ class _Distributed(torch.optim.Optimizer):
         """
         original = self.param_groups
         try:
-            if isinstance(self, torch.optim.SGD):
+            if isinstance(self, torch.optim.SGD) and not self._plain:
                 self.param_groups = [part for group in original for part in self._split(group)]
             _unhooked(self._inner.step)(self)
         finally:
@@ -528,7 +573,7 @@ class _Distributed(torch.optim.Optimizer):
         changed: dict[str, Any] = {}
         if self._config.momentum_correction:
             changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
-            if self._decays_locally(group):
+            if self._config.local_weight_decay:
                 self._decay(group, compressed)
         elif not self._config.local_weight_decay:
             changed = {"weight_decay": 0}
@@ -539,13 +584,14 @@ class _Distributed(torch.optim.Optimizer):
         """The part of SGD's step that comes from weight decay, with its own momentum: linear, so the sum is SGD's."""
         m, decay = group["momentum"], group["weight_decay"]
         for parameter in parameters:
-            if parameter.grad is None:
+            state = self.state[parameter]
+            remembered = state.get("decay_buffer") is not None
+            if parameter.grad is None or (decay == 0 and (m == 0 or not remembered)):
                 continue
             if m == 0:
                 term = parameter * decay
             else:
-                state = self.state[parameter]
-                if state.get("decay_buffer") is None:
+                if not remembered:
                     state["decay_buffer"] = torch.zeros_like(parameter)
                 w = state["decay_buffer"].mul_(m).add_(parameter, alpha=decay)
                 term = w * m + parameter * decay if group["nesterov"] else w
@@ -561,14 +607,22 @@ class _Distributed(torch.optim.Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank."""
+        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank, and
+        begin anew unless :meth:`load_residual_state_dict` is called before or after this.
+        """
         self._reset()
         self._should_synchronize = True
         self._inner.load_state_dict(self, state_dict)
-        if not self._plain:
-            self.param_groups[0].setdefault(STEP, 0)
+        if self._plain and not self._outside:
+            return
+        self.param_groups[0].setdefault(STEP, 0)
+        if not self._residuals_loaded:
             self._residuals_missing = self.param_groups[0][STEP] > 0
-            self._fill_state()
+            for bucket in self._buckets():
+                for flat in (bucket.u, bucket.v):
+                    if flat is not None:
+                        flat.zero_()
+        self._fill_state()
 
     def residual_state_dict(self) -> dict[str, Any]:
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
@@ -599,7 +653,7 @@ class _Distributed(torch.optim.Optimizer):
                 if tensor.shape != expected[name].shape:
                     raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
                                      f"expected {tuple(expected[name].shape)}")
-        self._residuals_missing = False
+        self._residuals_missing, self._residuals_loaded = False, True
         for bucket in self._buckets():
             for letter, flat in (("u", bucket.u), ("v", bucket.v)):
                 if flat is not None:
@@ -652,12 +706,18 @@ class _Distributed(torch.optim.Optimizer):
             bytes_sent=last.get("bytes_sent", 0.0),
             dense_bytes=last.get("dense_bytes", 0.0),
             message_bytes=last.get("message_bytes", 0),
-            density=float(sum(last.get("entries", [0]))) / max(1, numel),
+            density=(sum(int(bucket.entries_sent) for bucket in buckets) + last.get("dense_entries", 0))
+            / max(1, numel),
             gradient_norm=sum(float(bucket.gradient_square) for bucket in buckets) ** 0.5,
             residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in buckets) ** 0.5,
             total_bytes_sent=totals["bytes_sent"],
             total_dense_bytes=totals["dense_bytes"],
-            total_density=float(totals["entries"]) / max(1, totals["numel"]))
+            total_density=(sum(int(bucket.total_entries) for bucket in buckets) + totals["dense_entries"])
+            / max(1, totals["numel"]))
+
+    def __copy__(self) -> Any:
+        raise TypeError("copy.copy of a DistributedOptimizer would exchange the same gradients twice; accepted: "
+                        "copy.deepcopy, together with the model")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and ``copy.deepcopy``: the class is made at run time, so a copy is wrapped anew."""
@@ -666,13 +726,23 @@ class _Distributed(torch.optim.Optimizer):
                           self.backward_passes_per_step, self._arguments, self.residual_state_dict())
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What a deep copy has in common with its original: a process set cannot be copied."""
+
+    value: Any
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
 def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
              config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any) -> Any:
     optimizer = inner.__new__(inner)
     optimizer.__setstate__(state)
-    op, predivide, groups, sparse_as_dense, process_set = arguments
+    op, predivide, groups, sparse_as_dense, shared = arguments
     wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
-                                   sparse_as_dense, process_set)
+                                   sparse_as_dense, shared.value)
     wrapped.load_residual_state_dict(residuals)
     return wrapped
 
@@ -740,7 +810,8 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
         grouped = {p for together in sets for p in together}
         sets.append([p for p in backward if p not in grouped])
     packed = []
-    for together in sets:
+    for together in [[p for p in kept if p.requires_grad] for kept in sets] + [
+            [p for p in kept if not p.requires_grad] for kept in sets]:
         filling: dict[Any, list[Tensor]] = {}
         numel: dict[Any, int] = {}
         for parameter in together:

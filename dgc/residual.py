@@ -7,7 +7,7 @@ accumulated and not yet sent, m the momentum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate as accumulated
 
@@ -46,32 +46,44 @@ class Bucket:
         self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
         self.u = torch.zeros_like(self.v) if velocity else None
         self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
-        self.entries_sent: Tensor | int = 0  # of the last step
+        self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
+        self.total_entries = self.entries_sent
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape."""
         parts = flat.split(self.numels)
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
-    def accumulate(self, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None = None) -> None:
+    def accumulate(self, gradients: Mapping[str, Gradient],
+                   scale: Tensor | Mapping[str, Tensor] | None = None) -> list[str]:
         """Adds the local gradients into u and v (paper, equation 4); a parameter without one is left as it was.
 
         Args:
             gradients: parameter -> its gradient.
             scale: multiplies the gradients first (clipping): one 0-dim tensor for all, or one each.
+
+        Returns:
+            The parameters whose gradient is not finite. If there are any, nothing was accumulated.
         """
-        u, v = self.views(self.v if self.u is None else self.u), self.views(self.v)
-        square = self.v.new_zeros(())
+        scaled, square = {}, self.v.new_zeros(())
         for name, gradient in gradients.items():
             g = gradient.g.detach().to(self.v.dtype)
             if scale is not None:
                 g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
+            scaled[name] = g
             square += torch.linalg.vector_norm(g).square()
+        if not torch.isfinite(square):  # or only its square is not
+            bad = [name for name, g in scaled.items() if not torch.isfinite(g).all()]
+            if bad:
+                return bad
+        u, v = self.views(self.v if self.u is None else self.u), self.views(self.v)
+        for name, g in scaled.items():
             if self.u is None:
                 v[name] += g
             else:
-                accumulate(u[name], v[name], g, gradient.momentum, gradient.nesterov)
+                accumulate(u[name], v[name], g, gradients[name].momentum, gradients[name].nesterov)
         self.gradient_square = square
+        return []
 
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
         """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.2).
@@ -86,13 +98,25 @@ class Bucket:
         if masking and self.u is not None:
             # By multiplication: the empty slots of a message all point at one entry, which they must not touch.
             self.u.scatter_reduce_(0, index, (sent == 0).to(self.u.dtype), "prod")
-        self.entries_sent = torch.count_nonzero(sent)
+        self._count(torch.count_nonzero(sent))
 
-    def take_all(self) -> Tensor:
-        """Takes everything out of v and leaves u alone: density 1, which is momentum SGD. Returns it, flat."""
+    def take_all(self, names: Iterable[str]) -> Tensor:
+        """Takes all of v of these parameters and leaves u alone: density 1, which is momentum SGD.
+
+        Returns:
+            It, flat, with zeros for the other parameters, whose v stays.
+        """
         taken, self.v = self.v, torch.zeros_like(self.v)
-        self.entries_sent = self.numel
+        here, left = self.views(taken), self.views(self.v)
+        for name in set(self.names).difference(names):
+            left[name].copy_(here[name])
+            here[name].zero_()
+        self._count(torch.full_like(self.entries_sent, self.numel))
         return taken
+
+    def _count(self, entries: Tensor) -> None:
+        self.entries_sent = entries
+        self.total_entries = self.total_entries + entries
 
     def restore(self, index: Tensor | None, sent: Tensor) -> None:
         """Puts back into v what was taken for an exchange that did not happen."""

@@ -143,7 +143,9 @@ def broadcast():
     dgc.broadcast_parameters(network.state_dict(), root_rank=world.size - 1)
     number = torch.tensor([world.rank])
     dgc.broadcast_parameters([number], root_rank=1)
-    return flat(network), number.item()
+    others = [torch.full((3,), world.rank, dtype=torch.bfloat16), torch.tensor([world.rank == 1, False])]
+    dgc.broadcast_parameters(others, root_rank=1)
+    return flat(network), number.item(), [other.tolist() for other in others]
 
 
 def half_precision():
@@ -328,6 +330,7 @@ def process_set():
                                          process_set=PROCESS_SETS[0])
     number = torch.tensor([hvd.rank()])
     dgc.broadcast_parameters([number], root_rank=1, process_set=PROCESS_SETS[0])
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # to all processes, also those outside
     train(range(5), None, network, optimizer)
     return flat(network), number.item(), optimizer.report().steps
 
@@ -348,14 +351,11 @@ def started_anew():
 def process_group():
     """As process_set, with a torch.distributed group of ranks 1 and 2."""
     group = torch.distributed.new_group([1, 2])
-    rank = torch.distributed.get_rank()
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    if rank == 0:  # torch gives a process outside the group nothing that could be passed on
-        return flat(train(range(5), None, network, optimizer)[0]), 0, 0
     optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
                                          process_set=group)
-    number = torch.tensor([rank])
+    number = torch.tensor([torch.distributed.get_rank()])
     dgc.broadcast_parameters([number], root_rank=1, process_set=group)
     train(range(5), None, network, optimizer)
     return flat(network), number.item(), optimizer.report().steps

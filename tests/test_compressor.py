@@ -165,7 +165,7 @@ def test_flush_sends_v_alone():
 
 
 def test_always_dense_parameters():
-    g = [[torch.full((3,), 1.0 + r), torch.full((2, 2), 10.0 * r)] for r in range(2)]
+    g = [{"a": torch.full((3,), 1.0 + r), "b": torch.full((2, 2), 10.0 * r)} for r in range(2)]
     for predivide in (1.0, 2.0):
         updates = walk([reduce_dense(g[r], World(r, 2), predivide=predivide) for r in range(2)])
         assert updates[0].tolist() == [1.5] * 3 + [5.0] * 4
@@ -178,6 +178,47 @@ def test_sparse_gradients_of_different_lengths():
     b = torch.sparse_coo_tensor([[3]], torch.tensor([[4.0, 4]]), (4, 2))
     for average in (True, False):
         none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 2), (4, 2))
-        updates = walk([reduce_sparse(g, World(r, 3), average=average) for r, g in enumerate([a, b, none])])
+        updates = walk([reduce_sparse("a", g, World(r, 3), average=average) for r, g in enumerate([a, b, none])])
         expected = (a.to_dense() + b.to_dense()) / (3 if average else 1)
         assert all(torch.equal(update.to_dense(), expected) for update in updates)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+@pytest.mark.parametrize("n", [2, 16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_enters_no_residual_and_costs_no_other_rank(sparsity, n, bad):
+    """Rank 1's gradient of b is bad: all ranks are told, on each road, and v is what it was or has all of g."""
+    mine, messages = buckets(n), set()
+    paths = []
+    for r, (bucket, world) in enumerate(zip(mine, worlds(n), strict=True)):
+        g = gradients(r, 0)
+        if r == 1:
+            g["b"].g[5, 5] = bad
+        paths.append(reduce(bucket, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, world))
+    requests = [next(path) for path in paths]
+    result = torch.stack([request.tensor for request in requests])
+    for path in paths:
+        with pytest.raises(FloatingPointError) as error:
+            path.send(result.clone() if requests[0].op == "gather" else result.sum(0))
+        messages.add(str(error.value))
+    assert len(messages) == 1 and messages.pop().endswith("a gradient that is not finite, in: b")
+    for r, bucket in enumerate(mine):
+        expected = torch.cat([gradients(r, 0)[k].g.flatten() for k in bucket.names])
+        assert torch.equal(bucket.v, torch.zeros_like(expected) if r == 1 else expected)
+
+
+def test_large_gradients_are_finite_though_their_squares_are_not():
+    b = Bucket("bucket 0", {"a": torch.empty(4, 4)})
+    g = torch.full((4, 4), 3e38)
+    update = walk([reduce(b, {"a": Gradient(g)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))])[0]
+    assert torch.count_nonzero(update) == 8 and torch.isfinite(update).all()
+
+
+def test_a_dense_step_leaves_the_pending_entries_of_one_that_sits_out():
+    b = buckets(1)[0]
+    walk([reduce(b, gradients(0, 0), dgc.Config(sparsity=0.9, min_numel=0), 0, World(0, 1))])
+    pending = b.views(b.v)["b"].clone()
+    some = {k: g for k, g in gradients(0, 1).items() if k != "b"}
+    update = walk([reduce(b, some, dgc.Config(sparsity=0.0, min_numel=0), 1, World(0, 1))])[0]
+    assert torch.equal(b.views(b.v)["b"], pending) and not b.views(update)["b"].any()
+    assert not b.views(b.v)["a"].any()

@@ -349,16 +349,39 @@ def test_the_settings_are_back_after_an_error_in_the_step():
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-def test_maximize(maximize):
-    def worker():
-        settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize}
-        network, optimizer = wrapped(DENSE, settings=settings)
-        train(range(4), None, network, optimizer)
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+def test_decay_and_earlier_momentum_in_each_direction(maximize, local, op):
+    """Against torch.optim.SGD: decay sent or local, averaged or summed, minimised or maximised; and the decay switched
+    off after a while, whose momentum rings out.
+    """
+    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize}
+
+    def run(network, optimizer, ranks, factor):
+        for step in range(6):
+            if step == 4:
+                optimizer.param_groups[0]["weight_decay"] = 0.0
+            optimizer.zero_grad()
+            for r in ranks:
+                (loss(network, r, step) * factor).backward()
+            optimizer.step()
         return flat(network)
 
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1, maximize=maximize)
-    assert difference(in_lockstep(worker)[0], flat(reference(range(4), 2, network, optimizer)[0])) < 1e-6
+    def earlier():
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), **settings)
+        loss(network, 0, 99).backward()
+        optimizer.step()
+        return network, optimizer
+
+    def worker():
+        network, optimizer = earlier()
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
+            sparsity=0.0, local_weight_decay=local), op=op)
+        return run(network, optimizer, [rank()], 1.0)
+
+    expected = run(*earlier(), range(2), 0.5 if op == dgc.Average else 1.0)
+    assert difference(in_lockstep(worker)[0], expected) < 1e-6
 
 
 # -- parameters that come and go ---------------------------------------------------------------------------------------
@@ -387,6 +410,52 @@ def test_frozen_parameters_sit_out_and_thaw():
         optimizer.step()
     results = in_lockstep(worker)
     assert torch.equal(*results) and difference(results[0], flat(network)) < 1e-6
+
+
+def gan_step(network, optimizer, step, when):
+    """Freezes the last layer for the first of two backward passes over different parts, or after the pass."""
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(step * 2 + rank()))
+    optimizer.zero_grad()
+    if when == "thawed within the step":
+        network[1].requires_grad_(False)
+        network(x).square().mean().backward()
+        network[1].requires_grad_(True)
+        network[1](x).square().mean().backward()
+    else:
+        network(x).square().mean().backward()
+        network[1].requires_grad_(False)
+    optimizer.step()
+    network[1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("when", ["thawed within the step", "frozen after the backward pass"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_whatever_had_a_gradient_is_exchanged(when, clip_norm):
+    def worker():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, clip_norm=clip_norm), network)
+        for step in range(3):
+            gan_step(network, optimizer, step, when)
+        return flat(network)
+
+    assert torch.equal(*in_lockstep(worker))
+
+
+def test_what_is_frozen_from_the_start_costs_no_bytes():
+    """A frozen backbone with a head: as many bytes as the head alone."""
+    def worker(frozen):
+        network = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 20))
+        network[0].requires_grad_(not frozen)
+        network, optimizer = wrapped(DENSE, network)
+        optimizer.zero_grad()
+        network(torch.randn(4, 100)).square().mean().backward()
+        optimizer.step()
+        return optimizer.report()
+
+    head, whole = (in_lockstep(lambda frozen=frozen: worker(frozen))[0] for frozen in (True, False))
+    assert head.bytes_sent == head.dense_bytes == 4 * 2020
+    assert whole.bytes_sent == 4 * 12_120
 
 
 def test_a_parameter_frozen_at_first_is_exchanged_when_it_thaws():
@@ -441,6 +510,37 @@ def test_tied_weights_and_channels_last():
             optimizer.step()
         assert network[0].weight.grad.stride() == network[0].weight.stride()
         return flat(network)
+
+    assert torch.equal(*in_lockstep(worker))
+
+
+def test_sparse_gradients_with_momentum_are_saved_and_loaded():
+    """And one that is dense for once."""
+    def worker():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Embedding(50, 30, sparse=True), nn.Linear(30, 40))
+        network, optimizer = wrapped(DENSE, network)
+        words = torch.arange(5) * 7 + rank()
+
+        def step(penalty=0.0):
+            optimizer.zero_grad()
+            value = network(words).square().mean()
+            (value + penalty * network[0].weight.square().sum() if penalty else value).backward()
+            optimizer.step()
+
+        for penalty in (0.0, 0.0, 0.1):
+            step(penalty)
+        states = copy.deepcopy([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()])
+        step()
+        expected = flat(network)
+        del optimizer
+        network, optimizer = wrapped(DENSE, network)
+        network.load_state_dict(states[0])
+        optimizer.load_residual_state_dict(states[2])
+        optimizer.load_state_dict(states[1])
+        step()
+        assert torch.equal(flat(network), expected)
+        return expected
 
     assert torch.equal(*in_lockstep(worker))
 
@@ -513,6 +613,64 @@ def test_loading_a_step_without_its_residuals_warns_once():
         else:
             backward(network)
         fresh.step()
+
+    in_lockstep(worker)
+
+
+def test_loading_an_earlier_state_forgets_what_came_after():
+    def worker():
+        network, optimizer = wrapped()
+        state = copy.deepcopy(optimizer.state_dict())
+        train(range(3), None, network, optimizer)
+        assert optimizer.report().residual_norm > 0
+        optimizer.load_state_dict(state)
+        assert optimizer.report().residual_norm == 0
+        assert not any(u.any() for u in optimizer.residual_state_dict()["u"].values())
+
+    in_lockstep(worker)
+
+
+def test_an_optimizer_goes_on_after_a_bad_gradient():
+    """Skip the batch and take the next: all ranks can, and nothing bad has stayed behind."""
+    def worker():
+        network, optimizer = train(range(2), SPARSE)
+        optimizer.zero_grad()
+        (loss(network, rank(), 2) * (float("inf") if rank() == 1 else 1.0)).backward()
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        train(range(3, 6), None, network, optimizer)
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert torch.equal(*results) and results[0].isfinite().all()
+
+
+def test_a_bound_on_the_norm_holds_with_one_process_too():
+    def worker():
+        weight = nn.Parameter(torch.zeros(40, 40))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=dgc.Config(clip_norm=0.5))
+        weight.grad = torch.full((40, 40), 3.0)
+        optimizer.step()
+        return weight.norm().item()
+
+    assert in_lockstep(worker, 1)[0] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_a_refused_param_group_leaves_nothing_behind():
+    def worker():
+        network, optimizer = wrapped()
+        for bad in ({"params": [nn.Parameter(torch.zeros(3))], "dampening": 0.5},
+                    {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]}):
+            with pytest.raises((ValueError, TypeError), match="accepted"):
+                optimizer.add_param_group(bad)
+            assert len(optimizer.param_groups) == 1
+        train(range(2), None, network, optimizer)
+        backward(network)
+        with pytest.raises(RuntimeError, match=r"add_param_group\(\) was called between backward\(\) and step"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(TypeError, match=r"accepted: copy\.deepcopy"):
+            copy.copy(optimizer)
+        optimizer.step()
 
     in_lockstep(worker)
 

@@ -131,7 +131,8 @@ def test_sparse_gradients(place):
 def test_broadcast_parameters(place):
     results = ran(*place)["broadcast"]
     expected = flat(model(seed=place[1] - 1))
-    assert all(torch.equal(parameters, expected) and number == 1 for parameters, number in results)
+    assert all(torch.equal(parameters, expected) and number == 1 for parameters, number, _ in results)
+    assert all(others == [[1.0] * 3, [True, False]] for _, _, others in results)
 
 
 @everywhere

@@ -44,7 +44,9 @@ def find(process_set: Any = None) -> Transport:
     distributed: Any = sys.modules.get("torch.distributed")
     has_horovod = horovod is not None and horovod.is_initialized()
     has_distributed = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if has_distributed and isinstance(process_set, distributed.ProcessGroup):
+    # The second is what torch.distributed.new_group gives the processes outside.
+    if has_distributed and (isinstance(process_set, distributed.ProcessGroup)
+                            or process_set is distributed.GroupMember.NON_GROUP_MEMBER):
         from dgc.transport.torch_dist import TorchDistributed
         return TorchDistributed(process_set)
     if has_horovod and (process_set is None or isinstance(process_set, horovod.ProcessSet)):
@@ -70,7 +72,7 @@ class Exchange:
 
     def _start(self, collective: Collective) -> Wait:
         self._on_start(collective)
-        name = self._name if self._rounds == 0 else f"{self._name}.{self._rounds}"
+        name = self._name if self._rounds == 0 else f"{self._name}#{self._rounds}"
         self._rounds += 1
         return self._transport.start(collective, name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from dgc.compressor import Collective, World
 from dgc.transport import Wait
+
+BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
 class Horovod:
@@ -26,23 +27,20 @@ class Horovod:
             return None
         return World(self._set.rank(), self._set.size())
 
-    @property
-    def elastic(self) -> bool:
-        """Whether ranks may come and go."""
-        return os.environ.get("HOROVOD_ELASTIC") == "1"
-
     def start(self, collective: Collective, name: str) -> Wait:
         tensor = collective.tensor
-        if collective.op == "gather":
-            handle = hvd.allgather_async(tensor.unsqueeze(0), name=name, process_set=self._set)
-        elif collective.op == "sum":
+        if collective.op == "sum":
             return self._sum(tensor, name)
+        # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits will do.
+        bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
+        if collective.op == "gather":
+            handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=self._set)
         else:
             root = self._set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
-            handle = hvd.broadcast_async_(tensor, root, name=name, process_set=self._set)
-        return lambda: hvd.synchronize(handle)
+            handle = hvd.broadcast_async_(bits, root, name=name, process_set=self._set)
+        return lambda: hvd.synchronize(handle).view(tensor.dtype)
 
     def _sum(self, tensor: Tensor, name: str) -> Wait:
-        flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # Horovod does not know bfloat16
+        flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=self._set)
         return lambda: hvd.synchronize(handle).to(tensor.dtype)
