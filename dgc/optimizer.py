@@ -607,8 +607,8 @@ class _Distributed(torch.optim.Optimizer):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank, and
-        begin anew unless :meth:`load_residual_state_dict` is called before or after this.
+        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank.
+        They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
         """
         self._reset()
         self._should_synchronize = True
