@@ -220,7 +220,7 @@ def train(a: Any) -> dict[str, Any]:
                     losses.append(loss.item())  # some points of a curve; each is a wait for the device
                 bar.update()
             seconds = time.perf_counter() - began
-            if epoch + 1 == a.epochs and a.flush and counted:
+            if epoch + 1 == a.epochs and a.flush and a.method in ("topk", "dgc"):
                 optimizer.flush()  # what is pending would otherwise never be applied
             scheduler.step()
             top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan

@@ -20,7 +20,7 @@ COLOURS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:pu
 
 def label(result: dict[str, Any]) -> str:
     method = result["settings"]["method"]
-    return f"DGC {result['settings']['sparsity']:.5g}" if method == "dgc" else method
+    return f"DGC {100 * result['settings']['sparsity']:.5g} %" if method == "dgc" else method
 
 
 def settings(result: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def picture(results: list[dict[str, Any]], out: Path) -> None:
         kept = settings(result)
         steps = range(len(epochs) * result["steps_per_epoch"])
         sparsity.step(steps, [100 * kept.sparsity_at(step) for step in steps], where="post", **style)
-    loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", yscale="log")
+    loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", ylim=(0, None))
     accuracy.set(xlabel="epoch", ylabel="top-1 (%)", title="test accuracy", xlim=(0, None))
     sparsity.set(xlabel="step", ylabel="entries kept back (%)", title="sparsity", ylim=(-4, 104))
     for axes in (loss, accuracy, sparsity):
