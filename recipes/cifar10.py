@@ -157,7 +157,6 @@ def save(path: Path, state: dict[str, Any]) -> None:
 def train(a: Any) -> dict[str, Any]:
     """One rank's training; rank 0 reports."""
     rank, size, launcher = connect()
-    torch.manual_seed(a.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, (images, labels), (test_images, test_labels) = load(find_data(a.data, a.cache))
     count = torch.tensor([len(images)])
@@ -166,6 +165,7 @@ def train(a: Any) -> dict[str, Any]:
         raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count.item()}: give --data on all of them")
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
+    torch.manual_seed(a.seed)
     model = resnet(a.depth).to(device)  # weights are not channels_last: stock Horovod refuses such gradients
     dgc.broadcast_parameters(model.state_dict())
     steps = len(images) // (a.batch_size * size)
