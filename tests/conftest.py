@@ -1,0 +1,9 @@
+"""One thread for each rank, here as in the processes that tests launch: sums over threads would differ in the last bit."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
