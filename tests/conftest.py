@@ -1,4 +1,4 @@
-"""One thread for each rank, here as in the processes that tests launch: sums over threads would differ in the last bit."""
+"""One thread for each rank, as in the processes that tests launch: sums over threads differ in the last bit."""
 
 import os
 
