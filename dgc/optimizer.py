@@ -255,31 +255,29 @@ class _Distributed(torch.optim.Optimizer):
                 momentum = state.get("momentum_buffer")
                 if momentum is not None and momentum.is_sparse:
                     self._sparse[parameter] = momentum.sparse_dim()
-                if self._outside:  # alone, but with a state of the same shape, for a broadcast to all processes
-                    if self._config.momentum_correction and _compressed(parameter, self._config.min_numel):
-                        remembers = self._decays_locally(group) and group["momentum"] != 0
-                        _default(state, "decay_buffer", parameter if remembers else None)
-                    else:
-                        _default(state, "momentum_buffer", parameter if group["momentum"] != 0 else None)
-                    continue
-                bucket = self._bucket_of(parameter)
-                if bucket is not None and bucket.u is not None:
-                    momentum = state.pop("momentum_buffer", None)
-                    if momentum is not None:  # alike on every rank, so in a sum each has its share
-                        share = (-1 if group["maximize"] else 1) / (1 if self._average else self._transport.world.size)
-                        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum).mul_(share)
-                    remembers = self._decays_locally(group) and group["momentum"] != 0
-                    _default(state, "decay_buffer", parameter if remembers else None)
+                # Outside a process set nothing is exchanged, but a broadcast to all needs the same state there.
+                if self._config.momentum_correction and parameter not in self._sparse and _compressed(
+                        parameter, self._config.min_numel):
+                    if not self._outside:
+                        self._move_into_u(parameter, group)
+                    decays = self._config.local_weight_decay and group["weight_decay"] != 0
+                    _default(state, "decay_buffer", parameter if decays and group["momentum"] != 0 else None)
                 else:
                     remembers = group["momentum"] != 0 and group["dampening"] == 0
                     _default(state, "momentum_buffer", parameter if remembers else None)
 
+    def _move_into_u(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share."""
+        bucket, momentum = self._shipment_of[parameter].bucket, self.state[parameter].pop("momentum_buffer", None)
+        if momentum is None:
+            return
+        assert bucket is not None and bucket.u is not None
+        share = (-1 if group["maximize"] else 1) / (1 if self._average else self._transport.world.size)
+        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum).mul_(share)
+
     def _bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket of a parameter that travels compressed."""
         return None if parameter in self._sparse else self._shipment_of[parameter].bucket
-
-    def _decays_locally(self, group: Mapping[str, Any]) -> bool:
-        return self._config.local_weight_decay and group["weight_decay"] != 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
