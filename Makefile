@@ -25,7 +25,7 @@ $(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
 	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi \
-	  matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout ruff
+	  numba triton matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout ruff
 	touch $@
 
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements

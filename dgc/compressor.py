@@ -6,14 +6,14 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from dgc import select
+from dgc import kernels, select
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
 from dgc.wire import Layout
@@ -43,7 +43,45 @@ class World:
     size: int
 
 
-Path = Generator[Collective, Tensor, Tensor]  # returns the flat update
+class Update(Protocol):
+    """What a path returns: the averaged update of its parameters, equal on every rank.
+
+    Targets are contiguous tensors in the update's dtype, one for each parameter in order; None stands for one that is
+    not wanted.
+    """
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        """Overwrites the targets with the update."""
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        """Adds the update, times each parameter's rate, to the targets."""
+
+
+class Dense:
+    """An update that came by allreduce.
+
+    Args:
+        flat: of all parameters, in order.
+        numels: of each one.
+    """
+
+    def __init__(self, flat: Tensor, numels: Sequence[int]):
+        self.parts = flat.split(list(numels))
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        """See :class:`Update`."""
+        wanted = {i: target.view(-1) for i, target in enumerate(targets) if target is not None}
+        if wanted:
+            torch._foreach_copy_(list(wanted.values()), [self.parts[i] for i in wanted])
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        """See :class:`Update`."""
+        for target, part, rate in zip(targets, self.parts, rates, strict=True):
+            if target is not None:
+                target.view(-1).add_(part * rate)
+
+
+Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor
 
 
 def sent_bytes(collective: Collective, world: World) -> float:
@@ -70,32 +108,35 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         scale: 0-dim factor for the gradients, from clipping by their global norm.
 
     Returns:
-        The update: flat, in the bucket's order and dtype, equal on every rank.
+        The :class:`Update` of the bucket's parameters, in the residual's dtype.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite; raised on all of them. It entered u and v nowhere.
+        FloatingPointError: a rank's gradient is not finite; raised on all of them. What is not finite entered u and v
+            nowhere.
+        ValueError: a message is corrupt; raised on all ranks that received it so.
     """
     sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
+    layout = _layout(bucket, sparsity, config.wire_dtype)
     clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
         clip = {name: clip_scale(torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)), config.clip_norm,
                                  world.size, average) for name, gradient in gradients.items()}
-    bad = bucket.accumulate(gradients, clip)
-    layout = _layout(bucket, sparsity, config.wire_dtype)
-    if bad:
-        total = yield from _confessed(bucket, layout, bad, world, sparsity)
-    elif sparsity == 0.0:
-        total = yield from _summed(bucket, None, bucket.take_all(gradients))
-    else:
-        index, values = _selected(bucket, layout, gradients, config, step)
-        if _dense_is_cheaper(layout, bucket, world):
-            bucket.take(index, values, config.factor_masking)
-            total = yield from _summed(bucket, index, values)
-        else:
-            message, sent = layout.encode(index, values)
-            bucket.take(index, sent, config.factor_masking)
-            total = yield from _gathered(bucket, layout, index, sent, message)
-    return total.div_(world.size) if average else total
+    kernel, divisor = _kernel(bucket), world.size if average else 1
+    if sparsity == 0.0:
+        bad = kernel.accumulate(bucket, gradients, clip, layout)
+        return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), divisor, bad))
+    bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
+    if _dense_is_cheaper(layout, bucket, world):
+        index = index[layout.rank < used[layout.owner]][:0 if bad else None]
+        values = bucket.v[index]
+        bucket.take(index, values, config.factor_masking)
+        return (yield from _summed(bucket, index, values, divisor, bad))
+    message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, config.factor_masking)
+    return (yield from _gathered(bucket, layout, message, divisor))
+
+
+def _kernel(bucket: Bucket) -> Any:
+    return kernels.find(bucket.v.device.type, bucket.v.dtype)
 
 
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
@@ -110,7 +151,7 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
 
     Returns:
-        The update: flat, in the order of ``gradients``.
+        The :class:`Update`, in the order and dtype of ``gradients``.
 
     Raises:
         FloatingPointError: a rank's gradient is not finite; raised on all of them.
@@ -121,8 +162,9 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
     if predivide != 1.0:
         flat.div_(predivide)
     total = yield Collective("sum", flat)
-    _check_finite(dict(zip(gradients, total.split([g.numel() for g in gradients.values()]), strict=True)))
-    return total.mul_(predivide / world.size) if average else total
+    numels = [gradient.numel() for gradient in gradients.values()]
+    _check_finite(total, gradients, numels)
+    return Dense(total.mul_(predivide / world.size) if average else total, numels)
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True,
@@ -144,7 +186,7 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     values = torch.cat([values, values.new_zeros(longest - values.shape[0], *values.shape[1:])])
     indices = yield Collective("gather", index)
     rows = yield Collective("gather", values)
-    _check_finite({name: rows})
+    _check_finite(rows.flatten(), [name], [rows.numel()])
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
@@ -153,26 +195,16 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
 
 def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
     """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    total = yield from _summed(bucket, None, bucket.take_all(bucket.names))
-    return total.div_(world.size) if average else total
+    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world.size if average else 1))
 
 
 def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype) -> Layout:
-    return Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
-
-
-def _selected(bucket: Bucket, layout: Layout, gradients: Mapping[str, Gradient], config: Config,
-              step: int) -> tuple[Tensor, Tensor]:
-    """Fills the slots: positions in the bucket, and v there; slots that stay empty hold their base and 0."""
-    index, used = layout.base.clone(), torch.zeros_like(layout.base, dtype=torch.bool)
-    parts = bucket.v.split(bucket.numels)
-    for name, v, k, start, offset in zip(bucket.names, parts, layout.counts, layout.starts, bucket.offsets,
-                                         strict=True):
-        if name in gradients:
-            chosen = select.exact(v, k) if config.selection == "exact" else select.sampled(v, k, step)
-            end = start + chosen.numel()
-            index[start:end], used[start:end] = chosen + offset, True
-    return index, torch.where(used, bucket.v[index], 0)
+    """The bucket's own where nothing has changed: it holds what depends on the shapes alone."""
+    key = sparsity, dtype
+    if bucket.layout is None or bucket.layout[0] != key:
+        bucket.layout = key, Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
+    layout: Layout = bucket.layout[1]
+    return layout
 
 
 def _dense_is_cheaper(layout: Layout, bucket: Bucket, world: World) -> bool:
@@ -180,47 +212,37 @@ def _dense_is_cheaper(layout: Layout, bucket: Bucket, world: World) -> bool:
     return 2 * bucket.numel * bucket.v.element_size() < layout.nbytes * world.size
 
 
-def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, flat: Tensor | None = None) -> Path:
-    """The sum over ranks of what was taken, as one dense tensor; or of ``flat``, put in its place."""
-    if flat is None:
-        flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, divisor: int, bad: Sequence[str] = ()) -> Path:
+    """The sum over ranks of what was taken, as one dense tensor. A rank with a bad gradient takes part to say so."""
+    flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+    for name in bad:
+        bucket.views(flat)[name].view(-1)[0] = torch.nan
     try:
         total = yield Collective("sum", flat)
-        _check_finite(bucket.views(total))
+        _check_finite(total, bucket.names, bucket.numels)
     except BaseException:  # abandoned, also by being closed, or refused: nothing may be lost
-        bucket.restore(index, taken)
+        if index is None:
+            bucket.v += taken
+        else:
+            bucket.v.index_add_(0, index, taken)
         raise
-    return total
+    return Dense(total if divisor == 1 else total.div_(divisor), bucket.numels)
 
 
-def _gathered(bucket: Bucket, layout: Layout, index: Tensor, sent: Tensor, message: Tensor) -> Path:
-    """The sum over ranks of what their messages say, added up in the order of ranks: alike to the bit everywhere."""
+def _gathered(bucket: Bucket, layout: Layout, message: Tensor, divisor: int) -> Path:
+    """What all ranks' messages say, and their sum."""
     try:
         messages = yield Collective("gather", message)
-        total = torch.zeros_like(bucket.v)
-        for sender, received in enumerate(messages):
-            total.index_add_(0, *layout.decode(received, sender, bucket.name))
+        return _kernel(bucket).Received(layout, messages, divisor)
     except BaseException:
-        bucket.restore(index, sent)
+        bucket.v.index_add_(0, *layout.read(message))
         raise
-    return total
 
 
-def _confessed(bucket: Bucket, layout: Layout, bad: Sequence[str], world: World, sparsity: float) -> Path:
-    """Takes part in the exchange that the other ranks are in, to say that a gradient here is not finite."""
-    first = [i for i, name in enumerate(bucket.names) if name in bad]
-    values = torch.zeros(layout.slots, dtype=bucket.v.dtype, device=bucket.v.device)
-    values[[layout.starts[i] for i in first]] = torch.nan
-    if sparsity == 0.0 or _dense_is_cheaper(layout, bucket, world):
-        flat = torch.zeros_like(bucket.v)
-        flat[[bucket.offsets[i] for i in first]] = torch.nan
-        return (yield from _summed(bucket, layout.base[:0], flat.new_empty(0), flat))
-    message, _ = layout.encode(layout.base, values)
-    return (yield from _gathered(bucket, layout, layout.base[:0], values[:0], message))
-
-
-def _check_finite(parts: Mapping[str, Tensor]) -> None:
+def _check_finite(total: Tensor, names: Iterable[str], numels: Sequence[int]) -> None:
     """Refuses sums, alike on all ranks, which a gradient of one of them has made infinite or not a number."""
-    wrong = [name for name, part in parts.items() if not torch.isfinite(part).all()]
-    if wrong:
-        raise FloatingPointError(f"a rank has a gradient that is not finite, in: {', '.join(wrong)}")
+    if torch.isfinite(total).all():
+        return
+    parts = zip(names, total.split(list(numels)), strict=True)
+    wrong = [name for name, part in parts if not torch.isfinite(part).all()]
+    raise FloatingPointError(f"a rank has a gradient that is not finite, in: {', '.join(wrong)}")

@@ -36,6 +36,9 @@ class Config:
             Off: it is added to the gradient before accumulation, as other implementations do.
         wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
+        apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
+            is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
+            and momentum correction.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its value.
@@ -50,19 +53,24 @@ class Config:
     local_weight_decay: bool = True
     wire_dtype: torch.dtype = torch.float16
     min_numel: int = 1024
+    apply_directly: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
         if self.selection not in get_args(Selection):
             raise ValueError(f"Config: selection is {self.selection!r}; accepted: {', '.join(get_args(Selection))}")
-        for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay"):
+        for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay",
+                     "apply_directly"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} is {getattr(self, name)!r}; accepted: True or False")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a finite number > 0")
         if self.clip_per_tensor and self.clip_norm is None:
             raise ValueError("Config: clip_per_tensor is True but clip_norm is None; give the bound as clip_norm")
+        if self.apply_directly and not self.momentum_correction:
+            raise ValueError("Config: apply_directly is True but momentum_correction is False; without it the wrapped "
+                             "optimizer needs p.grad")
         if self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"Config: wire_dtype is {self.wire_dtype!r}; accepted: {', '.join(map(str, WIRE_DTYPES))}")
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:

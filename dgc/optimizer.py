@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.compressor import Collective, World, flush, reduce, reduce_dense, reduce_sparse, sent_bytes
+from dgc import kernels
+from dgc.compressor import Collective, Update, World, flush, reduce, reduce_dense, reduce_sparse, sent_bytes
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
 from dgc.transport import Exchange, find
@@ -215,6 +216,7 @@ class _Distributed(torch.optim.Optimizer):
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._scale: Tensor | None = None
         self._synchronized = False
+        self._direct: list[tuple[_Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
         self._versions: dict[Tensor, tuple[int, int]] = {}
         for parameter in self._delay:
             self._delay[parameter] = self.backward_passes_per_step
@@ -451,7 +453,7 @@ class _Distributed(torch.optim.Optimizer):
                     self._exchanges.clear()
                     self._reset()
                     raise
-                if update.is_sparse:
+                if isinstance(update, Tensor):  # a sparse one
                     parameters[0].grad = update
                 else:
                     self._deliver(shipment, parameters, update)
@@ -478,22 +480,36 @@ class _Distributed(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Tensor) -> None:
-        """Copies a flat update into ``p.grad`` of those that took part."""
-        if shipment.bucket is not None:
-            views = shipment.bucket.views(update)
-            parts = {p: views[self._names[p]] for p in shipment.parameters}
-        else:
-            flat = update.split([p.numel() for p in shipment.parameters])
-            parts = {p: part.view(p.shape) for part, p in zip(flat, shipment.parameters, strict=True)}
-        for parameter in parameters:
-            part = parts[parameter]
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = part.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
-            elif parameter.grad is not None:
-                parameter.grad.copy_(part)
+    def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Update) -> None:
+        """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`step` to apply."""
+        if self._config.apply_directly and shipment.bucket is not None:
+            self._direct.append((shipment, parameters, update))
+            for parameter in parameters:
+                parameter.grad = None
+            return
+        targets, others = _targets(shipment, parameters, lambda p: p.grad)
+        update.write(targets)
+        for parameter, target in others:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(target)
+            elif parameter.grad.is_sparse:
+                parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
             else:
-                parameter.grad = torch.empty_like(parameter).copy_(part)
+                parameter.grad.copy_(target)
+
+    def _add(self, shipment: _Shipment, parameters: list[Tensor], update: Update,
+             group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Adds an update to the parameters, times their learning rates."""
+        targets, others = _targets(shipment, parameters, lambda p: p.detach())
+        rates = {p: float(group_of[p]["lr"]) * (1 if group_of[p]["maximize"] else -1) for p in shipment.parameters}
+        fits = set(parameters).difference(p for p, _ in others)
+        update.add([target if p in fits else None for p, target in zip(shipment.parameters, targets, strict=True)],
+                   list(rates.values()))
+        if others:
+            update.write([None if p in fits else target
+                          for p, target in zip(shipment.parameters, targets, strict=True)])
+            for p, target in others:
+                p.add_(target.mul_(rates[p]).to(p.dtype))
 
     def _close(self) -> None:
         """All updates are there: counts them, and readies the next step."""
@@ -506,8 +522,9 @@ class _Distributed(torch.optim.Optimizer):
         self._totals["dense_bytes"] += self._last["dense_bytes"]
         self._totals["dense_entries"] += dense
         self._totals["numel"] += sum(p.numel() for p in self._delay)
+        direct = self._direct
         self._reset()
-        self._synchronized = True
+        self._synchronized, self._direct = True, direct
         self._versions = {p: (id(p.grad), p.grad._version) for p in self._delay if p.grad is not None}
 
     def _buckets(self) -> list[Bucket]:
@@ -564,6 +581,12 @@ class _Distributed(torch.optim.Optimizer):
             _unhooked(self._inner.step)(self)
         finally:
             self.param_groups = original
+        if self._direct:
+            group_of = {p: group for group in self.param_groups for p in group["params"]}
+            with torch.no_grad():
+                for shipment, parameters, update in self._direct:
+                    self._add(shipment, parameters, update, group_of)
+            self._direct = []
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         compressed = [p for p in group["params"] if self._bucket_of(p) is not None]
@@ -580,20 +603,21 @@ class _Distributed(torch.optim.Optimizer):
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """The part of SGD's step that comes from weight decay, with its own momentum: linear, so the sum is SGD's."""
-        m, decay = group["momentum"], group["weight_decay"]
+        m, decay, lr = group["momentum"], group["weight_decay"], float(group["lr"])
+        direct = {p for _, some, _ in self._direct for p in some}
         for parameter in parameters:
             state = self.state[parameter]
-            remembered = state.get("decay_buffer") is not None
-            if parameter.grad is None or (decay == 0 and (m == 0 or not remembered)):
+            buffer = state.get("decay_buffer")
+            if (parameter.grad is None and parameter not in direct) or (decay == 0 and (m == 0 or buffer is None)):
                 continue
             if m == 0:
-                term = parameter * decay
-            else:
-                if not remembered:
-                    state["decay_buffer"] = torch.zeros_like(parameter)
-                w = state["decay_buffer"].mul_(m).add_(parameter, alpha=decay)
-                term = w * m + parameter * decay if group["nesterov"] else w
-            parameter.add_(term, alpha=-group["lr"])
+                parameter.sub_(parameter * (decay * lr))
+                continue
+            if buffer is None:
+                buffer = state["decay_buffer"] = torch.zeros_like(parameter)
+            flat = parameter.is_contiguous() and buffer.is_contiguous()
+            kernel = kernels.find(parameter.device.type if flat else "any", parameter.dtype)
+            kernel.decay(parameter, buffer, m, decay, lr, group["nesterov"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
@@ -689,11 +713,7 @@ class _Distributed(torch.optim.Optimizer):
         self._last["bytes_sent"], self._last["message_bytes"] = before  # they are those of the last step
         for shipment, exchange in exchanges:
             assert shipment.bucket is not None
-            views = shipment.bucket.views(exchange.finish())
-            for parameter in shipment.parameters:
-                group = group_of[parameter]
-                rate = group["lr"] if group["maximize"] else -group["lr"]
-                parameter.add_(views[self._names[parameter]].to(parameter.dtype), alpha=rate)
+            self._add(shipment, shipment.parameters, exchange.finish(), group_of)
 
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
@@ -821,6 +841,23 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
                 numel[kind] = 0
         packed.extend(filling.values())
     return [([names[p] for p in together], together) for together in packed]
+
+
+def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
+             ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+    """For :class:`dgc.compressor.Update`: ``of(p)`` of these parameters where its memory will do; else, and listed once
+    more with their parameter, new tensors. None for the shipment's other parameters.
+    """
+    wanted, targets, others = set(parameters), [], []
+    for p in shipment.parameters:
+        target, dtype = None, p.dtype if shipment.bucket is None else shipment.bucket.v.dtype
+        if p in wanted:
+            target = of(p)
+            if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
+                target = torch.empty(p.shape, dtype=dtype, device=p.device)
+                others.append((p, target))
+        targets.append(target)
+    return targets, others
 
 
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:

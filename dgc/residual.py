@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate as accumulated
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,18 +35,17 @@ class Bucket:
     """
 
     def __init__(self, name: str, parameters: Mapping[str, Tensor], velocity: bool = True):
-        # The small ones first: their indices fit 16 bits, and the message keeps those of one width together.
-        items = sorted(parameters.items(), key=lambda item: item[1].numel() > SHORT)
-        first = items[0][1]
+        first = next(iter(parameters.values()))
         self.name = name
-        self.names = tuple(name for name, _ in items)
-        self.shapes = tuple(parameter.shape for _, parameter in items)
-        self.numels = tuple(parameter.numel() for _, parameter in items)
+        self.names = tuple(parameters)
+        self.shapes = tuple(parameter.shape for parameter in parameters.values())
+        self.numels = tuple(parameter.numel() for parameter in parameters.values())
         self.offsets = tuple(accumulated(self.numels, initial=0))[:-1]
         self.numel = sum(self.numels)
         self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
         self.u = torch.zeros_like(self.v) if velocity else None
         self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
+        self.layout: Any = None  # of its messages; dgc.compressor keeps it here
         self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
         self.total_entries = self.entries_sent
 
@@ -63,34 +63,31 @@ class Bucket:
             scale: multiplies the gradients first (clipping): one 0-dim tensor for all, or one each.
 
         Returns:
-            The parameters whose gradient is not finite. If there are any, nothing was accumulated.
+            The parameters whose gradient is not finite; such entries count as 0.
         """
-        scaled, square = {}, self.v.new_zeros(())
+        bad, square = [], self.v.new_zeros(())
+        u, v = self.views(self.v if self.u is None else self.u), self.views(self.v)
         for name, gradient in gradients.items():
             g = gradient.g.detach().to(self.v.dtype)
             if scale is not None:
                 g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
-            scaled[name] = g
-            square += torch.linalg.vector_norm(g).square()
-        if not torch.isfinite(square):  # or only its square is not
-            bad = [name for name, g in scaled.items() if not torch.isfinite(g).all()]
-            if bad:
-                return bad
-        u, v = self.views(self.v if self.u is None else self.u), self.views(self.v)
-        for name, g in scaled.items():
-            if self.u is None:
-                v[name] += g
-            else:
-                accumulate(u[name], v[name], g, gradients[name].momentum, gradients[name].nesterov)
+            norm = torch.linalg.vector_norm(g)
+            if not torch.isfinite(norm) and not torch.isfinite(g).all():  # or only its square is not
+                bad.append(name)
+                g = torch.where(torch.isfinite(g), g, 0)
+                norm = torch.linalg.vector_norm(g)
+            square += norm.square()
+            m = 0.0 if self.u is None else gradient.momentum
+            accumulate(u[name], v[name], g, m, gradient.nesterov)
         self.gradient_square = square
-        return []
+        return bad
 
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
         """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.2).
 
         Args:
-            index: int64 (K,), positions in v, each at most once among those with ``sent`` != 0.
-            sent: (K,), what receivers will read there, in v's dtype. What rounding dropped stays in v; an entry
+            index: int64 (E,), positions in v, each at most once among those with ``sent`` != 0.
+            sent: (E,), what receivers will read there, in v's dtype. What rounding dropped stays in v; an entry
                 that rounded to 0 was not sent, and is not masked.
             masking: also set u to zero there.
         """
@@ -98,7 +95,7 @@ class Bucket:
         if masking and self.u is not None:
             # By multiplication: the empty slots of a message all point at one entry, which they must not touch.
             self.u.scatter_reduce_(0, index, (sent == 0).to(self.u.dtype), "prod")
-        self._count(torch.count_nonzero(sent))
+        self.count(torch.count_nonzero(sent))
 
     def take_all(self, names: Iterable[str]) -> Tensor:
         """Takes all of v of these parameters and leaves u alone: density 1, which is momentum SGD.
@@ -111,23 +108,13 @@ class Bucket:
         for name in set(self.names).difference(names):
             left[name].copy_(here[name])
             here[name].zero_()
-        self._count(torch.full_like(self.entries_sent, self.numel))
+        self.count(torch.full_like(self.entries_sent, self.numel))
         return taken
 
-    def _count(self, entries: Tensor) -> None:
+    def count(self, entries: Tensor) -> None:
+        """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
         self.total_entries = self.total_entries + entries
-
-    def restore(self, index: Tensor | None, sent: Tensor) -> None:
-        """Puts back into v what was taken for an exchange that did not happen."""
-        if index is None:
-            self.v += sent
-        else:
-            self.v.index_add_(0, index, sent)
-
-
-SHORT = 1 << 16  # a parameter of at most this many entries has 16-bit indices
-
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:
     """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B).
@@ -139,7 +126,7 @@ def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False
         return
     u.mul_(m).add_(g)
     if nesterov:
-        v.add_(g).add_(u, alpha=m)
+        v.add_(g).add_(u * m)  # rounded after every operation, which ``alpha=m`` is not everywhere
     else:
         v.add_(u)
 

@@ -1,4 +1,4 @@
-"""What is sent: the k largest of |v|, exact or from a sampled threshold."""
+"""What is sent: the k largest of |v|, by sorting or from a sampled threshold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-SAMPLE_HITS = 64  # selected entries that the sample should hold: the threshold is then right within about 12 %
-MARGIN = 1.3  # aim for more than k, since trimming what is too much is cheap and finding more is not
+LINE = 16  # neighbours that are sampled together: a cache line of float32
+HITS = 8  # entries sought that the sample should hold, or a quarter of sqrt(k) if that is more
+DEVIATIONS = 5  # how far below k, in standard deviations, the sample would have to err to leave too few
 
 
 def count(sparsity: float, numel: int) -> int:
@@ -21,32 +22,42 @@ def count(sparsity: float, numel: int) -> int:
 
 
 def exact(v: Tensor, k: int) -> Tensor:
-    """The positions of the k largest |v|: int64 (k,), in no order. ``v`` is flat, with at least k entries."""
-    return torch.topk(v.abs(), k, sorted=False).indices
+    """The positions of the k largest |v|: int64, ascending; fewer than k only where the others are zero.
+
+    Args:
+        v: flat, with at least k entries. Of entries as large as the k-th, the first are taken.
+        k: how many.
+    """
+    magnitude = v.abs()
+    least = torch.topk(magnitude, k, sorted=False).values.min() if k else 0
+    larger = torch.nonzero(magnitude > least).flatten()
+    ties = torch.nonzero((magnitude == least) & (magnitude > 0)).flatten()[:k - len(larger)]
+    return torch.cat([larger, ties]).sort().values
 
 
 def sampled(v: Tensor, k: int, step: int) -> Tensor:
-    """The positions of at most k and at least 0.9 k of the largest |v|, by a sampled threshold (section 3.3).
+    """The same as :func:`exact`, with less work: only what exceeds a sampled threshold is sorted.
 
-    The sample is strided and begins one entry further at each step, so that it needs no random numbers and is the
-    same however the work is scheduled. What lies above the threshold beyond k is trimmed by magnitude: cutting by
-    position would starve the last entries. Should the sample have misled, all entries are sorted after all.
+    The paper (section 3.3) samples at random and sorts a second time what the threshold leaves. Here the sample is
+    strided and begins one line further at each step, so that it needs no random numbers. The threshold is put low
+    enough for k entries and more to exceed it; where the sample misled and fewer do, all of v is sorted after all. So
+    the sample decides how much work there is and never what is sent.
 
     Args:
-        v: flat tensor.
-        k: how many are wanted; too few for a sample to help means :func:`exact`.
+        v: flat tensor, with at least k entries.
+        k: how many are wanted.
         step: the optimizer's step, which rotates the sample.
     """
-    stride = k // SAMPLE_HITS | 1  # odd: no common period with the shapes that parameters have
-    if stride == 1:
+    stride = k // max(HITS, math.isqrt(k) // 4) | 1  # odd: no common period with the shapes that parameters have
+    lines = v.numel() // LINE
+    if stride == 1 or lines < stride:
         return exact(v, k)
     magnitude = v.abs()
-    sample = magnitude[step % stride::stride]
-    rank = min(sample.numel(), math.ceil(MARGIN * k / stride))
+    sample = magnitude[:lines * LINE].view(lines, LINE)[step % stride::stride].flatten()
+    hits = k * sample.numel() / v.numel()
+    rank = min(sample.numel(), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
     threshold = torch.topk(sample, rank, sorted=False).values.min()
-    candidates = torch.nonzero(~(magnitude < threshold)).flatten()  # NaN is a candidate too, to be found out
-    if candidates.numel() < 0.9 * k:
+    candidates = torch.nonzero((magnitude >= threshold) & (magnitude > 0)).flatten()
+    if candidates.numel() < k:
         return exact(v, k)
-    if candidates.numel() <= k:
-        return candidates
     return candidates[exact(magnitude[candidates], k)]

@@ -1,13 +1,15 @@
 """How it is written down: the entries of one bucket <-> one message of fixed size.
 
 A message has k slots for each parameter, whether they are all used or not, so that its size is known to every rank
-beforehand. In bytes, with P parameters and K slots of which S have 16-bit indices, and w bytes a value:
+beforehand. Positions are counted within blocks of 65,536 entries of a parameter, so that 16 bits hold them. In bytes,
+with B blocks, K slots, P parameters, and w bytes a value:
 
-    int32  (K - S)   positions within the large parameters
-    value  (K)       float16, bfloat16 or float32; 0 in a slot that is not used
-    int16  (S)       positions within the parameters of at most 65,536 entries, as unsigned numbers
-    int16  (P)       exponents: a value counts 2^exponent of its parameter
-    zeros            up to a multiple of 4
+    int32  (B)   how many entries each block has in this message
+    value  (K)   float16, bfloat16 or float32; the used slots of a parameter come first, block after block
+    int16  (K)   positions within the block, as unsigned numbers
+    int16  (P)   exponents: a value counts 2^exponent of its parameter
+    zeros        up to a multiple of 4
+    int32  (2)   checksum
 
 The exponent puts a parameter's largest value just below 2^15, so that float16 neither overflows nor loses its small
 values, whatever the scale of the gradient.
@@ -15,17 +17,28 @@ values, whatever the scale of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dgc.residual import SHORT, Bucket
+from dgc.residual import Bucket
 
+BLOCK = 1 << 16  # entries of a parameter that share a count
 TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
 NONFINITE = 32767  # the exponent that says: a value of this parameter was not finite
+
+
+class Sections(NamedTuple):
+    """A message, or N of them stacked, as typed views: (..., B), (..., K), (..., K), (..., P)."""
+
+    counts: Tensor
+    values: Tensor
+    positions: Tensor
+    exponents: Tensor
 
 
 class Layout:
@@ -38,15 +51,25 @@ class Layout:
     """
 
     def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype):
-        self.names, self.counts, self.dtype = bucket.names, tuple(counts), dtype
-        self.starts = tuple(accumulate(counts, initial=0))[:-1]
+        self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
+        self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
+        self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
-        self.short_slots = sum(k for k, numel in zip(counts, bucket.numels, strict=True) if numel <= SHORT)
+        blocks = [-(-numel // BLOCK) for numel in bucket.numels]
+        self.block_starts = tuple(accumulate(blocks, initial=0))  # the first block of each parameter, and B
         self.residual, self.device = bucket.v.dtype, bucket.v.device
-        self._offsets, self._numels = bucket.offsets, bucket.numels
-        long = 4 * (self.slots - self.short_slots)
-        used = long + self.slots * dtype.itemsize + 2 * self.short_slots + 2 * len(counts)
-        self.nbytes = used + -used % 4
+        sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
+        self._ends = tuple(accumulate(sizes))
+        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
+
+    def sections(self, message: Tensor) -> Sections:
+        """Views into a message (nbytes,) or several (N, nbytes), uint8."""
+        a, b, c, d = self._ends
+        if message.dim() == 1:
+            return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
+                            message[b:c].view(torch.int16), message[c:d].view(torch.int16))
+        return Sections(message.view(torch.int32)[:, :a // 4], _columns(message, a, b, self.dtype),
+                        _columns(message, b, c, torch.int16), _columns(message, c, d, torch.int16))
 
     @cached_property
     def owner(self) -> Tensor:
@@ -57,62 +80,135 @@ class Layout:
     @cached_property
     def base(self) -> Tensor:
         """int64 (K,): where that parameter begins in the bucket."""
-        return torch.tensor(self._offsets, device=self.device)[self.owner]
+        return torch.tensor(self.offsets, device=self.device)[self.owner]
 
     @cached_property
-    def size(self) -> Tensor:
-        """int64 (K,): how many entries it has."""
-        return torch.tensor(self._numels, device=self.device)[self.owner]
+    def rank(self) -> Tensor:
+        """int64 (K,): which of its parameter's slots each one is, from 0."""
+        starts = torch.tensor(self.starts, device=self.device)
+        return torch.arange(self.slots, device=self.device) - starts[self.owner]
 
-    def encode(self, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def block_sizes(self) -> Tensor:
+        """int64 (B,): how many entries of its parameter each block covers."""
+        return torch.tensor([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
+                            dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def block_bases(self) -> Tensor:
+        """int64 (B,): where each block begins in the bucket."""
+        return torch.tensor([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
+                             for first in range(0, numel, BLOCK)], dtype=torch.int64, device=self.device)
+
+    def encode(self, index: Tensor, used: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a message.
 
         Args:
-            index: int64 (K,), positions in the bucket, in the order of the slots. Unused slots hold their ``base``.
-            values: (K,) in the residual's dtype; 0 in unused slots.
+            index: int64 (K,), positions in the bucket, ascending within each parameter; any in unused slots.
+            used: int64 (P,), how many slots of each parameter are used; they are its first.
+            values: (K,) in the residual's dtype; what unused slots hold plays no part. Of a parameter with one that
+                is not finite nothing is sent but this fact.
 
         Returns:
-            The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype.
+            The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
         """
-        largest = values.new_zeros(len(self.counts)).scatter_reduce_(0, self.owner, values.abs(), "amax")
+        valid = self.rank < used[self.owner]
+        largest = values.new_zeros(len(self.counts)).scatter_reduce_(
+            0, self.owner, torch.where(valid, values.abs(), 0), "amax")
+        valid &= torch.isfinite(largest)[self.owner]
         exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
         exponent = torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
-        coded = (values.double() * _power_of_two(-exponent)[self.owner]).to(self.dtype)
-        local = index - self.base
-        parts = (local[self.short_slots:].to(torch.int32), coded, local[:self.short_slots].to(torch.int16), exponent)
+        coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
+        local = torch.where(valid, index - self.base, 0)
+        first = torch.tensor(self.block_starts[:-1], device=self.device)
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-        used = torch.cat([part.view(torch.uint8) for part in parts])
-        message[:used.numel()] = used
-        return message, self._scale(coded, exponent)
+        into = self.sections(message)
+        into.counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
+        into.values.copy_(coded)
+        into.positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
+        into.exponents.copy_(exponent)
+        return self.seal(message), self._scale(coded, exponent[self.owner])
 
-    def decode(self, message: Tensor, sender: int, bucket: str) -> tuple[Tensor, Tensor]:
-        """Reads a message: ``index`` and ``values`` as :meth:`encode` took and returned them.
+    def confession(self, bad: Iterable[str]) -> Tensor:
+        """A message of no entries, which says that the gradients of these parameters are not finite."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.sections(message).exponents[[self.names.index(name) for name in bad]] = NONFINITE
+        return self.seal(message)
+
+    def seal(self, message: Tensor) -> Tensor:
+        """Writes the checksum into a message, and returns it."""
+        message.view(torch.int32)[-2:] = self._checksum(message)
+        return message
+
+    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
+        """Reads a message: positions in the bucket, int64 (E,), and the values there, of the E entries it has.
 
         Raises:
             FloatingPointError: the sender's gradient was not finite. Every rank reads the same, so all raise it.
-            ValueError: the message cannot have been written with this layout.
+            ValueError: it is not what a rank with this layout has written.
         """
-        if message.numel() != self.nbytes:
-            raise ValueError(f"the message of rank {sender} for {bucket} has {message.numel()} bytes; "
-                             f"expected {self.nbytes}: do all ranks have the same model, Config and schedule?")
-        sizes = (4 * (self.slots - self.short_slots), self.slots * self.dtype.itemsize, 2 * self.short_slots,
-                 2 * len(self.counts), self.nbytes)
-        ends = [sum(sizes[:i]) for i in range(4)] + [sum(sizes[:4])]
-        far = message[:ends[1]].view(torch.int32).to(torch.int64)
-        coded = message[ends[1]:ends[2]].view(self.dtype)
-        near = message[ends[2]:ends[3]].view(torch.int16).to(torch.int64) & (SHORT - 1)
-        exponent = message[ends[3]:ends[4]].view(torch.int16)
-        wrong = (exponent == NONFINITE).nonzero().flatten().tolist()
+        self.check_size(message.numel(), sender)
+        if not torch.equal(message.view(torch.int32)[-2:], self._checksum(message)):
+            raise self.corrupt(sender)
+        counts, _, _, exponents = self.sections(message)
+        wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
         if wrong:
-            names = ", ".join(self.names[i] for i in wrong)
-            raise FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {names}")
-        local = torch.cat([near, far])
-        if bool(((local < 0) | (local >= self.size)).any()):
-            raise ValueError(f"the message of rank {sender} for {bucket} points outside its parameters: it is corrupt")
-        return local + self.base, self._scale(coded, exponent)
+            raise self.not_finite(sender, wrong)
+        limit = torch.tensor(self.counts, device=self.device)
+        if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self._used(counts) > limit).any()):
+            raise self.corrupt(sender)
+        index, values, room = self._read(message)
+        if bool((room < 0).any()):
+            raise self.corrupt(sender)
+        return index, values
+
+    def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of a message of one's own, which needs no checks."""
+        return self._read(message)[:2]
+
+    def _read(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """And how many entries of its block are left behind each one."""
+        counts, coded, positions, exponents = self.sections(message)
+        slot = (self.rank < self._used(counts)[self.owner]).nonzero().flatten()
+        block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
+        local = positions[slot].to(torch.int64) & (BLOCK - 1)
+        values = self._scale(coded[slot], exponents[self.owner[slot]])
+        return local + self.block_bases[block], values, self.block_sizes[block] - 1 - local
+
+    def _used(self, counts: Tensor) -> Tensor:
+        """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
+        parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
+            torch.tensor(self.block_starts, device=self.device).diff())
+        used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
+        return used.scatter_add_(0, parameter, counts.to(torch.int64))
+
+    def _checksum(self, message: Tensor) -> Tensor:
+        """int32 (2,): the sum of all 32-bit words before it, and their sum weighted by place, modulo 2^32."""
+        words = message.view(torch.int32)[:-2].to(torch.int64)
+        places = torch.arange(1, len(words) + 1, device=self.device)
+        return torch.stack([words.sum(), (words * places).sum()]).view(torch.int32)[::2]  # the lower halves
+
+    def check_size(self, nbytes: int, sender: int) -> None:
+        """Raises ValueError unless a message has as many bytes as this layout gives it."""
+        if nbytes != self.nbytes:
+            raise ValueError(f"the message of rank {sender} for {self.bucket} has {nbytes} bytes; "
+                             f"expected {self.nbytes}: do all ranks have the same model, Config and schedule?")
+
+    def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
+        names = ", ".join(self.names[i] for i in parameters)
+        return FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {names}")
+
+    def corrupt(self, sender: int) -> ValueError:
+        return ValueError(f"the message of rank {sender} for {self.bucket} is corrupt: it is not what a rank with "
+                          "the same model, Config and schedule has written")
 
     def _scale(self, coded: Tensor, exponent: Tensor) -> Tensor:
-        return (coded.double() * _power_of_two(exponent)[self.owner]).to(self.residual)
+        return (coded.double() * _power_of_two(exponent)).to(self.residual)
+
+
+def _columns(messages: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Bytes start to end of each row, as ``dtype``; rows are a multiple of 4 bytes apart."""
+    return messages.view(dtype)[:, start // dtype.itemsize:end // dtype.itemsize]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

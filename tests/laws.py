@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 import dgc
-from dgc.compressor import World
+from dgc.compressor import Dense, World
 
 
 def walk(paths):
-    """Takes the paths of all ranks to their ends, with the collectives done by hand. Returns their updates."""
+    """Takes the paths of all ranks to their ends, with the collectives done by hand. Returns their updates, flat."""
     requests = [next(path) for path in paths]
     while True:
         op, tensors = requests[0].op, [request.tensor for request in requests]
@@ -23,10 +23,21 @@ def walk(paths):
             try:
                 requests.append(path.send(result))
             except StopIteration as end:
-                updates.append(end.value)
+                updates.append(flattened(end.value))
         if updates:
             assert not requests
             return updates
+
+
+def flattened(update):
+    """One tensor of what a path returned."""
+    if isinstance(update, torch.Tensor):
+        return update
+    if isinstance(update, Dense):
+        return torch.cat(update.parts)
+    parts = [torch.empty(n, dtype=update.layout.residual) for n in update.layout.numels]
+    update.write(parts)
+    return torch.cat(parts)
 
 
 def worlds(n):

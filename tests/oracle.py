@@ -56,12 +56,13 @@ class Oracle:
 class Network:
     """Two layers with tanh and a squared error, and its gradient by hand; each node has its own data at each step.
 
-    Small, so that no two entries around a threshold are so near to each other that float32 mistakes one for the other.
+    Small, and of a seed with which no two entries around a threshold are so near to each other that float32 mistakes
+    one for the other: from then on the two trainings would part.
     """
 
     SHAPES = ((30, 90), (13, 30))  # 2,700 and 390 entries
 
-    def __init__(self, seed=1):
+    def __init__(self, seed=3):
         random = np.random.default_rng(seed)
         self.start = [random.standard_normal(s).astype(np.float32) / math.sqrt(s[1]) for s in self.SHAPES]
 

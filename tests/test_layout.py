@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "compressor", "transport", "optimizer"]
+ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "optimizer"]
 PACKAGE = Path(dgc.__file__).parent
 
 
@@ -23,11 +23,12 @@ def imports(file):
 
 def test_imports_point_up():
     files = {file.stem: [file] for file in PACKAGE.glob("*.py") if file.stem != "__init__"}
-    files["transport"] = list((PACKAGE / "transport").glob("*.py"))
+    for folder in ("kernels", "transport"):
+        files[folder] = list((PACKAGE / folder).glob("*.py"))
     assert sorted(files) == sorted(ROOMS)
     for room, sources in files.items():
         for source in sources:
-            allowed = set(ROOMS[:ROOMS.index(room)]) | ({"transport"} if room == "transport" else set())
+            allowed = set(ROOMS[:ROOMS.index(room)]) | ({room} if room in ("kernels", "transport") else set())
             assert imports(source) <= allowed, source
 
 

@@ -341,7 +341,7 @@ def test_the_settings_are_back_after_an_error_in_the_step():
         backward(network)
         optimizer.synchronize()
         groups[0]["lr"] = "fast"
-        with pytest.raises(TypeError), optimizer.skip_synchronize():
+        with pytest.raises(ValueError, match="fast"), optimizer.skip_synchronize():
             optimizer.step()
         assert optimizer.param_groups is groups and groups[0]["momentum"] == 0.9 and groups[0]["weight_decay"] == 0.1
 
@@ -774,8 +774,9 @@ def test_the_report():
         entries = sum(-(-n // 100) for n in compressed.values())
         dense = numel - sum(compressed.values())
         report = optimizer.report()
-        message = 4 * entries + 2 * len(compressed)  # float16 and 16-bit positions, an exponent for each parameter
-        message += -message % 4
+        # float16 and 16-bit positions; for each parameter the count of its one block and an exponent; the checksum
+        message = 4 * entries + 6 * len(compressed)
+        message += -message % 4 + 8
         assert report.message_bytes == message + 4 * dense
         assert report.bytes_sent == (4 - 1) * message + 2 * 3 / 4 * 4 * dense
         assert report.dense_bytes == 2 * 3 / 4 * 4 * numel
@@ -867,3 +868,42 @@ def test_dampening_set_later_is_refused_at_the_step():
 def test_num_groups_is_deprecated():
     with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
         in_lockstep(lambda: dgc.DistributedOptimizer(sgd(), num_groups=2), 1)
+
+
+# -- straight from the messages ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("variant", ["plain", "nesterov", "channels last", "bfloat16", "maximize", "decay"])
+@pytest.mark.parametrize("sparsity", [0.9, dgc.dense_until(3, 0.9)])
+def test_applied_directly_is_the_same(variant, sparsity):
+    """Beside the way through ``p.grad``: torch fuses the multiplication by lr with the addition, so to a rounding."""
+    settings = {"lr": 0.05, "momentum": 0.9, "nesterov": variant == "nesterov", "maximize": variant == "maximize",
+                "weight_decay": 0.01 if variant in ("decay", "maximize") else 0.0}
+    dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
+
+    def worker():
+        results = []
+        for directly in (False, True):
+            network = model(dtype=dtype)
+            if variant == "channels last":
+                network = network.to(memory_format=torch.channels_last)
+            _, optimizer = wrapped(dgc.Config(sparsity=sparsity, apply_directly=directly), network, settings=settings)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss(network, rank(), step, dtype).backward()
+                optimizer.synchronize()
+                for p in network.parameters():
+                    assert (p.grad is None) == (directly and p.dim() > 1 and p.numel() >= 1024)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            optimizer.flush()
+            results.append(flat(network))
+        return results
+
+    (a, b), (c, d) = in_lockstep(worker)
+    assert torch.equal(a, c) and torch.equal(b, d)
+    assert difference(b, a) <= (2e-2 if variant == "bfloat16" else 1e-6)
+
+
+def test_applied_directly_needs_momentum_correction():
+    with pytest.raises(ValueError, match="apply_directly is True but momentum_correction is False"):
+        dgc.Config(apply_directly=True, momentum_correction=False)

@@ -28,7 +28,7 @@ def config(variant, sparsity):
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("sparsity", "dtype"), [(0.99, torch.float32), (0.75, torch.float64)])
+@pytest.mark.parametrize(("sparsity", "dtype"), [(0.99, torch.float32), (0.99, torch.float64), (0.75, torch.float64)])
 def test_path(nodes, variant, sparsity, dtype):
     """The path of a bucket, with the gradient that the weights reached so far give.
 

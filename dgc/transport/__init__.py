@@ -76,7 +76,7 @@ class Exchange:
         self._rounds += 1
         return self._transport.start(collective, name)
 
-    def finish(self) -> Tensor:
+    def finish(self) -> Any:
         """Waits for the collectives that the path asks for, and returns its result."""
         while True:
             try:
@@ -87,8 +87,7 @@ class Exchange:
             try:
                 collective = self._path.send(result)
             except StopIteration as end:
-                update: Tensor = end.value
-                return update
+                return end.value
             self._wait = self._start(collective)
 
     def abandon(self, wait: bool) -> None:

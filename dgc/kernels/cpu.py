@@ -1,0 +1,712 @@
+"""The loops over a bucket, fused and compiled for the CPU with numba.
+
+A step walks over u, v and the gradients once: what exceeds the sampled threshold is noted while it is in the cache.
+Each loop works on a range of the bucket and releases the interpreter's lock, so that threads share it; numba's own
+threads are not used, as they compete with torch's and must not be entered from two threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from dgc.residual import Bucket, Gradient
+from dgc.select import DEVIATIONS, HITS, LINE
+from dgc.wire import BLOCK, NONFINITE, TOP, Layout
+
+ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
+POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
+BINS = 4096  # of a histogram over the leading bits of a magnitude
+PANEL = 1024  # entries at a time: what a loop reads twice is still in the first cache
+STRIP = 64  # entries whose candidates are counted together; a strip without any is not looked at again
+AHEAD = 16  # scattered entries that are fetched while one is worked on
+GRAIN = 1 << 19  # entries to walk over that are worth another thread
+GRAIN_OF_ENTRIES = 1 << 15  # the same of scattered ones
+
+_jit = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+# Sums may be reordered where nothing but a norm for the report depends on them.
+_jit_sum = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+
+
+# -- numba cannot point ------------------------------------------------------------------------------------------------
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer, for ``numba.carray``."""
+    return types.voidptr(types.int64), lambda context, builder, signature, arguments: builder.inttoptr(
+        arguments[0], context.get_value_type(types.voidptr))
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    """Asks for the cache line at an address, which is going to be read and written."""
+    def generate(context, builder, signature, arguments):
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(arguments[0], byte), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+# -- the k-th largest --------------------------------------------------------------------------------------------------
+
+@_jit
+def _kth(x, k):
+    """The k-th largest of x, which this reorders (Hoare's selection)."""
+    low, high, target = 0, len(x) - 1, k - 1
+    while low < high:
+        a, b, c = x[low], x[(low + high) // 2], x[high]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = low, high
+        while i <= j:
+            while x[i] > pivot:
+                i += 1
+            while x[j] < pivot:
+                j -= 1
+            if i <= j:
+                x[i], x[j] = x[j], x[i]
+                i += 1
+                j -= 1
+        if target <= j:
+            high = j
+        elif target >= i:
+            low = i
+        else:
+            break
+    return x[target]
+
+
+@_jit
+def _leading(bits, shift, k):
+    """The leading bits of the k-th largest magnitude, and how many have these or higher ones.
+
+    Args:
+        bits: floating-point numbers as unsigned integers, whose order that of the magnitudes is.
+        shift: to the leading bits.
+    """
+    histogram = np.zeros(BINS, np.int32)
+    for i in range(len(bits)):
+        histogram[(bits[i] >> shift) & (BINS - 1)] += 1
+    b, above = BINS, 0
+    while above < k:
+        b -= 1
+        above += histogram[b]
+    return b, above
+
+
+# -- accumulate, and note what may be large ----------------------------------------------------------------------------
+
+@_jit
+def _look(kind, u, v, g, s, m, threshold, line):
+    """Of one line: |v| as it will be, and how many reach the threshold."""
+    us, vs = numba.carray(_pointer(u), LINE, line.dtype), numba.carray(_pointer(v), LINE, line.dtype)
+    gs = numba.carray(_pointer(g), LINE, line.dtype)
+    reached = 0
+    if kind == PLAIN:
+        for i in range(LINE):
+            line[i] = abs(vs[i] + s * gs[i])
+    elif kind == HEAVY:
+        for i in range(LINE):
+            line[i] = abs(vs[i] + (m * us[i] + s * gs[i]))
+    else:
+        for i in range(LINE):
+            line[i] = abs((vs[i] + s * gs[i]) + m * (m * us[i] + s * gs[i]))
+    for i in range(LINE):
+        reached += line[i] >= threshold
+    return reached
+
+
+@_jit
+def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, u, v, tiny, out):
+    """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample.
+    Infinity where there is no gradient.
+    """
+    line = np.empty(LINE, v.dtype)
+    for p in range(first, last):
+        out[p] = np.inf
+        if kinds[p] == ABSENT:
+            continue
+        k, n, offset = counts[p], numels[p], offsets[p]
+        stride = k // max(HITS, int(math.sqrt(k)) // 4) | 1
+        lines = n // LINE
+        begin = step % stride
+        taken = (lines - begin + stride - 1) // stride * LINE
+        hits = k * taken / n
+        rank = k if stride == 1 else math.ceil(hits + DEVIATIONS * math.sqrt(hits))
+        if rank >= taken:
+            out[p] = tiny
+            continue
+        largest = np.empty(2 * rank + LINE, v.dtype)  # of the sample so far, and a few more
+        held, threshold = 0, tiny
+        s, m = scales[p], momenta[p]
+        for j in range(begin, lines, stride):
+            a = j * LINE
+            if j + AHEAD * stride < lines:
+                ahead = (a + AHEAD * stride * LINE) * v.itemsize
+                _prefetch(grads[p] + ahead)
+                _prefetch(v.ctypes.data + offset * v.itemsize + ahead)
+                _prefetch(u.ctypes.data + offset * v.itemsize + ahead)
+            size, there = v.itemsize, offset + a
+            reached = _look(kinds[p], u.ctypes.data + there * size, v.ctypes.data + there * size, grads[p] + a * size,
+                            s, m, threshold, line)
+            if reached:
+                for i in range(LINE):
+                    if line[i] >= threshold:
+                        largest[held] = line[i]
+                        held += 1
+            if held >= 2 * rank:
+                threshold = _kth(largest[:held], rank)
+                held = rank
+        out[p] = _kth(largest[:held], rank) if held >= rank else tiny
+
+
+@_jit_sum
+def _square(g, n, s, like):
+    x = numba.carray(_pointer(g), n, like.dtype)
+    total = s * 0
+    for i in range(n):
+        total += (s * x[i]) * (s * x[i])
+    return total
+
+
+@_jit
+def _plain(v, g, n, s, threshold, like):
+    vs, gs = numba.carray(_pointer(v), n, like.dtype), numba.carray(_pointer(g), n, like.dtype)
+    hits = 0
+    for i in range(n):
+        x = vs[i] + s * gs[i]
+        vs[i] = x
+        hits += abs(x) >= threshold
+    return hits
+
+
+@_jit
+def _heavy(u, v, g, n, s, m, threshold, like):
+    us, vs = numba.carray(_pointer(u), n, like.dtype), numba.carray(_pointer(v), n, like.dtype)
+    gs = numba.carray(_pointer(g), n, like.dtype)
+    hits = 0
+    for i in range(n):
+        y = m * us[i] + s * gs[i]
+        x = vs[i] + y
+        us[i] = y
+        vs[i] = x
+        hits += abs(x) >= threshold
+    return hits
+
+
+@_jit
+def _nesterov(u, v, g, n, s, m, threshold, like):
+    us, vs = numba.carray(_pointer(u), n, like.dtype), numba.carray(_pointer(v), n, like.dtype)
+    gs = numba.carray(_pointer(g), n, like.dtype)
+    hits = 0
+    for i in range(n):
+        z = s * gs[i]
+        y = m * us[i] + z
+        x = (vs[i] + z) + m * y
+        us[i] = y
+        vs[i] = x
+        hits += abs(x) >= threshold
+    return hits
+
+
+@_jit
+def _strip(kind, u, v, g, n, s, m, threshold, like):
+    if kind == HEAVY:
+        return _heavy(u, v, g, n, s, m, threshold, like)
+    if kind == NESTEROV:
+        return _nesterov(u, v, g, n, s, m, threshold, like)
+    return _plain(v, g, n, s, threshold, like)
+
+
+@_jit
+def _accumulate(start, end, w, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, firsts, u, v,
+                found, sizes, founds, bad):
+    """Entries start to end of the bucket: adds the gradients in, and writes down where v then exceeds the threshold.
+
+    Worker w writes positions to ``found`` and magnitudes to ``sizes`` from ``firsts[w, p]`` on, for each parameter p at
+    most ``limits[w, p]``, and how many to ``founds[w, p]``; -1 if there were more. What is not finite counts as 0, and
+    marks its parameter in ``bad``. Returns the squared norm.
+    """
+    clean = np.empty(PANEL, v.dtype)
+    size, total = v.itemsize, 0.0
+    for p in range(len(numels)):
+        offset, count = offsets[p], 0
+        low, high = max(start, offset), min(end, offset + numels[p])
+        founds[w, p] = 0
+        if low >= high or kinds[p] == ABSENT:
+            continue
+        m, threshold, at, most = momenta[p], thresholds[p], firsts[w, p], limits[w, p]
+        if threshold < 0:
+            threshold = v.dtype.type(np.inf)
+        for a in range(low, high, PANEL):
+            n = min(PANEL, high - a)
+            s, g = scales[p], grads[p] + (a - offset) * size
+            square = _square(g, n, s, v)
+            if not square < np.inf:
+                raw = numba.carray(_pointer(g), n, v.dtype)
+                for i in range(n):
+                    x = s * raw[i]
+                    if not abs(x) < np.inf:
+                        bad[p] = True
+                        x = v.dtype.type(0)
+                    clean[i] = x
+                s, g = v.dtype.type(1), clean.ctypes.data
+            total += square
+            for b in range(0, n, STRIP):
+                here, width = a + b, min(STRIP, n - b)
+                if not _strip(kinds[p], u.ctypes.data + here * size, v.ctypes.data + here * size, g + b * size, width,
+                              s, m, threshold, v):
+                    continue
+                for i in range(here, here + width):
+                    if abs(v[i]) >= threshold:
+                        if count < most:
+                            found[at + count] = i
+                            sizes[at + count] = abs(v[i])
+                        count += 1
+        founds[w, p] = count if count <= most else -1
+    return total
+
+
+# -- select ------------------------------------------------------------------------------------------------------------
+
+@_jit
+def _keep(candidates, magnitudes, least, k, index, start):
+    """Writes the candidates larger than the k-th, and of those as large the first, to index[start:]: k in all."""
+    kept = np.empty(len(candidates) + 1, np.int64)
+    ties, count = k, 0
+    for i in range(len(candidates)):
+        ties -= magnitudes[i] > least
+    for i in range(len(candidates)):  # without a branch, which would be guessed wrong half the time
+        tie = magnitudes[i] == least
+        kept[count] = candidates[i]
+        count += (magnitudes[i] > least) | (tie & (ties > 0))
+        ties -= tie
+    index[start:start + k] = kept[:k]
+    return k
+
+
+@_jit
+def _largest(offset, n, k, v, bits, shift, index, start):
+    """The same among all of a parameter's entries but those that are zero. Returns how many."""
+    b, above = _leading(bits[offset:offset + n], shift, k)
+    candidates, magnitudes = np.empty(above, np.int64), np.empty(above, v.dtype)
+    count = 0
+    for i in range(offset, offset + n):
+        if (bits[i] >> shift) & (BINS - 1) >= b and v[i] != 0:
+            candidates[count], magnitudes[count] = i, abs(v[i])
+            count += 1
+    if count <= k:
+        index[start:start + count] = candidates[:count]
+        return count
+    return _keep(candidates[:count], magnitudes[:count], _kth(magnitudes[:count].copy(), k), k, index, start)
+
+
+@_jit
+def _choose(first, last, kinds, offsets, numels, counts, starts, thresholds, found, sizes, firsts, founds, v, bits,
+            shift, index, used):
+    """Of parameters first to last, the positions of what is sent, ascending, and how many."""
+    for p in range(first, last):
+        k, total = counts[p], 0
+        used[p] = 0
+        if kinds[p] == ABSENT:
+            continue
+        for w in range(len(founds)):
+            total = total + founds[w, p] if founds[w, p] >= 0 and total >= 0 else -1
+        if thresholds[p] < 0 or total < k:
+            used[p] = _largest(offsets[p], numels[p], k, v, bits, shift, index, starts[p])
+            continue
+        candidates, magnitudes = np.empty(total, np.int64), np.empty(total, v.dtype)
+        at = 0
+        for w in range(len(founds)):
+            for i in range(firsts[w, p], firsts[w, p] + founds[w, p]):
+                candidates[at], magnitudes[at] = found[i], sizes[i]
+                at += 1
+        used[p] = _keep(candidates, magnitudes, _kth(magnitudes.copy(), k), k, index, starts[p])
+
+
+# -- take and write down -----------------------------------------------------------------------------------------------
+
+@_jit
+def _round_to_half(x, word, word_bits):
+    """float32 -> the bits of the nearest float16, ties to even."""
+    word[0] = x
+    b = np.int64(word_bits[0])
+    sign, magnitude = (b >> 16) & 0x8000, b & 0x7FFFFFFF
+    if magnitude < 0x38800000:  # below 2^-14: a multiple of 2^-24
+        word[0] = abs(x) * np.float32(2.0**24)
+        whole = np.int64(np.floor(word[0]))
+        rest = word[0] - np.float32(whole)
+        whole += rest > 0.5 or (rest == 0.5 and whole & 1)
+        return sign | whole
+    rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1)
+    return sign | ((rounded - 0x38000000) >> 13)
+
+
+@_jit
+def _round_to_bfloat(x, word, word_bits):
+    """float32 -> the bits of the nearest bfloat16, ties to even."""
+    word[0] = x
+    b = np.int64(word_bits[0])
+    return (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+
+
+@_jit
+def _value(r, i, singles, words, half, word, word_bits):
+    """What a slot of message r says, before its exponent."""
+    if singles.shape[1]:
+        return np.float64(singles[r, i])
+    b = np.int64(words[r, i])
+    if not half:
+        word_bits[0] = b << 16
+        return np.float64(word[0])
+    exponent, fraction = (b >> 10) & 31, b & 1023
+    magnitude = (fraction if exponent == 0 else fraction + 1024) * POWERS[max(exponent, 1)]
+    return -magnitude if b & 0x8000 else magnitude
+
+
+@_jit
+def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, half, block_counts,
+            singles, words, positions, exponents):
+    """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
+
+    Returns how many were sent. A parameter whose v is not finite says so and keeps it.
+    """
+    word = np.empty(1, np.float32)
+    word_bits = word.view(np.uint32)
+    sent_entries = 0
+    for p in range(first, last):
+        start, m = starts[p], used[p]
+        largest = v.dtype.type(0)
+        for j in range(start, start + m):
+            if j + AHEAD < start + m:
+                _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
+                if masking:
+                    _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
+            x = abs(v[index[j]])
+            largest = x if not x <= largest else largest  # NaN stays
+        if not largest < np.inf:
+            exponents[0, p] = NONFINITE
+            continue
+        exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022)
+        exponents[0, p] = exponent
+        up, down = math.ldexp(1.0, -exponent), math.ldexp(1.0, exponent)
+        for j in range(start, start + m):
+            i = index[j]
+            y = np.float32(v[i] * up)
+            if singles.shape[1]:
+                singles[0, j] = y
+            else:
+                words[0, j] = _round_to_half(y, word, word_bits) if half else _round_to_bfloat(y, word, word_bits)
+            sent = v.dtype.type(_value(0, j, singles, words, half, word, word_bits) * down)
+            v[i] -= sent
+            if sent != 0:
+                sent_entries += 1
+                if masking:
+                    u[i] = 0
+            local = i - offsets[p]
+            block_counts[0, block_starts[p] + local // BLOCK] += 1
+            positions[0, j] = local % BLOCK
+    return sent_entries
+
+
+@_jit
+def _digest(words):
+    """The checksum of :meth:`dgc.wire.Layout.digest`: of all words but the last two, where it belongs."""
+    a, b = np.int64(0), np.int64(0)
+    for i in range(len(words) - 2):
+        a += words[i]
+        b += words[i] * np.int64(i + 1)
+    return np.int32(a & 0xFFFFFFFF), np.int32(b & 0xFFFFFFFF)
+
+
+@_jit
+def _seal(words):
+    words[-2], words[-1] = _digest(words)
+
+
+# -- receive -----------------------------------------------------------------------------------------------------------
+
+@_jit
+def _check(messages, numels, counts, starts, block_starts, block_counts, positions, exponents, slots):
+    """Looks for the first message that is corrupt: its sender and -1; or says that a gradient is not finite: its sender
+    and 1 + the parameter; else 0, 0. Fills in the slot at which each block begins.
+    """
+    for r in range(len(messages)):
+        a, b = _digest(messages[r])
+        if messages[r, -2] != a or messages[r, -1] != b:
+            return r, -1
+        for p in range(len(numels)):
+            if exponents[r, p] == NONFINITE:
+                return r, 1 + p
+            slot, end = starts[p], starts[p] + counts[p]
+            for c in range(block_starts[p], block_starts[p + 1]):
+                n, size = block_counts[r, c], min(BLOCK, numels[p] - (c - block_starts[p]) * BLOCK)
+                if n < 0 or n > end - slot:
+                    return r, -1
+                slots[r, c] = slot
+                for j in range(slot, slot + n):
+                    if positions[r, j] >= size:
+                        return r, -1
+                slot += n
+    return 0, 0
+
+
+@_jit
+def _receive(first, last, owners, numels, block_starts, block_counts, slots, singles, words, positions, exponents,
+             half, divisor, targets, rates, like):
+    """Blocks first to last: adds up what all messages say and divides. Without ``rates`` the targets, one address for
+    each parameter (0: skip it), are overwritten with it; else its product with the parameter's rate is added to them.
+    """
+    word = np.empty(1, np.float32)
+    word_bits = word.view(np.uint32)
+    total = np.zeros(BLOCK, like.dtype)  # zero again after each block
+    for b in range(first, last):
+        p = owners[b]
+        begin = (b - block_starts[p]) * BLOCK
+        n = min(BLOCK, numels[p] - begin)
+        if targets[p] == 0:
+            continue
+        target = numba.carray(_pointer(targets[p] + begin * like.itemsize), n, like.dtype)
+        if not len(rates):
+            target[:] = 0
+        for r in range(len(slots)):
+            down = math.ldexp(1.0, np.int64(exponents[r, p]))
+            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
+                _prefetch(target.ctypes.data + positions[r, j] * like.itemsize)
+                total[positions[r, j]] += like.dtype.type(
+                    _value(r, j, singles, words, half, word, word_bits) * down)
+        for r in range(len(slots)):
+            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
+                i = positions[r, j]
+                x = total[i]
+                if x != 0:  # not yet, by an earlier message
+                    x /= divisor
+                    target[i] = target[i] + rates[p] * x if len(rates) else x
+                    total[i] = 0
+
+
+@_jit
+def _decay(start, end, p, w, m, decay, lr, nesterov, like):
+    n = end - start
+    ps = numba.carray(_pointer(p + start * like.itemsize), n, like.dtype)
+    ws = numba.carray(_pointer(w + start * like.itemsize), n, like.dtype)
+    for i in range(n):
+        term = ps[i] * decay
+        y = m * ws[i] + term
+        ws[i] = y
+        if nesterov:
+            y = m * y + term
+        ps[i] -= lr * y
+
+
+# -- the doors ---------------------------------------------------------------------------------------------------------
+
+class _Tables:
+    """A layout's numbers as arrays, and how its bucket is divided among threads."""
+
+    def __init__(self, layout: Layout, threads: int):
+        self.threads = threads
+        self.numels, self.offsets, self.counts, self.starts, self.block_starts = (
+            np.array(x, np.int64) for x in (layout.numels, layout.offsets, layout.counts, layout.starts,
+                                            layout.block_starts))
+        self.owners = np.repeat(np.arange(len(self.numels)), np.diff(self.block_starts))
+        threads = max(1, min(threads, layout.numel // GRAIN))
+        cuts = [layout.numel * w // threads // LINE * LINE for w in range(threads)] + [layout.numel]
+        self.ranges = list(pairwise(cuts))
+        self.starts_of_ranges = cuts[:-1]
+        threads = max(1, min(threads, layout.slots // GRAIN_OF_ENTRIES))
+        cuts = [layout.numel * w // threads for w in range(threads + 1)]
+        self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
+        self.blocks = list(pairwise(len(self.owners) * w // threads for w in range(threads + 1)))
+        ends = self.offsets + self.numels
+        overlaps = np.stack([np.clip(np.minimum(ends, b) - np.maximum(self.offsets, a), 0, None)
+                             for a, b in self.ranges])
+        self.limits = np.minimum(overlaps, 4 * self.counts + PANEL)
+        self.firsts = (np.cumsum(self.limits) - self.limits.ravel()).reshape(self.limits.shape)
+
+
+_tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
+
+
+def _table(layout: Layout) -> _Tables:
+    threads = torch.get_num_threads()
+    table = _tables.get(layout)
+    if table is None or table.threads != threads:
+        table = _tables[layout] = _Tables(layout, threads)
+    return table
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Helpers of the calling thread; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(threads - 1, "dgc")
+
+
+def _share(work: Callable[..., Any], ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    """``work(start, end)`` for all ranges, one in each thread.
+
+    Waking a thread takes as long as reading a megabyte, so that small work is better done alone.
+    """
+    if len(ranges) == 1:
+        return [work(*ranges[0])]
+    pool = _pool(os.getpid(), len(ranges))
+    futures = [pool.submit(work, *some) for some in ranges[1:]]
+    return [work(*ranges[0]), *(future.result() for future in futures)]
+
+
+class _Gradients:
+    """The gradients of a bucket as a table of addresses, which its loops can walk along."""
+
+    def __init__(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None):
+        dtype = bucket.v.dtype
+        n, real = len(bucket.names), np.float32 if dtype == torch.float32 else np.float64
+        self.addresses, self.kinds = np.zeros(n, np.int64), np.full(n, ABSENT, np.int64)
+        self.momenta, self.scales = np.zeros(n, real), np.ones(n, real)
+        self._alive = []  # while their addresses are in use
+        common = None if scale is None or isinstance(scale, Mapping) else float(scale)
+        for p, name in enumerate(bucket.names):
+            gradient = gradients.get(name)
+            if gradient is None:
+                continue
+            g = gradient.g.detach().to(dtype).contiguous()
+            self._alive.append(g)
+            self.addresses[p] = g.data_ptr()
+            moving = bucket.u is not None and gradient.momentum != 0
+            self.kinds[p] = (NESTEROV if gradient.nesterov else HEAVY) if moving else PLAIN
+            self.momenta[p] = gradient.momentum
+            if common is not None:
+                self.scales[p] = common
+            elif isinstance(scale, Mapping):
+                self.scales[p] = float(scale[name])
+
+
+def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+               layout: Layout) -> list[str]:
+    """As :func:`dgc.kernels.plain.accumulate`."""
+    table, local = _table(layout), _Gradients(bucket, gradients, scale)
+    return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype))[0]
+
+
+def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) -> tuple[list[str], Any, Any, Any]:
+    u, v = _arrays(bucket)
+    room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
+    found, sizes = np.empty(room, np.int64), np.empty(room, v.dtype)
+    founds, bad = np.zeros_like(table.firsts), np.zeros(table.firsts.shape, np.bool_)
+
+    def work(start: int, end: int) -> float:
+        w = table.starts_of_ranges.index(start)
+        return _accumulate(start, end, w, local.addresses, local.kinds, local.momenta, local.scales, table.offsets,
+                           table.numels, thresholds, table.limits, table.firsts, u, v, found, sizes, founds,
+                           bad[w])
+
+    bucket.gradient_square = torch.tensor(sum(_share(work, table.ranges)), dtype=bucket.v.dtype)
+    return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, founds
+
+
+def _arrays(bucket: Bucket) -> tuple[Any, Any]:
+    v = bucket.v.numpy()
+    return v if bucket.u is None else bucket.u.numpy(), v
+
+
+def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`dgc.kernels.plain.select`."""
+    table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), _arrays(bucket)
+    single = v.itemsize == 4
+    bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
+    tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
+    thresholds = np.full(len(table.numels), -1, v.dtype)
+    if not exact:
+        _share(lambda first, last: _thresholds(
+            first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+            table.counts, u, v, tiny, thresholds), table.parameters)
+    bad, found, sizes, founds = _walk(bucket, table, local, thresholds)
+    index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
+    positions, numbers = index.numpy(), used.numpy()
+    _share(lambda first, last: _choose(
+        first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
+        sizes, table.firsts, founds, v, bits, shift, positions, numbers), table.parameters)
+    return bad, index, used
+
+
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+    """As :func:`dgc.kernels.plain.encode`."""
+    table, (u, v) = _table(layout), _arrays(bucket)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    block_counts, singles, words, slots, exponents = _sections(layout, message.unsqueeze(0))
+    chosen, numbers = index.numpy(), used.numpy()
+    bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
+        first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
+        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
+        exponents), table.parameters))))
+    _seal(message.view(torch.int32).numpy())
+    return message
+
+
+def _sections(layout: Layout, messages: Tensor) -> tuple[Any, Any, Any, Any, Any]:
+    counts, values, positions, exponents = layout.sections(messages)
+    nothing = np.empty((len(messages), 0), np.float32)
+    single = layout.dtype == torch.float32
+    return (counts.numpy(), values.numpy() if single else nothing,
+            nothing.view(np.uint16) if single else values.view(torch.int16).numpy().view(np.uint16),
+            positions.numpy().view(np.uint16), exponents.numpy())
+
+
+class Received:
+    """As :class:`dgc.kernels.plain.Received`."""
+
+    def __init__(self, layout: Layout, messages: Tensor, divisor: int):
+        self.layout, self._messages, self._divisor = layout, messages, divisor
+        table, sections = _table(layout), _sections(layout, messages)
+        self._slots = np.empty((len(messages), len(table.owners)), np.int64)
+        sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
+                              table.block_starts, sections[0], sections[3], sections[4], self._slots)
+        if what < 0:
+            raise layout.corrupt(sender)
+        if what > 0:
+            wrong = np.flatnonzero(sections[4][sender] == NONFINITE).tolist()
+            raise layout.not_finite(sender, wrong)
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        self._receive(targets, ())
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        self._receive(targets, rates)
+
+    def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        layout, table = self.layout, _table(self.layout)
+        like = np.empty(0, np.float32 if layout.residual == torch.float32 else np.float64)
+        block_counts, singles, words, positions, exponents = _sections(layout, self._messages)
+        addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
+        factors = np.array(rates, like.dtype)
+        _share(lambda first, last: _receive(
+            first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
+            positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
+            like), table.blocks)
+
+
+def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
+    """As :func:`dgc.kernels.plain.decay`."""
+    like = parameter.new_empty(0).numpy()
+    p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
+    threads = max(1, min(torch.get_num_threads(), n // GRAIN))
+    real = like.dtype.type
+    _share(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
+           list(pairwise(n * t // threads for t in range(threads + 1))))

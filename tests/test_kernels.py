@@ -1,0 +1,205 @@
+"""Law 5: each fused kernel equals its twin in torch operations, to the bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc import kernels, select
+from dgc.kernels import plain
+from dgc.residual import Bucket, Gradient
+from dgc.wire import Layout
+
+cpu = pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
+SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
+WIRES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """As on a machine with several cores, and for small tensors too."""
+    monkeypatch.setattr(cpu, "GRAIN", 1 << 12)
+    monkeypatch.setattr(cpu, "GRAIN_OF_ENTRIES", 1 << 6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pair(dtype=torch.float32, velocity=True, shapes=SHAPES):
+    return [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity) for _ in range(2)]
+
+
+def gradients(step, dtype=torch.float32, nesterov=False, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(step)
+    return {k: Gradient((10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
+                        0.0 if k == "b" else 0.9, nesterov) for i, (k, s) in enumerate(shapes.items())}
+
+
+def agree(a, b):
+    assert torch.equal(a.v, b.v) and (a.u is None or torch.equal(a.u, b.u))
+
+
+def both(buckets, layout, exact=False, **arguments):
+    """A step of either: what was chosen, and the messages."""
+    messages = []
+    chosen = []
+    for kernel, bucket in zip((cpu, plain), buckets, strict=True):
+        masking = arguments.get("masking", True)
+        bad, index, used = kernel.select(bucket, arguments["gradients"], arguments.get("scale"), layout, exact,
+                                         arguments["step"])
+        chosen.append((bad, index[layout.rank < used[layout.owner]].tolist(), used.tolist()))
+        messages.append(kernel.encode(bucket, layout, index, used, masking))
+    assert chosen[0] == chosen[1]
+    assert torch.equal(*messages)
+    agree(*buckets)
+    assert buckets[0].entries_sent == buckets[1].entries_sent
+    return messages[0]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sparsity", [0.5, 0.99, 0.999])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.usefixtures("two_threads")
+def test_steps(wire, dtype, sparsity, nesterov):
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping, no masking."""
+    buckets = pair(dtype)
+    layout = Layout(buckets[0], [select.count(sparsity, n) for n in buckets[0].numels], wire)
+    for step in range(6):
+        some = gradients(step, dtype, nesterov)
+        scale = None
+        if step == 2:
+            del some["c"]
+        if step == 3:
+            scale = torch.tensor(0.7)
+        if step == 4:
+            scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
+        message = both(buckets, layout, exact=step == 1, gradients=some, scale=scale, step=step, masking=step != 5)
+        received = [kernel.Received(layout, torch.stack([message] * 3), 3) for kernel in (cpu, plain)]
+        for wanted in (None, "c"):
+            ours, theirs = ([None if n == wanted else torch.ones(s, dtype=dtype) for n, s in SHAPES.items()]
+                            for _ in range(2))
+            for update, targets in zip(received, (ours, theirs), strict=True):
+                update.add(targets, [-0.1 * i for i in range(len(SHAPES))])
+            assert all(x is y or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+            for update, targets in zip(received, (ours, theirs), strict=True):
+                update.write(targets)
+            assert all(x is y or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["channels last", "float16", "strided"])
+def test_gradients_of_any_layout(layout):
+    shapes = {"a": (8, 16, 5, 5)}
+    buckets = pair(shapes=shapes)
+    g = gradients(0, shapes=shapes)["a"].g
+    if layout == "channels last":
+        g = g.contiguous(memory_format=torch.channels_last)
+    if layout == "float16":
+        g = g.half()
+    if layout == "strided":
+        g = g.transpose(0, 1).contiguous().transpose(0, 1)
+    both(buckets, Layout(buckets[0], [30], torch.float16), gradients={"a": Gradient(g, 0.9)}, step=0)
+
+
+@pytest.mark.parametrize("velocity", [True, False])
+def test_accumulate(velocity):
+    buckets = pair(velocity=velocity)
+    layout = Layout(buckets[0], buckets[0].numels, torch.float32)
+    for step in range(3):
+        for kernel, bucket in zip((cpu, plain), buckets, strict=True):
+            assert kernel.accumulate(bucket, gradients(step), None, layout) == []
+        agree(*buckets)
+        norm = sum(g.g.double().norm() ** 2 for g in gradients(step).values())
+        assert all(float(bucket.gradient_square) == pytest.approx(float(norm), rel=1e-4) for bucket in buckets)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_counts_as_zero(bad):
+    buckets = pair()
+    layout = Layout(buckets[0], [1] * len(SHAPES), torch.float16)
+    for step in range(2):
+        some = gradients(step)
+        some["a"].g[200, 13] = some["a"].g[299, 400] = some["f"].g[0, 0] = bad
+        for kernel, bucket in zip((cpu, plain), buckets, strict=True):
+            assert kernel.accumulate(bucket, some, None, layout) == ["a", "f"]
+        agree(*buckets)
+        assert torch.isfinite(buckets[0].v).all() and buckets[0].v.count_nonzero() > 0
+
+
+def test_large_gradients_whose_squares_overflow():
+    buckets = pair(shapes={"a": (50, 50)})
+    layout = Layout(buckets[0], [10], torch.float16)
+    both(buckets, layout, gradients={"a": Gradient(torch.full((50, 50), 1e38).triu(), 0.0)}, step=0)
+
+
+@settings(deadline=None, max_examples=80)
+@given(n=st.integers(1, 40_000), density=st.sampled_from([0.001, 0.01, 0.1, 0.4, 1.0]), step=st.integers(0, 10**6),
+       zeros=st.sampled_from([0.0, 0.5, 0.999]), pattern=st.sampled_from(["", "rows", "sorted", "few", "equal"]))
+def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern):
+    """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
+    g = torch.randn(n, generator=torch.Generator().manual_seed(step % 100)) ** 3
+    if pattern == "rows":
+        g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
+    if pattern == "sorted":
+        g = g.sort().values
+    if pattern == "few":
+        g = g.round()
+    if pattern == "equal":
+        g = torch.ones(n)
+    g[: int(zeros * n)] = 0
+    k = max(1, int(density * n))
+    buckets = pair(shapes={"a": (n,)})
+    layout = Layout(buckets[0], [k], torch.float32)
+    for kernel, bucket in zip((cpu, plain), buckets, strict=True):
+        _, index, used = kernel.select(bucket, {"a": Gradient(g, 0.5)}, None, layout, False, step)
+        chosen = index[:int(used)]
+        assert torch.equal(chosen, chosen.unique()) and int(used) == min(k, int(g.count_nonzero()))
+        assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used):])
+
+
+def test_a_message_that_was_changed_is_refused():
+    buckets = pair()
+    layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], torch.float16)
+    message = both(buckets, layout, gradients=gradients(0), step=0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        at, by = (int(torch.randint(high, (1,), generator=generator)) for high in (len(message), 254))
+        changed = message.clone()
+        changed[at] = (int(changed[at]) + 1 + by) % 256
+        for kernel in (cpu, plain):
+            with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
+                kernel.Received(layout, torch.stack([message, changed]), 2)
+    layout.sections(changed).positions[layout.starts[3]] = -1  # 65,535, of the 5 entries of d
+    for wrong in (layout.seal(changed), layout.confession(["b", "d"])):
+        errors = []
+        for kernel in (cpu, plain):
+            with pytest.raises((ValueError, FloatingPointError)) as error:
+                kernel.Received(layout, torch.stack([message, wrong]), 2)
+            errors.append((error.type, str(error.value)))
+        assert errors[0] == errors[1]
+    assert errors[0][1] == "rank 1 has a gradient that is not finite, in: b, d"
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.usefixtures("two_threads")
+def test_decay(nesterov, dtype):
+    """And both are torch.optim.SGD on a gradient of zero."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(100, 333, generator=generator, dtype=dtype)
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+    p, w = [start.clone(), start.clone()], [torch.zeros_like(start), torch.zeros_like(start)]
+    for _ in range(5):
+        parameter.grad = torch.zeros_like(start)
+        sgd.step()
+        for i, kernel in enumerate((cpu, plain)):
+            kernel.decay(p[i], w[i], 0.9, 0.01, 0.1, nesterov)
+    assert torch.equal(*p) and torch.equal(*w)
+    assert torch.allclose(p[0], parameter.detach(), rtol=1e-5)
+
+
+def test_which_is_found():
+    assert kernels.find("cpu", torch.float32) is cpu and kernels.find("cpu", torch.float64) is cpu
+    assert kernels.find("cpu", torch.bfloat16) is plain and kernels.find("xpu", torch.float32) is plain
