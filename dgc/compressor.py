@@ -16,7 +16,7 @@ from torch import Tensor
 from dgc import kernels, select
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
-from dgc.wire import Layout
+from dgc.wire import Layout, Whole
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,42 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
     numels = [gradient.numel() for gradient in gradients.values()]
     _check_finite(total, gradients, numels)
     return Dense(total.mul_(predivide / world.size) if average else total, numels)
+
+
+def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World, *,
+                   average: bool = True) -> Path:
+    """The path of parameters that always travel dense, rounded to ``dtype``; v of the bucket keeps what that drops.
+
+    Args:
+        bucket: has v and no u.
+        gradients: parameter -> gradient, already clipped; one for each parameter.
+        dtype: float16 or bfloat16.
+        world: this rank and how many there are.
+        average: divide the sum by N.
+
+    Returns:
+        The :class:`Update`, in the residual's dtype.
+
+    Raises:
+        FloatingPointError, ValueError: as :func:`reduce`.
+    """
+    bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
+    layout, divisor = Whole(bucket, dtype), world.size if average else 1
+    if 2 * bucket.numel * bucket.v.element_size() < layout.nbytes * world.size:  # see _dense_is_cheaper
+        return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), divisor, bad))
+    message, sent = layout.encode(bucket.v, bad)
+    if not bad:
+        bucket.v -= sent
+    try:
+        messages = yield Collective("gather", message)
+        total = torch.zeros_like(bucket.v)
+        for sender, received in enumerate(messages):
+            total += layout.decode(received, sender)
+    except BaseException:
+        if not bad:
+            bucket.v += sent
+        raise
+    return Dense(total.div_(divisor), bucket.numels)
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True,

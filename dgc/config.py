@@ -12,6 +12,7 @@ import torch
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Config:
             Off: it is added to the gradient before accumulation, as other implementations do.
         wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
+        dense_dtype: dtype in which these travel. None: their own, summed by ring allreduce. float16 or bfloat16:
+            rounded and gathered, and what rounding drops is sent with the next gradient; with more than 4 ranks,
+            where gathering would be more bytes, as None.
         apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.
@@ -53,6 +57,7 @@ class Config:
     local_weight_decay: bool = True
     wire_dtype: torch.dtype = torch.float16
     min_numel: int = 1024
+    dense_dtype: torch.dtype | None = None
     apply_directly: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +78,9 @@ class Config:
                              "optimizer needs p.grad")
         if self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"Config: wire_dtype is {self.wire_dtype!r}; accepted: {', '.join(map(str, WIRE_DTYPES))}")
+        if self.dense_dtype not in DENSE_DTYPES:
+            raise ValueError(f"Config: dense_dtype is {self.dense_dtype!r}; "
+                             f"accepted: {', '.join(map(str, DENSE_DTYPES))}")
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
             raise ValueError(f"Config: min_numel is {self.min_numel!r}; accepted: an integer >= 0")
 

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from dgc import kernels
-from dgc.compressor import Collective, Update, World, flush, reduce, reduce_dense, reduce_sparse, sent_bytes
+from dgc.compressor import (
+    Collective,
+    Update,
+    World,
+    flush,
+    reduce,
+    reduce_dense,
+    reduce_rounded,
+    reduce_sparse,
+    sent_bytes,
+)
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
 from dgc.transport import Exchange, find
@@ -54,7 +64,18 @@ class _Shipment:
 
     name: str
     parameters: list[Tensor]
-    bucket: Bucket | None
+    bucket: Bucket | None = None
+    rest: Bucket | None = None  # of dense ones that travel rounded: what that drops
+
+    @property
+    def kept(self) -> Bucket | None:
+        """What is kept of them from step to step."""
+        return self.bucket or self.rest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of their update."""
+        return self.parameters[0].dtype if self.kept is None else self.kept.v.dtype
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -223,10 +244,12 @@ class _Distributed(torch.optim.Optimizer):
 
     def _register(self, parameters: list[Tensor], groups: Any) -> None:
         for names, together in _packed(parameters, self._names, groups, self._config.min_numel):
-            bucket = Bucket(f"bucket {len(self._shipments)}", dict(zip(names, together, strict=True)),
-                            velocity=self._config.momentum_correction) if _compressed(
-                                together[0], self._config.min_numel) else None
-            shipment = _Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together, bucket)
+            name, members = f"bucket {len(self._shipments)}", dict(zip(names, together, strict=True))
+            shipment = _Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together)
+            if _compressed(together[0], self._config.min_numel):
+                shipment.bucket = Bucket(name, members, velocity=self._config.momentum_correction)
+            elif self._config.dense_dtype is not None:
+                shipment.rest = Bucket(name, members, velocity=False)
             self._shipments.append(shipment)
             self._shipment_of.update(dict.fromkeys(together, shipment))
         hook = weakref.WeakMethod(self._on_gradient)  # the parameters outlive this optimizer
@@ -409,6 +432,10 @@ class _Distributed(torch.optim.Optimizer):
             g = self._gradient(parameter) if takes_part else torch.zeros_like(parameter)
             scale = self._scale_of(parameter) if takes_part else None
             gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
+        if shipment.rest is not None and self._world.size > 1:
+            dtype = self._config.dense_dtype
+            assert dtype is not None
+            return reduce_rounded(shipment.rest, gradients, dtype, self._world, average=self._average)
         return reduce_dense(gradients, self._world, average=self._average, predivide=self._predivide)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
@@ -530,6 +557,9 @@ class _Distributed(torch.optim.Optimizer):
     def _buckets(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
 
+    def _kept(self) -> list[Bucket]:
+        return [shipment.kept for shipment in self._shipments if shipment.kept is not None]
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()`` themselves."""
@@ -640,7 +670,7 @@ class _Distributed(torch.optim.Optimizer):
         self.param_groups[0].setdefault(STEP, 0)
         if not self._residuals_loaded:
             self._residuals_missing = self.param_groups[0][STEP] > 0
-            for bucket in self._buckets():
+            for bucket in self._kept():
                 for flat in (bucket.u, bucket.v):
                     if flat is not None:
                         flat.zero_()
@@ -650,7 +680,7 @@ class _Distributed(torch.optim.Optimizer):
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
         world = self._transport.world or World(0, 1)
         state: dict[str, Any] = {"version": 1, "rank": world.rank, "size": world.size, "u": {}, "v": {}}
-        for bucket in self._buckets():
+        for bucket in self._kept():
             state["v"].update({name: view.clone() for name, view in bucket.views(bucket.v).items()})
             if bucket.u is not None:
                 state["u"].update({name: view.clone() for name, view in bucket.views(bucket.u).items()})
@@ -676,7 +706,7 @@ class _Distributed(torch.optim.Optimizer):
                     raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
                                      f"expected {tuple(expected[name].shape)}")
         self._residuals_missing, self._residuals_loaded = False, True
-        for bucket in self._buckets():
+        for bucket in self._kept():
             for letter, flat in (("u", bucket.u), ("v", bucket.v)):
                 if flat is not None:
                     for name, view in bucket.views(flat).items():
@@ -706,13 +736,12 @@ class _Distributed(torch.optim.Optimizer):
         self._last.setdefault("message_bytes", 0)
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         before = self._last["bytes_sent"], self._last["message_bytes"]
-        exchanges = [(shipment, Exchange(flush(shipment.bucket, self._world, average=self._average), self._transport,
+        exchanges = [(shipment, Exchange(flush(shipment.kept, self._world, average=self._average), self._transport,
                                          f"{shipment.name}.flush", self._count))
-                     for shipment in self._shipments if shipment.bucket is not None]
+                     for shipment in self._shipments if shipment.kept is not None]
         self._totals["bytes_sent"] += self._last["bytes_sent"] - before[0]
         self._last["bytes_sent"], self._last["message_bytes"] = before  # they are those of the last step
         for shipment, exchange in exchanges:
-            assert shipment.bucket is not None
             self._add(shipment, shipment.parameters, exchange.finish(), group_of)
 
     def report(self) -> Report:
@@ -727,7 +756,7 @@ class _Distributed(torch.optim.Optimizer):
             density=(sum(int(bucket.entries_sent) for bucket in buckets) + last.get("dense_entries", 0))
             / max(1, numel),
             gradient_norm=sum(float(bucket.gradient_square) for bucket in buckets) ** 0.5,
-            residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in buckets) ** 0.5,
+            residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in self._kept()) ** 0.5,
             total_bytes_sent=totals["bytes_sent"],
             total_dense_bytes=totals["dense_bytes"],
             total_density=(sum(int(bucket.total_entries) for bucket in buckets) + totals["dense_entries"])
@@ -850,7 +879,7 @@ def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Te
     """
     wanted, targets, others = set(parameters), [], []
     for p in shipment.parameters:
-        target, dtype = None, p.dtype if shipment.bucket is None else shipment.bucket.v.dtype
+        target, dtype = None, shipment.dtype
         if p in wanted:
             target = of(p)
             if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():

@@ -113,11 +113,8 @@ class Layout:
             The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
         """
         valid = self.rank < used[self.owner]
-        largest = values.new_zeros(len(self.counts)).scatter_reduce_(
-            0, self.owner, torch.where(valid, values.abs(), 0), "amax")
-        valid &= torch.isfinite(largest)[self.owner]
-        exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
-        exponent = torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
+        exponent = _exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
+        valid &= (exponent != NONFINITE)[self.owner]
         coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
         local = torch.where(valid, index - self.base, 0)
         first = torch.tensor(self.block_starts[:-1], device=self.device)
@@ -127,18 +124,13 @@ class Layout:
         into.values.copy_(coded)
         into.positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
         into.exponents.copy_(exponent)
-        return self.seal(message), self._scale(coded, exponent[self.owner])
+        return seal(message), _scaled(coded, exponent[self.owner], self.residual)
 
     def confession(self, bad: Iterable[str]) -> Tensor:
         """A message of no entries, which says that the gradients of these parameters are not finite."""
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
         self.sections(message).exponents[[self.names.index(name) for name in bad]] = NONFINITE
-        return self.seal(message)
-
-    def seal(self, message: Tensor) -> Tensor:
-        """Writes the checksum into a message, and returns it."""
-        message.view(torch.int32)[-2:] = self._checksum(message)
-        return message
+        return seal(message)
 
     def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
         """Reads a message: positions in the bucket, int64 (E,), and the values there, of the E entries it has.
@@ -147,9 +139,7 @@ class Layout:
             FloatingPointError: the sender's gradient was not finite. Every rank reads the same, so all raise it.
             ValueError: it is not what a rank with this layout has written.
         """
-        self.check_size(message.numel(), sender)
-        if not torch.equal(message.view(torch.int32)[-2:], self._checksum(message)):
-            raise self.corrupt(sender)
+        self.check(message, sender)
         counts, _, _, exponents = self.sections(message)
         wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
         if wrong:
@@ -172,7 +162,7 @@ class Layout:
         slot = (self.rank < self._used(counts)[self.owner]).nonzero().flatten()
         block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
         local = positions[slot].to(torch.int64) & (BLOCK - 1)
-        values = self._scale(coded[slot], exponents[self.owner[slot]])
+        values = _scaled(coded[slot], exponents[self.owner[slot]], self.residual)
         return local + self.block_bases[block], values, self.block_sizes[block] - 1 - local
 
     def _used(self, counts: Tensor) -> Tensor:
@@ -182,28 +172,97 @@ class Layout:
         used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
         return used.scatter_add_(0, parameter, counts.to(torch.int64))
 
-    def _checksum(self, message: Tensor) -> Tensor:
-        """int32 (2,): the sum of all 32-bit words before it, and their sum weighted by place, modulo 2^32."""
-        words = message.view(torch.int32)[:-2].to(torch.int64)
-        places = torch.arange(1, len(words) + 1, device=self.device)
-        return torch.stack([words.sum(), (words * places).sum()]).view(torch.int32)[::2]  # the lower halves
-
-    def check_size(self, nbytes: int, sender: int) -> None:
-        """Raises ValueError unless a message has as many bytes as this layout gives it."""
-        if nbytes != self.nbytes:
-            raise ValueError(f"the message of rank {sender} for {self.bucket} has {nbytes} bytes; "
-                             f"expected {self.nbytes}: do all ranks have the same model, Config and schedule?")
+    def check(self, message: Tensor, sender: int) -> None:
+        """Raises ValueError unless a message has the bytes that this layout gives it and its checksum is right."""
+        check(message, self.nbytes, self.bucket, sender)
 
     def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
-        names = ", ".join(self.names[i] for i in parameters)
-        return FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {names}")
+        return not_finite(sender, [self.names[i] for i in parameters])
 
     def corrupt(self, sender: int) -> ValueError:
-        return ValueError(f"the message of rank {sender} for {self.bucket} is corrupt: it is not what a rank with "
-                          "the same model, Config and schedule has written")
+        return _corrupt(sender, self.bucket)
 
-    def _scale(self, coded: Tensor, exponent: Tensor) -> Tensor:
-        return (coded.double() * _power_of_two(exponent)).to(self.residual)
+
+class Whole:
+    """Messages of all entries of a bucket, rounded: no positions, and the rest as above.
+
+    Args:
+        bucket: whose messages.
+        dtype: of the values.
+    """
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype):
+        self.bucket, self.names, self.numels, self.dtype = bucket.name, bucket.names, bucket.numels, dtype
+        self.residual, self.device = bucket.v.dtype, bucket.v.device
+        self._ends = tuple(accumulate((dtype.itemsize * bucket.numel, 2 * len(bucket.names))))
+        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
+        repeats = torch.tensor(bucket.numels, device=self.device)
+        self._owner = torch.arange(len(bucket.names), device=self.device).repeat_interleave(repeats)
+
+    def encode(self, values: Tensor, bad: Iterable[str] = ()) -> tuple[Tensor, Tensor]:
+        """The message, uint8 (nbytes,), and what receivers will read, flat; parameters in ``bad`` say that they are
+        not finite.
+        """
+        exponent = _exponents(values, self._owner, len(self.names))
+        coded = (values.double() * _power_of_two(-exponent)[self._owner]).to(self.dtype)
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        message[:self._ends[0]].view(self.dtype).copy_(coded)
+        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        exponents.copy_(exponent)
+        for name in bad:
+            exponents[self.names.index(name)] = NONFINITE
+        return seal(message), _scaled(coded, exponent[self._owner], self.residual)
+
+    def decode(self, message: Tensor, sender: int) -> Tensor:
+        """The values, flat. Raises as :meth:`Layout.decode`."""
+        check(message, self.nbytes, self.bucket, sender)
+        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
+        if wrong:
+            raise not_finite(sender, [self.names[i] for i in wrong])
+        return _scaled(message[:self._ends[0]].view(self.dtype), exponents[self._owner], self.residual)
+
+
+def seal(message: Tensor) -> Tensor:
+    """Writes the checksum into a message, and returns it."""
+    message.view(torch.int32)[-2:] = _checksum(message)
+    return message
+
+
+def check(message: Tensor, nbytes: int, bucket: str, sender: int) -> None:
+    """Raises ValueError unless a message has so many bytes and its checksum is right."""
+    if message.numel() != nbytes:
+        raise ValueError(f"the message of rank {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
+                         "do all ranks have the same model, Config and schedule?")
+    if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
+        raise _corrupt(sender, bucket)
+
+
+def not_finite(sender: int, names: Iterable[str]) -> FloatingPointError:
+    return FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {', '.join(names)}")
+
+
+def _corrupt(sender: int, bucket: str) -> ValueError:
+    return ValueError(f"the message of rank {sender} for {bucket} is corrupt: it is not what a rank with the same "
+                      "model, Config and schedule has written")
+
+
+def _checksum(message: Tensor) -> Tensor:
+    """int32 (2,): the sum of all 32-bit words before it, and their sum weighted by place, modulo 2^32."""
+    words = message.view(torch.int32)[:-2].to(torch.int64)
+    places = torch.arange(1, len(words) + 1, device=message.device)
+    return torch.stack([words.sum(), (words * places).sum()]).view(torch.int32)[::2]  # the lower halves
+
+
+def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
+    """int16 (P,): of each parameter's largest value, scaled to TOP; NONFINITE where one is not finite."""
+    largest = values.new_zeros(parameters).scatter_reduce_(0, owner, values.abs(), "amax")
+    exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
+    return torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
+
+
+def _scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return (coded.double() * _power_of_two(exponent)).to(dtype)
 
 
 def _columns(messages: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:

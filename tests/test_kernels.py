@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dgc import kernels, select
 from dgc.kernels import plain
 from dgc.residual import Bucket, Gradient
-from dgc.wire import Layout
+from dgc.wire import Layout, seal
 
 cpu = pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
@@ -171,7 +171,7 @@ def test_a_message_that_was_changed_is_refused():
             with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
                 kernel.Received(layout, torch.stack([message, changed]), 2)
     layout.sections(changed).positions[layout.starts[3]] = -1  # 65,535, of the 5 entries of d
-    for wrong in (layout.seal(changed), layout.confession(["b", "d"])):
+    for wrong in (seal(changed), layout.confession(["b", "d"])):
         errors = []
         for kernel in (cpu, plain):
             with pytest.raises((ValueError, FloatingPointError)) as error:

@@ -907,3 +907,31 @@ def test_applied_directly_is_the_same(variant, sparsity):
 def test_applied_directly_needs_momentum_correction():
     with pytest.raises(ValueError, match="apply_directly is True but momentum_correction is False"):
         dgc.Config(apply_directly=True, momentum_correction=False)
+
+
+# -- small parameters rounded ------------------------------------------------------------------------------------------
+
+def test_dense_dtype():
+    """Half the bytes, nearly the same training, nothing lost; saved and loaded with the residuals."""
+    def worker():
+        plain, _ = train(range(6), dgc.Config(sparsity=0.0))
+        network, optimizer = train(range(6), dgc.Config(sparsity=0.0, dense_dtype=torch.float16))
+        state = optimizer.residual_state_dict()
+        rest = torch.cat([state["v"][name].flatten() for name, p in network.named_parameters() if p.numel() < 1024])
+        optimizer.load_residual_state_dict(state)
+        optimizer.flush()
+        assert all(not v.any() for v in optimizer.residual_state_dict()["v"].values())
+        return flat(plain), flat(network), rest, optimizer.report().message_bytes
+
+    results = in_lockstep(worker)
+    small = [p.numel() for p in model().parameters() if p.dim() < 2 or p.numel() < 1024]
+    large = sum(p.numel() for p in model().parameters()) - sum(small)
+    message = 2 * sum(small) + 2 * len(small)
+    for plain, rounded, rest, message_bytes in results:
+        assert torch.equal(rounded, results[0][1]) and difference(rounded, plain) < 1e-4
+        assert rest.any() and message_bytes == 4 * large + message + -message % 4 + 8
+
+
+def test_dense_dtype_is_float16_bfloat16_or_none():
+    with pytest.raises(ValueError, match=r"dense_dtype is torch.float32; accepted: None, torch.float16"):
+        dgc.Config(dense_dtype=torch.float32)

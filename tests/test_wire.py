@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dgc import select
 from dgc.residual import Bucket
-from dgc.wire import BLOCK, Layout
+from dgc.wire import BLOCK, Layout, seal
 
 SHAPES = {"a": (3, 5), "b": (70_000,), "c": (256, 256), "d": (300, 600), "e": (1,)}
 
@@ -99,7 +99,7 @@ def test_positions_outside_a_parameter_are_refused_though_the_checksum_is_right(
     layout, message = some_message()
     getattr(layout.sections(message), section)[0] = 30_000  # parameter a has 15 entries and 3 slots
     with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
-        layout.decode(layout.seal(message), 1)
+        layout.decode(seal(message), 1)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

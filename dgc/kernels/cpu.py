@@ -428,7 +428,7 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
 
 @_jit
 def _digest(words):
-    """The checksum of :meth:`dgc.wire.Layout.digest`: of all words but the last two, where it belongs."""
+    """The checksum of :func:`dgc.wire.seal`: of all words but the last two, where it belongs."""
     a, b = np.int64(0), np.int64(0)
     for i in range(len(words) - 2):
         a += words[i]
