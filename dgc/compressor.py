@@ -76,9 +76,14 @@ class Dense:
 
     def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
         """See :class:`Update`."""
+        of_rate: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for target, part, rate in zip(targets, self.parts, rates, strict=True):
             if target is not None:
-                target.view(-1).add_(part * rate)
+                lists = of_rate.setdefault(rate, ([], []))
+                lists[0].append(target.view(-1))
+                lists[1].append(part)
+        for rate, (some, parts) in of_rate.items():
+            torch._foreach_add_(some, parts, alpha=rate)
 
 
 Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor

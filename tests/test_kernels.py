@@ -18,8 +18,8 @@ WIRES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.fixture
 def two_threads(monkeypatch):
     """As on a machine with several cores, and for small tensors too."""
-    monkeypatch.setattr(cpu, "GRAIN", 1 << 12)
-    monkeypatch.setattr(cpu, "GRAIN_OF_ENTRIES", 1 << 6)
+    monkeypatch.setattr(cpu, "CHUNK", 1 << 14)
+    monkeypatch.setattr(cpu, "SLOTS", 1 << 6)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

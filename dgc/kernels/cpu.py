@@ -35,8 +35,8 @@ BINS = 4096  # of a histogram over the leading bits of a magnitude
 PANEL = 1024  # entries at a time: what a loop reads twice is still in the first cache
 STRIP = 64  # entries whose candidates are counted together; a strip without any is not looked at again
 AHEAD = 16  # scattered entries that are fetched while one is worked on
-GRAIN = 1 << 19  # entries to walk over that are worth another thread
-GRAIN_OF_ENTRIES = 1 << 15  # the same of scattered ones
+CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
+SLOTS = 1 << 15  # scattered entries that are worth another thread
 
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
 # Sums may be reordered where nothing but a norm for the report depends on them.
@@ -527,19 +527,22 @@ class _Tables:
             np.array(x, np.int64) for x in (layout.numels, layout.offsets, layout.counts, layout.starts,
                                             layout.block_starts))
         self.owners = np.repeat(np.arange(len(self.numels)), np.diff(self.block_starts))
-        threads = max(1, min(threads, layout.numel // GRAIN))
-        cuts = [layout.numel * w // threads // LINE * LINE for w in range(threads)] + [layout.numel]
-        self.ranges = list(pairwise(cuts))
-        self.starts_of_ranges = cuts[:-1]
-        threads = max(1, min(threads, layout.slots // GRAIN_OF_ENTRIES))
-        cuts = [layout.numel * w // threads for w in range(threads + 1)]
-        self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
-        self.blocks = list(pairwise(len(self.owners) * w // threads for w in range(threads + 1)))
+        self.real = np.dtype(np.float32 if layout.residual == torch.float32 else np.float64)
+        self.word = np.dtype(np.float32 if layout.dtype == torch.float32 else np.uint16)
+        sizes = 4 * len(self.owners), self.word.itemsize * layout.slots, 2 * layout.slots, 2 * len(self.numels)
+        self.ends = np.cumsum(sizes).tolist()
+        chunks = 1 if threads == 1 else -(-layout.numel // CHUNK)
+        cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
+        self.chunks = list(pairwise(cuts))
         ends = self.offsets + self.numels
         overlaps = np.stack([np.clip(np.minimum(ends, b) - np.maximum(self.offsets, a), 0, None)
-                             for a, b in self.ranges])
+                             for a, b in self.chunks])
         self.limits = np.minimum(overlaps, 4 * self.counts + PANEL)
         self.firsts = (np.cumsum(self.limits) - self.limits.ravel()).reshape(self.limits.shape)
+        shares = max(1, min(threads, layout.slots // SLOTS))
+        cuts = [layout.numel * w // shares for w in range(shares + 1)]
+        self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
+        self.blocks = list(pairwise(len(self.owners) * w // shares for w in range(shares + 1)))
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -559,16 +562,25 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, "dgc")
 
 
-def _share(work: Callable[..., Any], ranges: Sequence[tuple[int, int]]) -> list[Any]:
-    """``work(start, end)`` for all ranges, one in each thread.
+def _share(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list[Any]:
+    """``work(*task)`` for all tasks, by this thread and others, each taking the next one as it is done with the last.
 
-    Waking a thread takes as long as reading a megabyte, so that small work is better done alone.
+    Waking a thread takes about as long as reading a megabyte; one that comes too late is not waited for.
     """
-    if len(ranges) == 1:
-        return [work(*ranges[0])]
-    pool = _pool(os.getpid(), len(ranges))
-    futures = [pool.submit(work, *some) for some in ranges[1:]]
-    return [work(*ranges[0]), *(future.result() for future in futures)]
+    results: list[Any] = [None] * len(tasks)
+    waiting = iter(range(len(tasks)))  # whose next() is atomic
+
+    def drain() -> None:
+        for i in waiting:
+            results[i] = work(*tasks[i])
+
+    helpers = min(threads, len(tasks)) - 1
+    futures = [_pool(os.getpid(), threads).submit(drain) for _ in range(helpers)]
+    drain()
+    for future in futures:
+        if not future.cancel():
+            future.result()
+    return results
 
 
 class _Gradients:
@@ -610,13 +622,13 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) ->
     found, sizes = np.empty(room, np.int64), np.empty(room, v.dtype)
     founds, bad = np.zeros_like(table.firsts), np.zeros(table.firsts.shape, np.bool_)
 
-    def work(start: int, end: int) -> float:
-        w = table.starts_of_ranges.index(start)
-        return _accumulate(start, end, w, local.addresses, local.kinds, local.momenta, local.scales, table.offsets,
+    def work(c: int, start: int, end: int) -> float:
+        return _accumulate(start, end, c, local.addresses, local.kinds, local.momenta, local.scales, table.offsets,
                            table.numels, thresholds, table.limits, table.firsts, u, v, found, sizes, founds,
-                           bad[w])
+                           bad[c])
 
-    bucket.gradient_square = torch.tensor(sum(_share(work, table.ranges)), dtype=bucket.v.dtype)
+    squares = _share(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
+    bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype)
     return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, founds
 
 
@@ -636,13 +648,13 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     if not exact:
         _share(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            table.counts, u, v, tiny, thresholds), table.parameters)
+            table.counts, u, v, tiny, thresholds), table.parameters, table.threads)
     bad, found, sizes, founds = _walk(bucket, table, local, thresholds)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
     _share(lambda first, last: _choose(
         first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
-        sizes, table.firsts, founds, v, bits, shift, positions, numbers), table.parameters)
+        sizes, table.firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
     return bad, index, used
 
 
@@ -650,23 +662,25 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
     """As :func:`dgc.kernels.plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
     message = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    block_counts, singles, words, slots, exponents = _sections(layout, message.unsqueeze(0))
+    block_counts, singles, words, slots, exponents = _sections(table, message.numpy()[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
         first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
         masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
-        exponents), table.parameters))))
+        exponents), table.parameters, table.threads))))
     _seal(message.view(torch.int32).numpy())
     return message
 
 
-def _sections(layout: Layout, messages: Tensor) -> tuple[Any, Any, Any, Any, Any]:
-    counts, values, positions, exponents = layout.sections(messages)
+def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Of messages (N, nbytes): counts of blocks, values if they are float32, values if not, positions, exponents."""
+    a, b, c, d = table.ends
+    values = messages[:, a:b].view(table.word)
     nothing = np.empty((len(messages), 0), np.float32)
-    single = layout.dtype == torch.float32
-    return (counts.numpy(), values.numpy() if single else nothing,
-            nothing.view(np.uint16) if single else values.view(torch.int16).numpy().view(np.uint16),
-            positions.numpy().view(np.uint16), exponents.numpy())
+    single = table.word == np.float32
+    return (messages[:, :a].view(np.int32), values if single else nothing,
+            nothing.view(np.uint16) if single else values, messages[:, b:c].view(np.uint16),
+            messages[:, c:d].view(np.int16))
 
 
 class Received:
@@ -674,7 +688,8 @@ class Received:
 
     def __init__(self, layout: Layout, messages: Tensor, divisor: int):
         self.layout, self._messages, self._divisor = layout, messages, divisor
-        table, sections = _table(layout), _sections(layout, messages)
+        table = _table(layout)
+        self._sections = sections = _sections(table, messages.numpy())
         self._slots = np.empty((len(messages), len(table.owners)), np.int64)
         sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
                               table.block_starts, sections[0], sections[3], sections[4], self._slots)
@@ -692,21 +707,21 @@ class Received:
 
     def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
         layout, table = self.layout, _table(self.layout)
-        like = np.empty(0, np.float32 if layout.residual == torch.float32 else np.float64)
-        block_counts, singles, words, positions, exponents = _sections(layout, self._messages)
+        like = np.empty(0, table.real)
+        block_counts, singles, words, positions, exponents = self._sections
         addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
         factors = np.array(rates, like.dtype)
         _share(lambda first, last: _receive(
             first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
             positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
-            like), table.blocks)
+            like), table.blocks, table.threads)
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
     """As :func:`dgc.kernels.plain.decay`."""
     like = parameter.new_empty(0).numpy()
     p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
-    threads = max(1, min(torch.get_num_threads(), n // GRAIN))
-    real = like.dtype.type
+    threads, real = torch.get_num_threads(), like.dtype.type
+    chunks = 1 if threads == 1 else -(-n // CHUNK)
     _share(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
-           list(pairwise(n * t // threads for t in range(threads + 1))))
+           list(pairwise(n * c // chunks for c in range(chunks + 1))), threads)

@@ -1,0 +1,72 @@
+"""What the benchmarks exchange: shapes of ResNet-50 and of an LSTM, and fresh heavy-tailed gradients for every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+def resnet50() -> list[Shape]:
+    """Shapes of the parameters of ImageNet's ResNet-50 in forward order: 53 convolutions, each with the weight and the
+    bias of its batch normalisation, and the last layer: 161 tensors, 25,557,032 entries in all.
+    """
+    convolutions: list[Shape] = [(64, 3, 7, 7)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions += [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * width, inputs, 1, 1))  # of the shortcut
+            inputs = 4 * width
+    shapes: list[Shape] = [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
+    shapes += [(1000, 2048), (1000,)]
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
+    return shapes
+
+
+def lstm() -> list[Shape]:
+    """Shapes of pytorch/examples' word language model with 2 x 1500 LSTM, tied weights and the 10,000 words of Penn
+    Treebank: 10 tensors, 51,034,000 entries in all.
+    """
+    layer: list[Shape] = [(6000, 1500), (6000, 1500), (6000,), (6000,)]
+    shapes: list[Shape] = [(10_000, 1500), *layer, *layer, (10_000,)]
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 51_034_000
+    return shapes
+
+
+def scales(count: int) -> list[float]:
+    """One scale for each of ``count`` tensors, from 1e-6 to 1 in equal ratios, in an order that never changes."""
+    ordered = [10 ** (-6 * i / max(1, count - 1)) for i in range(count)]
+    return random.Random(count).sample(ordered, count)
+
+
+def heavy_tailed(shapes: Sequence[Shape], seed: int = 0, device: str | torch.device = "cpu") -> Iterator[list[Tensor]]:
+    """Endless steps of gradients: independent cubes of normals (kurtosis 46), of root mean square ``scales``.
+
+    Every tensor is another window, anywhere in a large pool of such cubes, at each step: one pass over memory instead
+    of a random number for each entry. Windows of large tensors overlap, but each entry of a tensor draws a new value.
+
+    Args:
+        shapes: of the gradients.
+        seed: of the pool and of the windows: give each rank its own.
+        device: where to draw them.
+
+    Yields:
+        One contiguous float32 tensor for each shape. **The next step overwrites them:** they are views of one buffer.
+    """
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    generator = torch.Generator(device).manual_seed(seed)
+    windows = random.Random(seed)
+    pool = torch.randn(max(1 << 24, 2 * max(numels)), generator=generator, device=device)
+    pool.pow_(3).div_(15 ** 0.5)  # the sixth moment of a normal is 15
+    gradients = torch.empty(sum(numels), device=device).split(numels)
+    while True:
+        for gradient, scale in zip(gradients, scales(len(numels)), strict=True):
+            start = windows.randrange(len(pool) - len(gradient) + 1)
+            torch.mul(pool[start:start + len(gradient)], scale, out=gradient)
+        yield [gradient.view(shape) for gradient, shape in zip(gradients, shapes, strict=True)]

@@ -1,0 +1,98 @@
+"""How many instructions the two hottest functions take, in torch operations and fused: counted by valgrind.
+
+    python benchmarks/instructions.py [--out benchmarks/results/instructions.json]
+
+Each function runs in a process of its own, under ``valgrind --tool=callgrind``, on ResNet-50's largest tensor; the
+count of a run with one call is taken from that of a run with three, so that starting up and compiling fall out.
+Takes some minutes. Unlike time, the counts do not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+SHAPE = (512, 512, 3, 3)
+SENDERS, SPARSITY = 4, 0.999
+FUNCTIONS = {"select": "accumulate and select", "receive": "decode and apply four messages"}
+LIMIT = 900  # seconds for a run
+
+
+def work(name: str, function: str, calls: int) -> None:
+    """One call of everything, so that all is compiled; then so many more of one function."""
+    from importlib import import_module
+
+    from gradients import heavy_tailed
+
+    from dgc import select
+    from dgc.residual import Bucket, Gradient
+    from dgc.wire import Layout
+
+    torch.set_num_threads(1)
+    loops: Any = import_module(f"dgc.kernels.{name}")
+    bucket = Bucket("bucket 0", {"p": torch.empty(SHAPE)})
+    layout = Layout(bucket, [select.count(SPARSITY, bucket.numel)], torch.float16)
+    gradients = {"p": Gradient(next(heavy_tailed([SHAPE]))[0], 0.9)}
+    _, index, used = loops.select(bucket, gradients, None, layout, False, 0)
+    message = loops.encode(bucket, layout, index, used, True)
+    messages, parameter = torch.stack([message] * SENDERS), torch.zeros(SHAPE)
+    loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
+    for step in range(calls):
+        if function == "select":
+            loops.select(bucket, gradients, None, layout, False, 1 + step)
+        else:
+            loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
+
+
+def count(name: str, function: str, calls: int) -> int:
+    """Instructions of a whole process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", sys.executable, __file__,
+                   "--work", f"{name} {function} {calls}"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT,
+                                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})
+    match = re.search(r"Collected : (\d+)", process.stderr)
+    if process.returncode != 0 or not match:
+        raise SystemExit(f"valgrind ended with {process.returncode}:\n{process.stderr[-2000:]}")
+    return int(match[1])
+
+
+def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
+         work_: Annotated[str, typer.Option("--work", hidden=True)] = "") -> None:
+    """Counts the instructions of the hottest functions, in torch operations and fused."""
+    if work_:
+        name, function, calls = work_.split()
+        return work(name, function, int(calls))
+    if not shutil.which("valgrind"):
+        raise SystemExit("valgrind is missing: apt-get install valgrind")
+    numel = torch.Size(SHAPE).numel()
+    table = Table(title=f"Instructions of one call, {numel:,} entries, 99.9 %")
+    for heading in ("", "torch operations", "fused", "ratio", "fused, for each entry"):
+        table.add_column(heading, justify="right" if heading else "left")
+    result: dict[str, Any] = {"benchmark": "instructions", "numel": numel, "torch": torch.__version__}
+    for function, title in FUNCTIONS.items():
+        plain, fused = ((count(name, function, 3) - count(name, function, 1)) / 2 for name in ("plain", "cpu"))
+        result[function] = {"plain": plain, "fused": fused}
+        table.add_row(title, f"{plain:,.0f}", f"{fused:,.0f}", f"{plain / fused:.1f} x", f"{fused / numel:.2f}")
+    Console().print(table)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,402 @@
+"""How long an exchange of gradients takes between hosts, and what it does to the speed of training.
+
+Four hosts are network namespaces of this machine (hosts.py), with one process in each. One run measures Horovod dense
+(float32, float16), DistributedDataParallel dense, PyTorch's PowerSGD hook, and DGC over Horovod and torch.distributed:
+
+    sudo python benchmarks/network.py --rates 1gbit,100mbit
+
+**resnet50** is one exchange of a gradient of ResNet-50's shapes, with no computation to hide behind, and **lstm** that
+of a word language model's with 2 x 1500 LSTM. Timed, for every method: a backward pass that hands each parameter a
+gradient drawn beforehand (last layer first, without a copy), with the hooks that it fires; synchronize(); and the step
+of SGD with momentum and weight decay. DGC's choice of entries is exact (compress.py prints its energy). **resnet110**
+and **resnet110-wide** (its last stage has 256 channels instead of 64, so that the exchange dominates) are training
+steps of the CIFAR-10 recipe's network on random images. Timed: zero_grad, forward, loss, backward, step. All ranks meet
+before each step, and again before they read what their links have sent, by shared memory and not over a link. The time
+of a step is that of its slowest rank.
+
+The token bucket's depth flatters one side: through a deep one short messages pass unshaped; with a shallow one, tokens
+overflow while processes wait for a core, and long messages take longer than the wire. So DGC runs with the shallow one
+and all others with the deep one. First, single transfers between two idle hosts must keep the nominal rate to 10 %:
+shallow at all sizes from 64 kB to 10 MB, after a pause that fills the bucket; deep at sizes far above its depth.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import mmap
+import os
+import platform
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from hosts import RATES, Network, check, check_tools, clean_leftovers, refuse
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve()
+WORK = "--work"  # how this file calls itself within a host
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
+MODELS = {  # channels of the stages, where it is trained
+    "resnet50": (), "lstm": (), "resnet110": (16, 32, 64), "resnet110-wide": (16, 32, 256)}
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+# -- the methods: (model, DGC's config) -> (what to call, what to step) ------------------------------------------------
+
+def horovod_fp32(model: Any, _: Any) -> tuple[Any, Any]:
+    import horovod.torch as hvd
+    return model, hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+
+
+def horovod_fp16(model: Any, _: Any) -> tuple[Any, Any]:
+    import horovod.torch as hvd
+    return model, hvd.DistributedOptimizer(sgd(model), model.named_parameters(), hvd.Compression.fp16)
+
+
+def torch_dense(model: Any, _: Any) -> tuple[Any, Any]:
+    from torch.nn.parallel import DistributedDataParallel
+    return DistributedDataParallel(model, broadcast_buffers=False), sgd(model)
+
+
+def powersgd(model: Any, _: Any) -> tuple[Any, Any]:
+    """Of rank 4, in one bucket: with several its collectives start in another order on each rank, and gloo aborts."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+    parallel = DistributedDataParallel(model, broadcast_buffers=False, bucket_cap_mb=1 << 12)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return parallel, sgd(model)
+
+
+def dgc_optimizer(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    import dgc
+    return model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), dgc_config(options))
+
+
+def dgc_config(options: dict[str, Any]) -> Any:
+    import torch
+
+    import dgc
+    dtypes = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    return dgc.Config(**{key: dtypes.get(value, value) for key, value in options.items()})
+
+
+METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "powersgd": powersgd,
+    "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer}
+
+
+def sgd(model: Any) -> Any:
+    import torch
+    return torch.optim.SGD(model.parameters(), **SGD)
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
+              ) -> Iterator[tuple[Callable[[], None], Any]]:
+    """Steps on fresh gradients of a model's shapes: (what is timed, the optimizer)."""
+    import gradients as shapes_of
+    import torch
+    shapes = getattr(shapes_of, model)()
+
+    class Give(torch.autograd.Function):
+        """Its backward pass gives a parameter its gradient, and keeps no reference, so that autograd takes it over."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, parameter: Any, gradients: list[Any], i: int) -> Any:
+            ctx.gradients, ctx.i = gradients, i
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *outputs: Any) -> Any:
+            gradient, ctx.gradients[ctx.i] = ctx.gradients[ctx.i], None
+            return outputs[0], gradient, None, None
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+        def forward(self, gradients: list[Any]) -> Any:
+            x = torch.zeros(())
+            for i, parameter in enumerate(self.weights):
+                x = Give.apply(x, parameter, gradients, i)
+            return x
+
+    call, optimizer = METHODS[method](Model(), options)
+    for gradients in shapes_of.heavy_tailed(shapes, seed=rank):
+        root = call(gradients)
+
+        def step(root: Any = root) -> None:
+            root.backward()
+            optimizer.step()
+
+        yield step, optimizer
+        optimizer.zero_grad()
+
+
+def training(method: str, options: dict[str, Any], rank: int, model: str,
+             batch: int) -> Iterator[tuple[Callable[[], None], Any]]:
+    """Training steps of a CIFAR ResNet-110 on random images: (what is timed, the optimizer)."""
+    sys.path.insert(0, str(HERE.parents[1] / "recipes"))
+    import torch
+    from cifar10 import Block, conv3x3
+    from torch import nn
+    torch.manual_seed(0)
+    stages = MODELS[model]
+    layers: list[nn.Module] = [conv3x3(3, stages[0], 1), nn.BatchNorm2d(stages[0]), nn.ReLU()]
+    width = stages[0]
+    for outputs in stages:
+        for _ in range(18):
+            layers.append(Block(width, outputs, 2 if outputs > width else 1))
+            width = outputs
+    call, optimizer = METHODS[method](
+        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)), options)
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        images = torch.randn(batch, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(10, (batch,), generator=generator)
+
+        def step(images: Any = images, labels: Any = labels) -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(call(images), labels).backward()
+            optimizer.step()
+
+        yield step, optimizer
+
+
+def work(a: dict[str, Any]) -> None:
+    """One rank of one case; writes what it measured."""
+    rank, size, folder = a["rank"], a["hosts"], Path(a["folder"])
+    with (folder / "meeting").open("r+b") as file:
+        meeting = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # how often each rank has come, and a port
+
+    def meet() -> None:
+        meeting[rank] += 1
+        while min(meeting[:size]) < meeting[rank]:
+            time.sleep(0.0005)
+
+    over_horovod = "horovod" in a["method"]
+    if over_horovod:
+        import horovod.torch as hvd
+        from horovod.runner.http.http_server import RendezvousServer
+        if rank == 0:
+            server = RendezvousServer()
+            meeting[size] = server.start()
+            server.init([])
+        meet()
+        os.environ.update({f"HOROVOD_{key}": str(value) for key, value in {
+            "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size,
+            "HOSTNAME": f"10.0.0.{rank + 1}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "e0",
+            "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": meeting[size]}.items()})
+        hvd.init()
+    import torch
+    torch.set_num_threads(1)
+    if not over_horovod:
+        os.environ["GLOO_SOCKET_IFNAME"] = "e0"
+        torch.distributed.init_process_group("gloo", "tcp://10.0.0.1:5001", rank=rank, world_size=size)
+
+    def link() -> int:
+        return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
+
+    seconds, sent = [], []
+    steps = training(a["method"], a["options"], rank, a["model"], a["batch"]) if MODELS[a["model"]] else exchanges(
+        a["method"], a["options"], rank, a["model"])
+    for step, optimizer in steps:  # noqa: B007 (used after the loop)
+        meet()
+        before, began = link(), time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+        meet()
+        sent.append(link() - before)
+        if len(seconds) == a["warmup"] + a["steps"]:
+            break
+    numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    report = vars(optimizer.report()) if hasattr(optimizer, "report") else None
+    (folder / f"{rank}.json").write_text(json.dumps({
+        "seconds": seconds[a["warmup"]:], "link_bytes": sent[a["warmup"]:], "numel": numel, "report": report,
+        "torch": torch.__version__}))
+    meet()
+    if over_horovod:
+        hvd.shutdown()
+    else:
+        torch.distributed.destroy_process_group()
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+def run(network: Network, rate: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank of a fresh group of processes wrote. RuntimeError: one failed, or the time is up."""
+    network.shape(rate, depth_of(settings["method"]))
+    shutil.rmtree(network.folder)
+    network.folder.mkdir(mode=0o700)
+    (network.folder / "meeting").write_bytes(bytes(8 * (network.hosts + 1)))
+    dense = 2 * 32 * 51e6 / RATES[rate].bits  # seconds on the wire
+    limit = 180 + (settings["warmup"] + settings["steps"]) * (10 + 4 * dense)
+    shared = {**settings, "hosts": network.hosts, "folder": str(network.folder)}
+    network.run([[str(HERE), WORK, json.dumps({**shared, "rank": rank})] for rank in range(network.hosts)], limit)
+    return [json.loads((network.folder / f"{rank}.json").read_text()) for rank in range(network.hosts)]
+
+
+def depth_of(method: str) -> str:
+    return "shallow" if method.startswith("dgc") else "deep"
+
+
+def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Table:
+    chosen = [case for case in cases if (case["rate"], case["model"]) == (rate, model)]
+    ideal = 2 * (hosts - 1) / hosts * 4 * chosen[0]["numel"]
+    dense = next((case["median_seconds"] for case in chosen if case["method"] == "horovod-fp32"), None)
+    result = Table(title=f"{model}, {chosen[0]['numel']:,} parameters, {hosts} hosts at {rate}; "
+                         f"the wire alone takes {8e3 * ideal / RATES[rate].bits:.0f} ms for dense float32")
+    for column in ("method", "bucket", "ms", "min - max", "steps/s", "vs Horovod fp32", "bytes on a host's link",
+                   "fewer than dense", "message", "entries sent"):
+        result.add_column(column, justify="left" if column in ("method", "bucket") else "right")
+    for case in chosen:
+        low, high = case["spread_seconds"]
+        report = case["report"]  # DGC's: the paper's compression ratio is that of one rank's message
+        result.add_row(
+            case["method"], f"{getattr(RATES[rate], case['depth'])} kB", f"{1e3 * case['median_seconds']:.1f}",
+            f"{1e3 * low:.1f} - {1e3 * high:.1f}", f"{1 / case['median_seconds']:.2f}",
+            f"{dense / case['median_seconds']:.2f} x" if dense else "", f"{case['median_link_bytes']:,.0f}",
+            f"{ideal / case['median_link_bytes']:.1f} x",
+            f"{4 * case['numel'] / report['message_bytes']:.1f} x" if report else "",
+            f"{report['density'] * case['numel']:,.0f}" if report else "all" if case["method"] != "powersgd" else "")
+    return result
+
+
+def plot(cases: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    models = list(dict.fromkeys(case["model"] for case in cases))
+    rates = list(dict.fromkeys(case["rate"] for case in cases))
+    methods = [method for method in METHODS if any(case["method"] == method for case in cases)]
+    figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False, sharey=True,
+                                  layout="constrained")
+    for axis, model in zip(axes[0], models, strict=True):
+        for i, method in enumerate(methods):
+            bars = {case["rate"]: case for case in cases if (case["model"], case["method"]) == (model, method)}
+            medians = [case["median_seconds"] for case in bars.values()]
+            below = [case["median_seconds"] - case["spread_seconds"][0] for case in bars.values()]
+            above = [case["spread_seconds"][1] - case["median_seconds"] for case in bars.values()]
+            axis.bar([rates.index(rate) + 0.8 * (i + 0.5) / len(methods) - 0.4 for rate in bars], medians,
+                     0.8 / len(methods), yerr=[below, above], label=method, error_kw={"linewidth": 0.8})
+        axis.set(yscale="log", xticks=range(len(rates)), xticklabels=rates, ylabel="seconds a step (min, median, max)",
+                 title=f"training {model}" if MODELS[model] else f"one exchange of {model}")
+    lowest, highest = (f(value for case in cases for value in case["spread_seconds"]) for f in (min, max))
+    axes[0][0].set_ylim(10 ** math.floor(math.log10(lowest)), 1.2 * highest)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods))
+    figure.savefig(file, dpi=150)
+
+
+def parse(values: str, accepted: Any, option: str) -> list[str]:
+    names = values.split(",")
+    for name in names:
+        if name not in accepted:
+            raise typer.BadParameter(f"{option} has {name!r}; accepted: {', '.join(accepted)}")
+    return names
+
+
+def main(
+        rates: Annotated[str, typer.Option(help="Of 10gbit, 1gbit, 100mbit.")] = ",".join(RATES),
+        models: Annotated[str, typer.Option(help="Of resnet50, lstm, resnet110, resnet110-wide.")] =
+            "resnet50,resnet110-wide",
+        methods: Annotated[str, typer.Option(help="Any of the default's.")] = ",".join(METHODS),
+        hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
+        repeats: Annotated[int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")] = 3,
+        steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,
+        batch: Annotated[int, typer.Option(min=1, help="Images of a training step, on each host.")] = 1,
+        dgc_option: Annotated[list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")] = None,
+        out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] =
+            HERE.parent / "results" / "network.json") -> None:
+    """Times the exchange of gradients between hosts of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s, dense and compressed."""
+    chosen = parse(rates, RATES, "--rates"), parse(models, MODELS, "--models"), parse(methods, METHODS, "--methods")
+    options: dict[str, Any] = {}
+    for key, _, value in (option.partition("=") for option in dgc_option or ()):
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    check_tools()
+    if "horovod" in methods and importlib.util.find_spec("horovod") is None:
+        refuse("it needs Horovod (scripts/build_horovod.sh), or --methods without it")
+    if options:
+        try:
+            dgc_config(options)  # imports torch, which takes seconds
+        except (TypeError, ValueError) as error:
+            raise typer.BadParameter(f"--dgc-option: {error}") from None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # through every finally
+    clean_leftovers()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with Network(hosts) as network:
+        failed = measure(network, *chosen, repeats, {"steps": steps, "batch": batch, "options": options}, out)
+    raise SystemExit(1 if failed else 0)
+
+
+def measure(network: Network, rates: list[str], models: list[str], methods: list[str], repeats: int,
+            settings: dict[str, Any], out: Path) -> list[str]:
+    """All cases, one after the other, again and again; what failed."""
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    result: dict[str, Any] = {
+        "benchmark": "network", "hosts": network.hosts, "repeats": repeats, **settings, "sgd": SGD, "transfers": {},
+        "buckets": {rate: RATES[rate]._asdict() for rate in rates}, "cases": [], "failed": [], "machine": {
+            "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+            "kernel": platform.release(), "tcp": congestion, "python": platform.python_version()}}
+    cases: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for rate in rates:
+        holds, result["transfers"][rate] = check(network, rate)
+        if not holds:
+            result["failed"].append(f"{rate}: not measured, as single transfers miss the nominal rate by more than "
+                                    "10 % (is the machine busy, or too slow for it?)")
+            continue
+        for repeat, model, method in ((r, mo, me) for r in range(repeats) for mo in models for me in methods):
+            warmup = WARMUP.get(method.split("-")[0], 2)
+            try:
+                ranks = run(network, rate, {**settings, "model": model, "method": method, "warmup": warmup})
+            except RuntimeError as error:
+                result["failed"].append(f"{rate} {model} {method}, repeat {repeat + 1}: {error}")
+                console.print(f"{rate} {model} {method}: {error}", markup=False)
+                continue
+            case = cases.setdefault((rate, model, method), {
+                "rate": rate, "model": model, "method": method, "depth": depth_of(method), "warmup": warmup,
+                "numel": ranks[0]["numel"], "seconds": [], "link_bytes": []})
+            case["seconds"] += [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+            case["link_bytes"] += [statistics.mean(s) for s in zip(*(r["link_bytes"] for r in ranks), strict=True)]
+            case["report"] = ranks[0]["report"]
+            result["machine"]["torch"] = ranks[0]["torch"]
+            case["median_seconds"] = statistics.median(case["seconds"])
+            case["spread_seconds"] = [min(case["seconds"]), max(case["seconds"])]
+            case["median_link_bytes"] = statistics.median(case["link_bytes"])
+            result["cases"] = list(cases.values())
+            out.write_text(json.dumps(result, indent=1) + "\n")
+            console.print(f"{repeat + 1}/{repeats} {rate} {model} {method}: {1e3 * case['median_seconds']:.1f} ms")
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    for rate, model in dict.fromkeys((rate, model) for rate, model, _ in cases):
+        console.print(table(result["cases"], rate, model, network.hosts))
+    if cases:
+        plot(result["cases"], out.with_suffix(".png"))
+    for failure in result["failed"]:
+        print(f"network.py: {failure}", file=sys.stderr)
+    return result["failed"]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [WORK]:
+        work(json.loads(sys.argv[2]))
+    else:
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(main)
+        app()
