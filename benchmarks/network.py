@@ -7,12 +7,12 @@ Four hosts are network namespaces of this machine (hosts.py), with one process i
 
 **resnet50** is one exchange of a gradient of ResNet-50's shapes, with no computation to hide behind, and **lstm** that
 of a word language model's with 2 x 1500 LSTM. Timed, for every method: a backward pass that hands each parameter a
-gradient drawn beforehand (last layer first, without a copy), with the hooks that it fires; synchronize(); and the step
-of SGD with momentum and weight decay. DGC's choice of entries is exact (compress.py prints its energy). **resnet110**
-and **resnet110-wide** (its last stage has 256 channels instead of 64, so that the exchange dominates) are training
-steps of the CIFAR-10 recipe's network on random images. Timed: zero_grad, forward, loss, backward, step. All ranks meet
-before each step, and again before they read what their links have sent, by shared memory and not over a link. The time
-of a step is that of its slowest rank.
+gradient drawn beforehand (last layer first, without a copy), the hooks that it fires, and synchronize(): until the
+averaged gradient is there. Then, by itself, the step of SGD, with momentum and weight decay. DGC's choice of entries is
+exact (compress.py prints its energy). **resnet110** and **resnet110-wide** (its last stage has 256 channels instead of
+64, so that the exchange dominates) are training steps of the CIFAR-10 recipe's network on random images. Timed:
+zero_grad, forward, loss, backward, step. All ranks meet before each step, and again before they read what their links
+have sent, by shared memory and not over a link. The time of a step is that of its slowest rank.
 
 The token bucket's depth flatters one side: through a deep one short messages pass unshaped; with a shallow one, tokens
 overflow while processes wait for a core, and long messages take longer than the wire. So DGC runs with the shallow one
@@ -35,6 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,8 +106,8 @@ def sgd(model: Any) -> Any:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
-              ) -> Iterator[tuple[Callable[[], None], Any]]:
-    """Steps on fresh gradients of a model's shapes: (what is timed, the optimizer)."""
+              ) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
+    """Steps on fresh gradients of a model's shapes: (what is timed, what is timed by itself, the optimizer)."""
     import gradients as shapes_of
     import torch
     shapes = getattr(shapes_of, model)()
@@ -139,17 +140,22 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
     for gradients in shapes_of.heavy_tailed(shapes, seed=rank):
         root = call(gradients)
 
-        def step(root: Any = root) -> None:
+        def exchange(root: Any = root) -> None:
             root.backward()
-            optimizer.step()
+            if hasattr(optimizer, "synchronize"):  # DistributedDataParallel has done so
+                optimizer.synchronize()
 
-        yield step, optimizer
+        def update() -> None:
+            with optimizer.skip_synchronize() if hasattr(optimizer, "synchronize") else nullcontext():
+                optimizer.step()
+
+        yield exchange, update, optimizer
         optimizer.zero_grad()
 
 
 def training(method: str, options: dict[str, Any], rank: int, model: str,
-             batch: int) -> Iterator[tuple[Callable[[], None], Any]]:
-    """Training steps of a CIFAR ResNet-110 on random images: (what is timed, the optimizer)."""
+             batch: int) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
+    """Training steps of a CIFAR ResNet-110 on random images; as above."""
     sys.path.insert(0, str(HERE.parents[1] / "recipes"))
     import torch
     from cifar10 import Block, conv3x3
@@ -174,7 +180,7 @@ def training(method: str, options: dict[str, Any], rank: int, model: str,
             nn.functional.cross_entropy(call(images), labels).backward()
             optimizer.step()
 
-        yield step, optimizer
+        yield step, lambda: None, optimizer
 
 
 def work(a: dict[str, Any]) -> None:
@@ -211,14 +217,16 @@ def work(a: dict[str, Any]) -> None:
     def link() -> int:
         return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
 
-    seconds, sent = [], []
+    seconds, updates, sent = [], [], []
     steps = training(a["method"], a["options"], rank, a["model"], a["batch"]) if MODELS[a["model"]] else exchanges(
         a["method"], a["options"], rank, a["model"])
-    for step, optimizer in steps:  # noqa: B007 (used after the loop)
+    for step, update, optimizer in steps:  # noqa: B007 (used after the loop)
         meet()
         before, began = link(), time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
+        update()
+        updates.append(time.perf_counter() - began - seconds[-1])
         meet()
         sent.append(link() - before)
         if len(seconds) == a["warmup"] + a["steps"]:
@@ -226,7 +234,8 @@ def work(a: dict[str, Any]) -> None:
     numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     report = vars(optimizer.report()) if hasattr(optimizer, "report") else None
     (folder / f"{rank}.json").write_text(json.dumps({
-        "seconds": seconds[a["warmup"]:], "link_bytes": sent[a["warmup"]:], "numel": numel, "report": report,
+        "seconds": seconds[a["warmup"]:], "updates": updates[a["warmup"]:], "link_bytes": sent[a["warmup"]:],
+        "numel": numel, "report": report,
         "torch": torch.__version__}))
     meet()
     if over_horovod:
@@ -260,15 +269,17 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
     dense = next((case["median_seconds"] for case in chosen if case["method"] == "horovod-fp32"), None)
     result = Table(title=f"{model}, {chosen[0]['numel']:,} parameters, {hosts} hosts at {rate}; "
                          f"the wire alone takes {8e3 * ideal / RATES[rate].bits:.0f} ms for dense float32")
-    for column in ("method", "bucket", "ms", "min - max", "steps/s", "vs Horovod fp32", "bytes on a host's link",
-                   "fewer than dense", "message", "entries sent"):
+    for column in ("method", "bucket", "ms", "min - max", "and SGD", "a second", "vs Horovod fp32",
+                   "bytes on a host's link", "fewer than dense", "message", "entries sent"):
         result.add_column(column, justify="left" if column in ("method", "bucket") else "right")
     for case in chosen:
         low, high = case["spread_seconds"]
         report = case["report"]  # DGC's: the paper's compression ratio is that of one rank's message
         result.add_row(
             case["method"], f"{getattr(RATES[rate], case['depth'])} kB", f"{1e3 * case['median_seconds']:.1f}",
-            f"{1e3 * low:.1f} - {1e3 * high:.1f}", f"{1 / case['median_seconds']:.2f}",
+            f"{1e3 * low:.1f} - {1e3 * high:.1f}",
+            "" if MODELS[model] else f"{1e3 * statistics.median(case['update_seconds']):.1f}",
+            f"{1 / case['median_seconds']:.2f}",
             f"{dense / case['median_seconds']:.2f} x" if dense else "", f"{case['median_link_bytes']:,.0f}",
             f"{ideal / case['median_link_bytes']:.1f} x",
             f"{4 * case['numel'] / report['message_bytes']:.1f} x" if report else "",
@@ -372,8 +383,9 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
                 continue
             case = cases.setdefault((rate, model, method), {
                 "rate": rate, "model": model, "method": method, "depth": depth_of(method), "warmup": warmup,
-                "numel": ranks[0]["numel"], "seconds": [], "link_bytes": []})
+                "numel": ranks[0]["numel"], "seconds": [], "update_seconds": [], "link_bytes": []})
             case["seconds"] += [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+            case["update_seconds"] += [max(step) for step in zip(*(rank["updates"] for rank in ranks), strict=True)]
             case["link_bytes"] += [statistics.mean(s) for s in zip(*(r["link_bytes"] for r in ranks), strict=True)]
             case["report"] = ranks[0]["report"]
             result["machine"]["torch"] = ranks[0]["torch"]
