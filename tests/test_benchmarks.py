@@ -1,0 +1,54 @@
+"""That the benchmarks run; their figures are no business of the tests."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+
+def test_compress():
+    pytest.importorskip("numba")
+    import compress
+    from rich.console import Console
+
+    from dgc import kernels
+    find = kernels.find
+    try:
+        rows = compress.measure([(40, 50), (60,), (300, 70)], {m: list(compress.STREAMS) if m == compress.FUSED else [
+            "directly"] for m in compress.METHODS}, 0.99, warmup=2, repeats=2)
+    finally:
+        kernels.find = find  # which the benchmark sets
+    assert len(rows) == 5 and all(row["entries"] == 20 + 210 for row in rows)
+    assert all(row["energy"] == pytest.approx(1, abs=1e-3) for row in rows)  # what float16 rounds
+    Console(file=io.StringIO()).print(compress.table(rows))
+
+
+def test_gradients_are_fresh_and_of_the_scales_that_are_said():
+    from gradients import heavy_tailed, lstm, resnet50, scales
+
+    assert len(resnet50()) == 161 and sum(torch.Size(s).numel() for s in resnet50()) == 25_557_032
+    assert sum(torch.Size(s).numel() for s in lstm()) == 51_034_000
+    shapes = [(300, 400), (1000,), (50, 60, 3, 3)]
+    draw = heavy_tailed(shapes)
+    first = [g.clone() for g in next(draw)]
+    second = next(draw)
+    for a, b, shape, scale in zip(first, second, shapes, scales(3), strict=True):
+        assert a.shape == b.shape == shape and (a == b).float().mean() < 0.01
+        assert 0.3 * scale < b.square().mean().sqrt() < 3 * scale
+    assert sorted(scales(3)) == pytest.approx([1e-6, 1e-3, 1])
+
+
+def test_the_network_needs_root(monkeypatch, capsys):
+    import hosts
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit) as stop:
+        hosts.check_tools()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "network.py: it makes network namespaces, which needs Linux and root (sudo)\n")
