@@ -48,6 +48,8 @@ class Bucket:
         self.layout: Any = None  # of its messages; dgc.compressor keeps it here
         self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
         self.total_entries = self.entries_sent
+        # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
+        self.flags: Tensor | None = None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape."""

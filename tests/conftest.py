@@ -1,4 +1,7 @@
-"""One thread for each rank, as in the processes that tests launch: sums over threads differ in the last bit."""
+"""One thread for each rank, as in the processes that tests launch: sums over threads differ in the last bit.
+
+Where there is no GPU, Triton's kernels run on the CPU.
+"""
 
 import os
 
@@ -7,3 +10,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import torch
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which torch alone does not

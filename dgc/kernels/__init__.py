@@ -19,4 +19,6 @@ def find(kind: str, dtype: torch.dtype) -> Any:
     """The module for residuals of this dtype on this kind of device (``torch.device.type``)."""
     if kind == "cpu" and dtype in (torch.float32, torch.float64) and importlib.util.find_spec("numba"):
         return import_module("dgc.kernels.cpu")
+    if kind == "cuda" and dtype in (torch.float32, torch.float64) and importlib.util.find_spec("triton"):
+        return import_module("dgc.kernels.cuda")
     return import_module("dgc.kernels.plain")

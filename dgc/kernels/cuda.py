@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -158,14 +158,26 @@ def _scattered(i, numel, step):
     return (begin + (hashed ^ (hashed >> 16)) % (end - begin)) * LINE + i % LINE
 
 
-@triton.jit
-def _sample(u, v, table, scale, parameters, state, step, count, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
-            VELOCITY: tl.constexpr, EXACT: tl.constexpr):
-    """One program a parameter: two magnitudes that its k-th largest v, as it will be, should lie between."""
+@triton.jit(do_not_specialize=["step", "count"])
+def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, flags, used, step, count,
+            GRADIENT: tl.constexpr, SCALED: tl.constexpr, VELOCITY: tl.constexpr, EXACT: tl.constexpr,
+            ROUNDS: tl.constexpr):
+    """One program a parameter: two magnitudes that its k-th largest v, as it will be, should lie between. And sets to
+    zero what the other launches add to.
+    """
     p = tl.program_id(0)
     here, out = parameters + p * PARAMETER, state + p * STATE
     numel, k, kind = tl.load(here + NUMEL), tl.load(here + K), tl.load(table + count + p)
-    greatest, _ = _greatest(v)
+    greatest, infinity = _greatest(v)
+    for r in range(ROUNDS):
+        tl.store(histogram + (r * count + p) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(above + r * count + p, 0)
+    for c in range(0, (numel + BLOCK - 1) // BLOCK, 1024):
+        i = c + tl.arange(0, 1024)
+        tl.store(crowded + tl.load(here + FIRST_BLOCK) + i, i * 0, mask=i * BLOCK < numel)
+    tl.store(flags + p, 0)
+    tl.store(flags + count, 0)
+    tl.store(used + p, 0)
     tl.store(out + 4, 0)
     if (kind == ABSENT) | (k == 0):
         tl.store(out, greatest)
@@ -189,10 +201,11 @@ def _sample(u, v, table, scale, parameters, state, step, count, GRADIENT: tl.con
         bits = tl.where(mask, _magnitude(x) >> trailing, 0).to(tl.int32)
         upper, lower = tl.load(here + UPPER), tl.load(here + LOWER)
         high, low = upper.to(tl.int32) * 0, upper.to(tl.int32) * 0
-        for j in range(LEADING):
-            bit = 1 << (LEADING - 1 - j)
+        bit = tl.full([], 1, tl.int32) << (LEADING - 1)
+        while bit > 0:
             high = tl.where(tl.sum((bits >= (high | bit)).to(tl.int32)) >= upper, high | bit, high)
             low = tl.where(tl.sum((bits >= (low | bit)).to(tl.int32)) >= lower, low | bit, low)
+            bit = bit >> 1
         first = tl.maximum(low.to(tl.int64) << trailing, 1)
         last = ((high.to(tl.int64) + 1) << trailing) - 1
     tl.store(out, first)
@@ -203,7 +216,7 @@ def _sample(u, v, table, scale, parameters, state, step, count, GRADIENT: tl.con
 
 # -- accumulate, and note what may be large ----------------------------------------------------------------------------
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, histogram, above, crowded, marks, places,
                 found, count, GRADIENT: tl.constexpr, SCALED: tl.constexpr, VELOCITY: tl.constexpr,
                 SELECT: tl.constexpr, ROOM: tl.constexpr, ALIGNED: tl.constexpr):
@@ -328,13 +341,13 @@ def _count_bins(histogram, bits, first, last, shift):
     tl.atomic_add(histogram + ((bits - first) >> shift), 1, mask=within, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "before", "after"])
 def _narrow(v, parameters, blocks, state, histogram, above, crowded, marks, places, found, count, before, after,
             ROOM: tl.constexpr):
     """One program a block: takes the histogram ``before`` to narrow the interval, and adds to the one ``after``."""
     b = tl.program_id(0)
     p, here, first_block, begin, size = _block(parameters, blocks, b)
-    greatest, _ = _greatest(v)
+    greatest, infinity = _greatest(v)
     row = before * count + p
     first, last, shift, need, wide = _narrowed(state + row * STATE, histogram + row * BINS, above + row, greatest)
     row = after * count + p
@@ -349,19 +362,19 @@ def _narrow(v, parameters, blocks, state, histogram, above, crowded, marks, plac
                 _count_bins(histogram + row * BINS, bits, first, last, shift)
         else:
             tile = tl.load(here + FIRST_TILE) + begin // TILE
-            bits, _ = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
+            bits, local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
             _count_bins(histogram + row * BINS, bits, first, last, shift)
 
 
 # -- write down where the largest are ----------------------------------------------------------------------------------
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "before", "after"])
 def _tally(v, parameters, blocks, state, histogram, above, crowded, marks, places, found, larger, equal, count, before,
            after, ROOM: tl.constexpr):
     """One program a block: how many of its entries are larger than the k-th largest, and how many as large."""
     b = tl.program_id(0)
     p, here, first_block, begin, size = _block(parameters, blocks, b)
-    greatest, _ = _greatest(v)
+    greatest, infinity = _greatest(v)
     row = before * count + p
     kth, last, shift, need, wide = _narrowed(state + row * STATE, histogram + row * BINS, above + row, greatest)
     if b == first_block:
@@ -376,7 +389,7 @@ def _tally(v, parameters, blocks, state, histogram, above, crowded, marks, place
             ties += tl.sum((bits == kth.to(bits.dtype)).to(tl.int32))
     else:
         tile = tl.load(here + FIRST_TILE) + begin // TILE
-        bits, _ = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
+        bits, local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
         more += tl.sum((bits > kth.to(bits.dtype)).to(tl.int32))
         ties += tl.sum((bits == kth.to(bits.dtype)).to(tl.int32))
     tl.store(larger + b, more)
@@ -394,7 +407,7 @@ def _put(index, at, end, position, bits, kth, need, ties):
     return at + tl.sum(chosen.to(tl.int64)), ties + tl.sum(tie.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "after"])
 def _choose(v, parameters, blocks, state, crowded, marks, places, found, larger, equal, index, used, count, after,
             ROOM: tl.constexpr):
     """One program a block: writes down the positions of those that are sent, ascending; ties go to the first."""
@@ -451,7 +464,7 @@ def _largest(v, parameters, chunks, used, index, work):
 @triton.jit
 def _exponent(largest, v):
     """The exponent that goes with a parameter's largest magnitude."""
-    _, infinity = _greatest(v)
+    greatest, infinity = _greatest(v)
     if v.dtype.element_ty == tl.float32:
         double = largest.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
     else:
@@ -489,7 +502,7 @@ def _low_word(x):
     return (x & 0xFFFFFFFF).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "values_at", "positions_at", "exponents_at", "words"])
 def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, count, values_at, positions_at,
            exponents_at, words, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
     """One program a chunk of slots: takes the entries out of v and writes their part of the message.
@@ -532,17 +545,17 @@ def _write(u, v, parameters, chunks, used, index, work, flags, message16, messag
     c, d = _digest(bits, half, False)
     a, b = a + c, b + d
     if begin == 0:
-        half = exponents_at + p
-        tl.store(message16 + half, exponent.to(tl.int16))
-        word = (exponent & 0xFFFF) << (16 * (half % 2))
-        a, b = a + word, b + word * (half // 2 + 1)
+        place = exponents_at + p
+        tl.store(message16 + place, exponent.to(tl.int16))
+        word = (exponent & 0xFFFF) << (16 * (place % 2))
+        a, b = a + word, b + word * (place // 2 + 1)
     tl.atomic_add(message32 + words, _low_word(a), sem="relaxed")
     tl.atomic_add(message32 + words + 1, _low_word(b), sem="relaxed")
 
 
 # -- receive -----------------------------------------------------------------------------------------------------------
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _sums(messages, sums, words):
     """The two sums of each message's checksum: one program for a part of a message."""
     r = tl.program_id(1).to(tl.int64)
@@ -552,7 +565,7 @@ def _sums(messages, sums, words):
     tl.atomic_add(sums + 2 * r + 1, _low_word(tl.sum(word * (i + 1))), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "blocks_count", "positions_at", "exponents_at", "words"])
 def _check(message16, message32, sums, verdict, slots, parameters, blocks, count, blocks_count, positions_at,
            exponents_at, words):
     """One program for each block and message, and one for each parameter and message: looks for what no rank with this
@@ -604,7 +617,7 @@ def _values(message16, message32, slot, mask, values_at, power, dtype: tl.conste
     return (value.to(tl.float64) * power).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["senders", "count", "blocks_count", "values_at", "positions_at", "exponents_at", "words"])
 def _receive(message16, message32, slots, verdict, parameters, blocks, table, total, senders, count, blocks_count,
              values_at, positions_at, exponents_at, words, ADD: tl.constexpr, WIRE: tl.constexpr):
     """One program a block: adds up what all messages say there, in the order of ranks, and divides.
@@ -628,7 +641,7 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
     total += tl.load(here + OFFSET) + begin
     rate = tl.load(table + count + p).to(tl.float64, bitcast=True).to(dtype)
     divisor = tl.load(table + 2 * count).to(tl.float64, bitcast=True).to(dtype)
-    row = words + 2
+    row = (words + 2).to(tl.int64)
     for r in range(0, senders):
         n, start = tl.load(message32 + r * row + b), tl.load(slots + r * blocks_count + b)
         for c in range(0, n, ENTRIES):
@@ -672,3 +685,327 @@ def _decay(p, w, n, m, decay, lr, NESTEROV_KIND: tl.constexpr):
     if NESTEROV_KIND:
         y = m * y + term
     tl.store(p + i, x - lr * y, mask=i < n)
+
+
+# -- the doors ---------------------------------------------------------------------------------------------------------
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+class _Tables:
+    """A layout's numbers, on its device."""
+
+    def __init__(self, layout: Layout):
+        rows, tiles, chunks, blocks = [], [], [], []
+        for p, (numel, k) in enumerate(zip(layout.numels, layout.counts, strict=True)):
+            k = min(k, numel)
+            rows += [layout.offsets[p], numel, k, layout.starts[p], layout.block_starts[p], len(tiles), *_ranks(numel, k)]
+            tiles += [(p, begin) for begin in range(0, numel, TILE.value)]
+            chunks += [(p, begin) for begin in range(0, max(1, k), SLOTS.value)]
+            blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
+        self.tiles_count, self.chunks_count, self.blocks_count = len(tiles), len(chunks), len(blocks)
+        self.parameters, self.tiles, self.chunks, self.blocks = (
+            _sent(torch.tensor(numbers, dtype=torch.int64), layout.device) for numbers in (rows, tiles, chunks, blocks))
+        expected = TILE.value * layout.slots / max(1, layout.numel)
+        self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
+        self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
+        self.aligned = all(numel * layout.residual.itemsize % 16 == 0 for numel in layout.numels)
+
+
+def _ranks(numel: int, k: int) -> tuple[int, int]:
+    """The ranks of a parameter's sample that its k-th largest should lie between."""
+    if numel <= SAMPLE.value:
+        return k, k
+    hits = k * SAMPLE.value / numel
+    return (max(1, math.floor(hits - DEVIATIONS * math.sqrt(hits))), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """A small tensor, on the device, without waiting for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+_tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
+
+
+def _table(layout: Layout) -> _Tables:
+    table = _tables.get(layout)
+    if table is None:
+        table = _tables[layout] = _Tables(layout)
+    return table
+
+
+def _doubles(numbers: Sequence[float]) -> list[int]:
+    """Their bits, to travel with addresses in one tensor."""
+    return list(struct.unpack(f"={len(numbers)}q", struct.pack(f"={len(numbers)}d", *numbers)))
+
+
+class _Gradients:
+    """The gradients of a bucket as a table of addresses, kinds and momenta on the device, and their scales."""
+
+    def __init__(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None):
+        dtype, device = bucket.v.dtype, bucket.v.device
+        given = [gradients.get(name) for name in bucket.names]
+        dtypes = {gradient.g.dtype for gradient in given if gradient is not None}
+        common = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _TYPES.keys() else dtype
+        self._alive = [None if gradient is None else gradient.g.detach().to(common).contiguous() for gradient in given]
+        addresses = [0 if g is None else g.data_ptr() for g in self._alive]
+        kinds = [_kind(bucket, gradient) for gradient in given]
+        momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
+        self.table = _sent(torch.tensor([addresses, kinds, momenta]), device)
+        self.dtype, self.aligned = _TYPES[common], all(address % 16 == 0 for address in addresses)
+        self.scaled, self.scale = 0, bucket.v
+        if isinstance(scale, Mapping):
+            one = torch.ones((), dtype=dtype, device=device)
+            self.scaled, self.scale = 2, torch.stack([
+                scale[name].to(device, dtype, non_blocking=True) if name in gradients else one
+                for name in bucket.names])
+        elif scale is not None:
+            self.scaled, self.scale = 1, scale.to(device, dtype, non_blocking=True)
+
+
+def _kind(bucket: Bucket, gradient: Gradient | None) -> int:
+    if gradient is None:
+        return ABSENT.value
+    if bucket.u is None or gradient.momentum == 0:
+        return PLAIN.value
+    return NESTEROV.value if gradient.nesterov else HEAVY.value
+
+
+class _Selection:
+    """The launches of one selection, and what they share."""
+
+    def __init__(self, bucket: Bucket, local: _Gradients, layout: Layout):
+        self.table, self.local, self.v = _table(layout), local, bucket.v
+        self.u = bucket.v if bucket.u is None else bucket.u
+        self.count, rounds = len(bucket.names), self.table.rounds + 1
+        new = bucket.v.new_empty
+        self.state = new((rounds + 1) * self.count * STATE.value, dtype=torch.int64)
+        self.histogram = new(rounds * self.count * BINS.value, dtype=torch.int32)
+        self.above = new(rounds * self.count, dtype=torch.int32)
+        self.crowded, self.larger, self.equal = new(3, self.table.blocks_count, dtype=torch.int32)
+        self.found = new(self.table.tiles_count, dtype=torch.int32)
+        notes = self.table.tiles_count * self.table.room
+        self.marks = new(notes, dtype=torch.int32 if bucket.v.itemsize == 4 else torch.int64)
+        self.places = new(notes, dtype=torch.int16)
+        self.squares = new(self.table.tiles_count)
+        self.flags = new(self.count + 1, dtype=torch.int32)
+        self.index, self.used = new(layout.slots, dtype=torch.int64), new(self.count, dtype=torch.int64)
+        self.options = {"GRADIENT": local.dtype, "SCALED": local.scaled, "VELOCITY": bucket.u is not None}
+
+    def accumulate(self, exact: bool, step: int) -> None:
+        table, local = self.table, self.local
+        _sample[(self.count,)](
+            self.u, self.v, local.table, local.scale, table.parameters, self.state, self.histogram, self.above,
+            self.crowded, self.flags, self.used, step, self.count, EXACT=exact, ROUNDS=table.rounds + 1, **self.options,
+            num_warps=8, enable_fp_fusion=False)
+        if table.tiles_count:
+            _accumulate[(table.tiles_count,)](
+                self.u, self.v, local.table, local.scale, table.parameters, table.tiles, self.squares, self.flags,
+                self.state, self.histogram, self.above, self.crowded, self.marks, self.places, self.found, self.count,
+                SELECT=True, ROOM=table.room, ALIGNED=local.aligned and table.aligned, **self.options, num_warps=8,
+                enable_fp_fusion=False)
+
+    def choose(self) -> None:
+        table = self.table
+        grid = table.blocks_count,
+        if not table.blocks_count:
+            return
+        noted = self.crowded, self.marks, self.places, self.found
+        for r in range(table.rounds):
+            _narrow[grid](self.v, table.parameters, table.blocks, self.state, self.histogram, self.above, *noted,
+                          self.count, r, r + 1, ROOM=table.room, num_warps=8)
+        _tally[grid](self.v, table.parameters, table.blocks, self.state, self.histogram, self.above, *noted,
+                     self.larger, self.equal, self.count, table.rounds, table.rounds + 1, ROOM=table.room, num_warps=8)
+        _choose[grid](self.v, table.parameters, table.blocks, self.state, *noted, self.larger, self.equal, self.index,
+                      self.used, self.count, table.rounds + 1, ROOM=table.room, num_warps=8)
+
+
+def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+               layout: Layout) -> list[str]:
+    """As :func:`dgc.kernels.plain.accumulate`; this one asks the device whether the gradients were finite."""
+    with torch.cuda.device_of(bucket.v):
+        _settle_before(bucket, layout)
+        local, table, count = _Gradients(bucket, gradients, scale), _table(layout), len(bucket.names)
+        u = bucket.v if bucket.u is None else bucket.u
+        squares = bucket.v.new_zeros(table.tiles_count)
+        bucket.flags = torch.zeros(count + 1, dtype=torch.int32, device=bucket.v.device)
+        nothing = bucket.v
+        if table.tiles_count:
+            _accumulate[(table.tiles_count,)](
+                u, bucket.v, local.table, local.scale, table.parameters, table.tiles, squares, bucket.flags, nothing,
+                nothing, nothing, nothing, nothing, nothing, nothing, count, GRADIENT=local.dtype,
+                SCALED=local.scaled, VELOCITY=bucket.u is not None, SELECT=False, ROOM=64,
+                ALIGNED=local.aligned and table.aligned, num_warps=8, enable_fp_fusion=False)
+        bucket.gradient_square = squares.sum()
+        return not_finite(bucket)
+
+
+def not_finite(bucket: Bucket) -> list[str]:
+    """The parameters whose last gradient was not finite. Waits for the device."""
+    flags = [] if bucket.flags is None else bucket.flags[:-1].tolist()
+    return [name for name, flag in zip(bucket.names, flags, strict=False) if flag]
+
+
+def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`dgc.kernels.plain.select`, but it names no parameters whose gradient is not finite: that would be a
+    question to the device. It marks them in ``bucket.flags``, which :func:`encode` looks at there.
+    """
+    with torch.cuda.device_of(bucket.v):
+        _settle_before(bucket, layout)
+        selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
+        selection.accumulate(exact, step)
+        selection.choose()
+        bucket.gradient_square, bucket.flags = selection.squares.sum(), selection.flags
+    return [], selection.index, selection.used
+
+
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+    """As :func:`dgc.kernels.plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
+    and the message is the :meth:`dgc.wire.Layout.confession`.
+    """
+    table, (values, positions, exponents, words) = _table(layout), _places(layout)
+    u, flags = bucket.v if bucket.u is None else bucket.u, bucket.flags
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=bucket.v.device)
+    work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
+    with torch.cuda.device_of(bucket.v):
+        grid = table.chunks_count,
+        _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
+        _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
+                     message.view(torch.int16), message.view(torch.int32), len(bucket.names), values, positions,
+                     exponents, words, MASKING=masking and bucket.u is not None, FLAGS=flags is not None,
+                     WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
+        bucket.count(work[0])
+    return message
+
+
+def _places(layout: Layout) -> tuple[int, int, int, int]:
+    """Where the sections of a message begin, in units of 16 bits, and the checksum, in words."""
+    values = 2 * layout.block_starts[-1]
+    positions = values + layout.slots * layout.dtype.itemsize // 2
+    return values, positions, positions + layout.slots, layout.nbytes // 4 - 2
+
+
+class _Verdict:
+    """What the device found in the messages of a step, on its way to the host."""
+
+    def __init__(self, found: Tensor, senders: int):
+        self._senders, self._found = senders, found
+        self._own: tuple[Callable[[], Bucket | None], Tensor] | None = None
+        self._event: Any = None
+        if found.device.type == "cuda":
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def keep(self, bucket: Bucket, message: Tensor) -> None:
+        """See :meth:`Received.own`."""
+        self._own = ref(bucket), message
+
+    def settle(self, layout: Layout) -> None:
+        """Waits for the verdict, puts back what is to be put back, and raises."""
+        if self._event is not None:
+            self._event.synchronize()  # of a step ago, so that there is hardly anything to wait for
+        if not self._found[0]:
+            return
+        if self._own is not None and (bucket := self._own[0]()) is not None:
+            bucket.v.index_add_(0, *layout.read(self._own[1]))
+        for sender, row in enumerate(self._found[1:].view(self._senders, -1).tolist()):
+            wrong = [p for p, flag in enumerate(row[2:]) if flag]
+            if wrong and not row[0]:
+                raise layout.not_finite(sender, wrong)
+            if row[0] or row[1]:
+                raise layout.corrupt(sender)
+
+
+_verdicts: WeakKeyDictionary[Layout, _Verdict] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the last one of each bucket
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether launches return before they are done: else a verdict is there at once."""
+    return device.type == "cuda"
+
+
+def settle(layout: Layout) -> None:
+    """Raises what the last messages with this layout gave reason to, if that has not been raised yet."""
+    verdict = _verdicts.pop(layout, None)
+    if verdict is not None:
+        verdict.settle(layout)
+
+
+def _settle_before(bucket: Bucket, layout: Layout) -> None:
+    """The same where a bucket changes to another layout, and the verdict on the last one would be forgotten."""
+    last = _layouts.get(bucket)
+    _layouts[bucket] = layout
+    if last is not None and last is not layout:
+        settle(last)
+
+
+class Received:
+    """As :class:`dgc.kernels.plain.Received`, except for when it raises: the messages are checked on the device, and the
+    verdict reaches the host while that goes on. The next one with this layout raises it, alike on all ranks, as they
+    all had the same messages; so does :func:`settle`. Until then such messages count as an update of zero.
+
+    While it writes or adds, it holds as many entries as the bucket has, of which it touches those that were sent; they
+    come from torch's allocator and go back there.
+    """
+
+    def __init__(self, layout: Layout, messages: Tensor, divisor: int):
+        layout.check_size(messages.shape[1], 0)
+        settle(layout)
+        self.layout, self._messages, self._divisor = layout, messages.contiguous(), divisor
+        table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
+        _, positions, exponents, words = _places(layout)
+        new, senders = messages.new_zeros, self._senders
+        sums = new(2 * senders, dtype=torch.int32)
+        self._found = new(1 + senders * (count + 2), dtype=torch.int32)
+        self._slots = messages.new_empty(senders * table.blocks_count, dtype=torch.int64)
+        self._message16, self._message32 = self._messages.view(torch.int16), self._messages.view(torch.int32)
+        with torch.cuda.device_of(messages):
+            _sums[(triton.cdiv(words, WORDS.value), senders)](self._message32, sums, words)
+            _check[(table.blocks_count + count, senders)](
+                self._message16, self._message32, sums, self._found, self._slots, table.parameters, table.blocks, count,
+                table.blocks_count, positions, exponents, words)
+            self._verdict = _verdicts[layout] = _Verdict(self._found, senders)
+        if not _runs_ahead(layout.device):
+            settle(layout)
+
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """Has what this rank took out of v for its message put back, should the messages prove to be bad."""
+        if _runs_ahead(self.layout.device):
+            self._verdict.keep(bucket, message)
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        self._receive(targets, None)
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        self._receive(targets, rates)
+
+    def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float] | None) -> None:
+        layout, table, count = self.layout, _table(self.layout), len(self.layout.names)
+        values, positions, exponents, words = _places(layout)
+        addresses = [0 if target is None else target.data_ptr() for target in targets]
+        factors = [0.0] * count if rates is None else [float(rate) for rate in rates]
+        numbers = torch.tensor(addresses + _doubles([*factors, float(self._divisor)]))
+        total = torch.empty(layout.numel, dtype=layout.residual, device=layout.device)
+        if not table.blocks_count:
+            return
+        with torch.cuda.device_of(total):
+            _receive[(table.blocks_count,)](
+                self._message16, self._message32, self._slots, self._found, table.parameters, table.blocks,
+                _sent(numbers, layout.device), total, self._senders, count, table.blocks_count, values, positions,
+                exponents, words, ADD=rates is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
+
+
+def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
+    """As :func:`dgc.kernels.plain.decay`."""
+    if parameter.dtype != torch.float32:  # Triton takes numbers as float32
+        plain.decay(parameter, buffer, m, decay, lr, nesterov)
+    elif parameter.numel():
+        with torch.cuda.device_of(parameter):
+            _decay[(triton.cdiv(parameter.numel(), TILE.value),)](
+                parameter, buffer, parameter.numel(), float(m), float(decay), float(lr), NESTEROV_KIND=nesterov,
+                enable_fp_fusion=False)

@@ -1,0 +1,340 @@
+"""Law 5 for CUDA: each Triton kernel equals its twin in torch operations, to the bit.
+
+With a GPU the kernels are compiled and run there; without one Triton interprets them on the CPU, and they are compiled
+for a GPU all the same. The twin runs on the CPU, where torch divides by dividing.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dgc import kernels, select
+from dgc.kernels import plain
+from dgc.residual import Bucket, Gradient
+from dgc.wire import Layout
+
+cuda = pytest.importorskip("dgc.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)}
+
+
+class Pair:
+    """The same bucket twice: for the Triton kernels, and for their twin."""
+
+    def __init__(self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, wire=torch.float16, counts=None):
+        self.buckets = [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype, device=device) for k, s in shapes.items()},
+                               velocity) for device in (DEVICE, "cpu")]
+        counts = [select.count(sparsity, n) for n in self.buckets[0].numels] if counts is None else counts
+        self.layouts = [Layout(bucket, counts, wire) for bucket in self.buckets]
+
+    def step(self, gradients, step=0, scale=None, exact=False, masking=True):
+        """Returns the message of either, which is the same."""
+        results = []
+        there = {name: Gradient(moved(g.g), g.momentum, g.nesterov) for name, g in gradients.items()}
+        scales = {name: s.to(DEVICE) for name, s in scale.items()} if isinstance(scale, dict) else scale
+        for kernel, bucket, layout, some, clip in zip((cuda, plain), self.buckets, self.layouts, (there, gradients),
+                                                      (scales, scale), strict=True):
+            bad, index, used = kernel.select(bucket, some, clip, layout, exact, step)
+            chosen = index[layout.rank < used[layout.owner]].tolist()
+            message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, masking)
+            results.append((chosen, used.tolist(), message.tolist(), int(bucket.entries_sent)))
+            assert cuda.not_finite(self.buckets[0]) == bad or kernel is cuda
+        assert results[0] == results[1]
+        self.agree()
+        return message
+
+    def agree(self):
+        ours, theirs = self.buckets
+        assert torch.equal(ours.v.cpu(), theirs.v) and (ours.u is None or torch.equal(ours.u.cpu(), theirs.u))
+        torch.testing.assert_close(ours.gradient_square.cpu(), theirs.gradient_square, rtol=1e-4, atol=0)
+
+    def received(self, messages, divisor):
+        """What either makes of the messages: updates, or the error that both raise."""
+        updates, errors = [], []
+        for kernel, layout, device in zip((cuda, plain), self.layouts, (DEVICE, "cpu"), strict=True):
+            try:
+                updates.append(kernel.Received(layout, torch.stack(messages).to(device), divisor))
+                cuda.settle(layout)
+            except (ValueError, FloatingPointError) as error:
+                errors.append(error)
+        assert not errors or [type(e) for e in errors] == 2 * [type(errors[0])]
+        assert len({str(error) for error in errors}) <= 1
+        return errors[0] if errors else updates
+
+
+def moved(g):
+    """On the device, with the same strides."""
+    return g if DEVICE == "cpu" else torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=DEVICE).copy_(g)
+
+
+def gradients(step, dtype=torch.float32, nesterov=False, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(step)
+    return {k: Gradient((10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
+                        0.0 if k == "e" else 0.9, nesterov) for i, (k, s) in enumerate(shapes.items())}
+
+
+def targets(dtype, without=None, shapes=SHAPES):
+    return [[None if name == without else torch.ones(shape, dtype=dtype, device=device)
+             for name, shape in shapes.items()] for device in (DEVICE, "cpu")]
+
+
+def assert_same(ours, theirs):
+    for x, y in zip(ours, theirs, strict=True):
+        assert x is y or torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
+    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.5, True),
+    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.5, False),
+    (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
+def test_steps(wire, dtype, sparsity, nesterov):
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping, no masking."""
+    both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
+    for step in range(3):
+        some, scale = gradients(step, dtype, nesterov), None
+        if step == 1:
+            del some["b"]
+            scale = torch.tensor(0.7)
+        if step == 2:
+            scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
+        messages.append(both.step(some, step, scale, exact=step == 1, masking=step != 2))
+    updates = both.received(messages, 3)
+    for without in (None, "b"):
+        results = targets(dtype, without)
+        for update, some in zip(updates, results, strict=True):
+            update.add(some, [-0.1 * i for i in range(len(SHAPES))])
+        assert_same(*results)
+        for update, some in zip(updates, results, strict=True):
+            update.write(some)
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("layout", ["channels last", "float16", "strided", "unaligned"])
+def test_gradients_of_any_layout(layout):
+    shapes = {"a": (8, 16, 5, 5), "b": (3, 7)}
+    both, some = Pair(shapes=shapes, counts=[30, 2]), gradients(0, shapes=shapes)
+    g = some["a"].g
+    if layout == "channels last":
+        g = g.contiguous(memory_format=torch.channels_last)
+    if layout == "float16":
+        g = g.half()
+    if layout == "strided":
+        g = g.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "unaligned":
+        g = torch.cat([torch.ones(1), g.flatten()])[1:].view(g.shape)
+    both.step({"a": Gradient(g, 0.9), "b": some["b"]})
+
+
+@pytest.mark.parametrize("velocity", [True, False])
+def test_accumulate(velocity):
+    both = Pair(velocity=velocity)
+    for step in range(2):
+        some = gradients(step)
+        if step == 1:
+            some["a"].g[3, 3], some["b"].g[65_999] = torch.nan, -torch.inf
+        for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
+            there = {k: Gradient(g.g.to(bucket.v.device), g.momentum) for k, g in some.items()}
+            assert kernel.accumulate(bucket, there, None, layout) == (["a", "b"] if step == 1 else [])
+        both.agree()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_confessed(bad):
+    both, some = Pair(), gradients(0)
+    some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
+    message = both.step(some)
+    error = both.received([both.step(gradients(1), 1), message], 2)
+    assert str(error) == "rank 1 has a gradient that is not finite, in: a, e"
+
+
+def test_what_has_overflowed_in_v_is_confessed():
+    both = Pair(shapes={"a": (50, 50), "b": (20, 20)})
+    g = {"a": Gradient(torch.full((50, 50), 2e38)), "b": Gradient(torch.ones(20, 20))}
+    for bucket in both.buckets:
+        bucket.v[:7] = 3e38
+    for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
+        there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
+        _, index, used = kernel.select(bucket, there, None, layout, False, 0)
+        message = kernel.encode(bucket, layout, index, used, True).cpu()
+        assert layout.sections(message).exponents.tolist() == [32767, -14]
+    assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
+
+
+@pytest.mark.parametrize(("n", "density", "zeros", "pattern"), [
+    (1, 1.0, 0.0, ""), (9000, 0.001, 0.999, ""), (9000, 0.4, 0.9, ""), (12_000, 0.01, 0.0, "rows"),
+    (12_000, 0.1, 0.5, "sorted"), (9000, 0.1, 0.0, "few"), (9000, 0.01, 0.3, "few"), (10_000, 0.01, 0.0, "equal"),
+    (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.9, "cluster")])
+def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
+    """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros; all at one place."""
+    g = torch.randn(n, generator=torch.Generator().manual_seed(n)) ** 3
+    if pattern == "rows":
+        g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
+    if pattern == "sorted":
+        g = g.sort().values
+    if pattern == "few":
+        g = g.round()
+    if pattern == "equal":
+        g = torch.ones(n)
+    g[:int(zeros * n)] = 0
+    Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (5000, 5000), (8192, 8192), (1, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
+    monkeypatch.setattr(cuda, "_ranks", lambda numel, k: ranks)
+    shapes = {"a": (9000,), "b": (66_000,)}
+    Pair(dtype, shapes, counts=[300, 60]).step(gradients(0, dtype, shapes=shapes))
+
+
+def test_a_message_that_was_changed_is_refused():
+    both = Pair(shapes={"a": (30, 41), "b": (66_000,), "d": (5,)})
+    message = both.step(gradients(0, shapes={"a": (30, 41), "b": (66_000,), "d": (5,)}))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        at, by = (int(torch.randint(high, (1,), generator=generator)) for high in (len(message), 254))
+        changed = message.clone()
+        changed[at] = (int(changed[at]) + 1 + by) % 256
+        assert "the message of rank 1 for bucket 0 is corrupt" in str(both.received([message, changed], 2))
+    layout = both.layouts[1]
+    for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.confession(["b", "d"])):
+        if callable(wrong):
+            wrong(layout, changed := message.clone())
+            wrong = layout.seal(changed)
+        error = both.received([message, wrong, message], 3)
+        assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
+    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 has 7 bytes"):
+        cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
+
+
+def position_beyond(layout, message):
+    layout.sections(message).positions[layout.starts[2]] = -1  # 65,535, of the 5 entries of d
+
+
+def count_beyond(layout, message):
+    layout.sections(message).counts[1] = 2**31 - 1
+
+
+def counts_that_cancel(layout, message):
+    layout.sections(message).counts[1:3] += torch.tensor([-2000, 2000], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("wrong", [position_beyond, count_beyond, counts_that_cancel, None])
+def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
+    """Until then the update is zero, nothing is written anywhere else, and what this rank sent goes back into v."""
+    monkeypatch.setattr(cuda, "_runs_ahead", lambda device: True)
+    shapes = {"a": (30, 41), "b": (66_000,), "d": (5,)}
+    both = Pair(shapes=shapes)
+    message, (bucket, _), (layout, twin) = both.step(gradients(0, shapes=shapes)), both.buckets, both.layouts
+    bad = message.clone() if wrong else twin.confession(["a"])
+    if wrong:
+        wrong(twin, bad)
+        twin.seal(bad)
+    received = cuda.Received(layout, torch.stack([message, bad]).to(DEVICE), 2)
+    received.own(bucket, message.to(DEVICE))
+    guarded = torch.full((sum(bucket.numels) + 200,), 7.0, device=DEVICE)
+    parts = list(guarded[100:-100].split(bucket.numels))
+    received.add(parts, [1.0, 1.0, 1.0])
+    assert (guarded == 7).all()
+    received.write(parts)
+    assert (guarded[100:-100] == 0).all() and (guarded[:100] == 7).all() and (guarded[-100:] == 7).all()
+    before = bucket.v.clone()
+    with pytest.raises(ValueError if wrong else FloatingPointError, match="rank 1"):
+        cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2)
+    index, values = layout.read(message.to(DEVICE))
+    assert len(index) and torch.equal(bucket.v, before.index_add(0, index, values))
+    cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2)
+    cuda.settle(layout)
+
+
+def test_a_verdict_outlives_its_layout(monkeypatch):
+    """The sparsity changes during warm-up, and with it the layout."""
+    monkeypatch.setattr(cuda, "_runs_ahead", lambda device: True)
+    shapes = {"a": (30, 41)}
+    both = Pair(shapes=shapes)
+    both.step(gradients(0, shapes=shapes))
+    cuda.Received(both.layouts[0], both.layouts[1].confession(["a"]).unsqueeze(0).to(DEVICE), 1)
+    bucket = both.buckets[0]
+    del both.layouts
+    with pytest.raises(FloatingPointError, match="rank 0 has a gradient that is not finite, in: a"):
+        cuda.select(bucket, {}, None, Layout(bucket, [4], torch.float16), False, 1)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decay(nesterov, dtype):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(100, 133, generator=generator, dtype=dtype)
+    p, w = [start.to(DEVICE, copy=True), start.clone()], [torch.zeros_like(start, device=d) for d in (DEVICE, "cpu")]
+    for _ in range(3):
+        for i, kernel in enumerate((cuda, plain)):
+            kernel.decay(p[i], w[i], 0.9, 0.01, 0.1, nesterov)
+    assert torch.equal(p[0].cpu(), p[1]) and torch.equal(w[0].cpu(), w[1])
+
+
+def test_which_is_found():
+    assert kernels.find("cuda", torch.float32) is cuda and kernels.find("cuda", torch.float64) is cuda
+    assert kernels.find("cuda", torch.bfloat16) is plain
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one")
+def test_a_step_asks_the_device_nothing():
+    both = Pair()
+    bucket, layout = both.buckets[0], both.layouts[0]
+    some = {k: Gradient(g.g.to(DEVICE), g.momentum) for k, g in gradients(0).items()}
+    scale, ours = torch.tensor(0.5, device=DEVICE), targets(torch.float32)[0]
+    for step in range(3):
+        torch.cuda.synchronize()
+        if step:  # the first one makes the layout's tables
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, index, used = cuda.select(bucket, some, scale, layout, False, step)
+            message = cuda.encode(bucket, layout, index, used, True)
+            received = cuda.Received(layout, torch.stack([message, message]), 2)
+            received.write(ours)
+            received.add(ours, [0.1] * len(ours))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_compile_for_a_gpu():
+    """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["20", "kernels"]
+
+
+COMPILE = """
+import re, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dgc.kernels import cuda
+
+kernels = [kernel for kernel in vars(cuda).values() if isinstance(kernel, triton.JITFunction)]
+# What is launched writes somewhere and returns nothing; the others are compiled as parts of these.
+doors = [cuda._sample, cuda._accumulate, cuda._narrow, cuda._tally, cuda._choose, cuda._largest, cuda._write,
+         cuda._sums, cuda._check, cuda._receive]
+types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages sums verdict".split(), "*i32")
+types |= dict.fromkeys("table parameters tiles state blocks index used chunks work slots".split(), "*i64")
+types |= dict.fromkeys(["places", "message16"], "*i16")
+count = 0
+for real, bits, wire in ((tl.float32, 32, tl.float16), (tl.float64, 64, tl.bfloat16)):
+    types |= dict.fromkeys("u v scale squares total".split(), "*fp%d" % bits) | {"marks": "*i%d" % bits}
+    constants = dict(GRADIENT=real, SCALED=2, VELOCITY=True, EXACT=False, ROUNDS=4, SELECT=True, ROOM=64, ALIGNED=True,
+                     MASKING=True, FLAGS=True, WIRE=wire, ADD=True)
+    for kernel in doors:
+        here = {n: c for n, c in constants.items() if n in kernel.arg_names}
+        signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
+        compiled = triton.compile(ASTSource(kernel, signature, here, aligned), target=GPUTarget("cuda", 90, 32),
+                                  options={"enable_fp_fusion": False, "num_warps": 8})
+        assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full", compiled.asm["ptx"]), kernel
+        if kernel is cuda._accumulate:  # 16 bytes at once
+            assert re.search(r"ld.global[.\\w]*v[24]", compiled.asm["ptx"])
+        count += 1
+print(count, "kernels")
+"""
