@@ -24,7 +24,8 @@ SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)
 class Pair:
     """The same bucket twice: for the Triton kernels, and for their twin."""
 
-    def __init__(self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, wire=torch.float16, counts=None):
+    def __init__(self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, wire=torch.float16,
+                 counts=None):
         self.buckets = [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype, device=device) for k, s in shapes.items()},
                                velocity) for device in (DEVICE, "cpu")]
         counts = [select.count(sparsity, n) for n in self.buckets[0].numels] if counts is None else counts
@@ -41,8 +42,8 @@ class Pair:
             chosen = index[layout.rank < used[layout.owner]].tolist()
             message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, masking)
             results.append((chosen, used.tolist(), message.tolist(), int(bucket.entries_sent)))
-            assert cuda.not_finite(self.buckets[0]) == bad or kernel is cuda
         assert results[0] == results[1]
+        assert cuda.not_finite(self.buckets[0]) == bad
         self.agree()
         return message
 
@@ -87,8 +88,8 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
-    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.5, True),
-    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.5, False),
+    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.8, True),
+    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
     (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
 def test_steps(wire, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping, no masking."""
@@ -166,9 +167,9 @@ def test_what_has_overflowed_in_v_is_confessed():
 @pytest.mark.parametrize(("n", "density", "zeros", "pattern"), [
     (1, 1.0, 0.0, ""), (9000, 0.001, 0.999, ""), (9000, 0.4, 0.9, ""), (12_000, 0.01, 0.0, "rows"),
     (12_000, 0.1, 0.5, "sorted"), (9000, 0.1, 0.0, "few"), (9000, 0.01, 0.3, "few"), (10_000, 0.01, 0.0, "equal"),
-    (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.9, "cluster")])
+    (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.99, "")])
 def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
-    """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros; all at one place."""
+    """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
     g = torch.randn(n, generator=torch.Generator().manual_seed(n)) ** 3
     if pattern == "rows":
         g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
@@ -318,9 +319,9 @@ kernels = [kernel for kernel in vars(cuda).values() if isinstance(kernel, triton
 # What is launched writes somewhere and returns nothing; the others are compiled as parts of these.
 doors = [cuda._sample, cuda._accumulate, cuda._narrow, cuda._tally, cuda._choose, cuda._largest, cuda._write,
          cuda._sums, cuda._check, cuda._receive]
-types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages sums verdict".split(), "*i32")
+types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages sums".split(), "*i32")
 types |= dict.fromkeys("table parameters tiles state blocks index used chunks work slots".split(), "*i64")
-types |= dict.fromkeys(["places", "message16"], "*i16")
+types |= dict.fromkeys(["places", "message16"], "*i16") | {"verdict": "*i32"}
 count = 0
 for real, bits, wire in ((tl.float32, 32, tl.float16), (tl.float64, 64, tl.bfloat16)):
     types |= dict.fromkeys("u v scale squares total".split(), "*fp%d" % bits) | {"marks": "*i%d" % bits}

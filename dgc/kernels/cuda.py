@@ -90,11 +90,11 @@ def _magnitude(v):
 
 @triton.jit
 def _greatest(v):
-    """The greatest such integer, and that of infinity; v tells the type."""
+    """The greatest such integer; v tells the type."""
     if v.dtype.element_ty == tl.float32:
-        return tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0x7F800000, tl.int64)
+        return tl.full([], 0x7FFFFFFF, tl.int64)
     else:
-        return tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), tl.full([], 0x7FF0000000000000, tl.int64)
+        return tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, fl
     p = tl.program_id(0)
     here, out = parameters + p * PARAMETER, state + p * STATE
     numel, k, kind = tl.load(here + NUMEL), tl.load(here + K), tl.load(table + count + p)
-    greatest, infinity = _greatest(v)
+    greatest = _greatest(v)
     for r in range(ROUNDS):
         tl.store(histogram + (r * count + p) * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
         tl.store(above + r * count + p, 0)
@@ -193,7 +193,7 @@ def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, fl
         mask, at = i < numel, tl.load(here + OFFSET) + i
         g = _gradient(table, scale, p, count, i, mask, v, GRADIENT, SCALED, False)
         m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
-        before = g * 0
+        before = tl.zeros_like(g)
         if VELOCITY:
             before = tl.load(u + at, mask=mask & (kind != PLAIN), other=0)
         _, x = _moved(kind, before, tl.load(v + at, mask=mask, other=0), g, m)
@@ -243,7 +243,7 @@ def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, hi
     g = tl.where(finite, g, 0)
     tl.store(squares + t, tl.sum(g * g))
     m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
-    before = g * 0
+    before = tl.zeros_like(g)
     if VELOCITY:
         before = tl.load(u + at, mask=mask & (kind != PLAIN), other=0)
     y, x = _moved(kind, before, tl.load(v + at, mask=mask, other=0), g, m)
@@ -347,7 +347,7 @@ def _narrow(v, parameters, blocks, state, histogram, above, crowded, marks, plac
     """One program a block: takes the histogram ``before`` to narrow the interval, and adds to the one ``after``."""
     b = tl.program_id(0)
     p, here, first_block, begin, size = _block(parameters, blocks, b)
-    greatest, infinity = _greatest(v)
+    greatest = _greatest(v)
     row = before * count + p
     first, last, shift, need, wide = _narrowed(state + row * STATE, histogram + row * BINS, above + row, greatest)
     row = after * count + p
@@ -374,7 +374,7 @@ def _tally(v, parameters, blocks, state, histogram, above, crowded, marks, place
     """One program a block: how many of its entries are larger than the k-th largest, and how many as large."""
     b = tl.program_id(0)
     p, here, first_block, begin, size = _block(parameters, blocks, b)
-    greatest, infinity = _greatest(v)
+    greatest = _greatest(v)
     row = before * count + p
     kth, last, shift, need, wide = _narrowed(state + row * STATE, histogram + row * BINS, above + row, greatest)
     if b == first_block:
@@ -464,13 +464,12 @@ def _largest(v, parameters, chunks, used, index, work):
 @triton.jit
 def _exponent(largest, v):
     """The exponent that goes with a parameter's largest magnitude."""
-    greatest, infinity = _greatest(v)
     if v.dtype.element_ty == tl.float32:
         double = largest.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
     else:
         double = largest
     exponent = tl.maximum(tl.where(largest == 0, 0, (double >> 52) - 1022) - TOP, -1022)
-    return tl.where(largest >= infinity, NONFINITE, exponent)
+    return tl.where((double >> 52) == 2047, NONFINITE, exponent)  # infinite, or not a number
 
 
 @triton.jit
@@ -617,7 +616,8 @@ def _values(message16, message32, slot, mask, values_at, power, dtype: tl.conste
     return (value.to(tl.float64) * power).to(dtype)
 
 
-@triton.jit(do_not_specialize=["senders", "count", "blocks_count", "values_at", "positions_at", "exponents_at", "words"])
+@triton.jit(do_not_specialize=["senders", "count", "blocks_count", "values_at", "positions_at", "exponents_at",
+                               "words"])
 def _receive(message16, message32, slots, verdict, parameters, blocks, table, total, senders, count, blocks_count,
              values_at, positions_at, exponents_at, words, ADD: tl.constexpr, WIRE: tl.constexpr):
     """One program a block: adds up what all messages say there, in the order of ranks, and divides.
@@ -676,13 +676,13 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
 
 
 @triton.jit
-def _decay(p, w, n, m, decay, lr, NESTEROV_KIND: tl.constexpr):
+def _decay(p, w, n, m, decay, lr, LOOKS_AHEAD: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(p + i, mask=i < n, other=0)
     term = x * decay
     y = m * tl.load(w + i, mask=i < n, other=0) + term
     tl.store(w + i, y, mask=i < n)
-    if NESTEROV_KIND:
+    if LOOKS_AHEAD:
         y = m * y + term
     tl.store(p + i, x - lr * y, mask=i < n)
 
@@ -696,10 +696,14 @@ class _Tables:
     """A layout's numbers, on its device."""
 
     def __init__(self, layout: Layout):
-        rows, tiles, chunks, blocks = [], [], [], []
-        for p, (numel, k) in enumerate(zip(layout.numels, layout.counts, strict=True)):
-            k = min(k, numel)
-            rows += [layout.offsets[p], numel, k, layout.starts[p], layout.block_starts[p], len(tiles), *_ranks(numel, k)]
+        rows: list[list[int]] = []
+        tiles: list[tuple[int, int]] = []  # parameter, and where it begins there
+        chunks: list[tuple[int, int]] = []  # of slots
+        blocks: list[int] = []  # parameter
+        for p, (numel, slots) in enumerate(zip(layout.numels, layout.counts, strict=True)):
+            k, first_tile = min(slots, numel), len(tiles)
+            rows.append([layout.offsets[p], numel, k, layout.starts[p], layout.block_starts[p], first_tile,
+                         *_ranks(numel, k)])
             tiles += [(p, begin) for begin in range(0, numel, TILE.value)]
             chunks += [(p, begin) for begin in range(0, max(1, k), SLOTS.value)]
             blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
@@ -945,9 +949,9 @@ def _settle_before(bucket: Bucket, layout: Layout) -> None:
 
 
 class Received:
-    """As :class:`dgc.kernels.plain.Received`, except for when it raises: the messages are checked on the device, and the
-    verdict reaches the host while that goes on. The next one with this layout raises it, alike on all ranks, as they
-    all had the same messages; so does :func:`settle`. Until then such messages count as an update of zero.
+    """As :class:`dgc.kernels.plain.Received`, except for when it raises: the messages are checked on the device, and
+    the verdict reaches the host while that goes on. The next one with this layout raises it, alike on all ranks, as
+    they all had the same messages; so does :func:`settle`. Until then such messages count as an update of zero.
 
     While it writes or adds, it holds as many entries as the bucket has, of which it touches those that were sent; they
     come from torch's allocator and go back there.
@@ -1007,5 +1011,5 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
     elif parameter.numel():
         with torch.cuda.device_of(parameter):
             _decay[(triton.cdiv(parameter.numel(), TILE.value),)](
-                parameter, buffer, parameter.numel(), float(m), float(decay), float(lr), NESTEROV_KIND=nesterov,
+                parameter, buffer, parameter.numel(), float(m), float(decay), float(lr), LOOKS_AHEAD=nesterov,
                 enable_fp_fusion=False)
