@@ -1,17 +1,16 @@
 """What accumulating, selecting and taking costs on one CUDA device: dgc's Triton kernels, their twin in torch
-operations, and torch's exact top-k, against the floor, which is reading g, u, v and writing u, v once at the speed of a
-device copy.
+operations, and torch's exact top-k.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
 
+The floor is what reading g, u, v and writing u, v once takes at the speed of a device copy, measured in the same run.
 Each step has a fresh gradient. Times are medians between CUDA events after a warm-up of 20 steps; "host" is how long
-the calls keep the host, which for the kernels is all that the backward pass could notice. "Energy" is the sum of squares
-of what is chosen, over that of the k largest of each tensor.
+the calls keep the host, which for the kernels is all that a backward pass beside them would notice. "Energy" is the sum
+of squares of what is chosen, over that of the k largest of each tensor.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,17 +18,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
+import typer
 from gradients import heavy_tailed, resnet50
+from torch import Tensor
 
 from dgc import select
 from dgc.kernels import plain
@@ -37,7 +34,6 @@ from dgc.residual import Bucket, Gradient
 from dgc.wire import Layout
 
 Shapes = Sequence[tuple[int, ...]]
-Step = Callable[[dict[str, Gradient], int], tuple[Tensor, Tensor]]
 M = 0.9
 
 
@@ -116,16 +112,14 @@ def copy_bandwidth(device: torch.device, numel: int) -> float:
     return 8 * numel / (1e-3 * statistics.median(timer(lambda: b.copy_(a))[0] for _ in range(20)))
 
 
-def measure(name: str, path: Any, shapes: Shapes, device: torch.device, warmup: int, steps: int,
-            check: bool) -> dict[str, Any]:
-    """One row of the table. With ``check``, one step must not make the host wait, or it raises RuntimeError."""
+def measure(path: Any, shapes: Shapes, device: torch.device, warmup: int, steps: int, check: bool) -> dict[str, Any]:
+    """One row of the table. With ``check``, a step that makes the host wait raises RuntimeError."""
     timer, drawn, times = Timer(device), heavy_tailed(shapes, device=device), []
     for step in range(warmup + steps):
         gradients = {str(i): Gradient(g, M) for i, g in enumerate(next(drawn))}
-        times.append(timer(lambda: path.step(gradients, step)))  # noqa: B023 (called at once)
+        times.append(timer(partial(path.step, gradients, step)))
     gradients = {str(i): Gradient(g, M) for i, g in enumerate(next(drawn))}
-    if check:
-        torch.cuda.synchronize()
+    if check and device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
             path.step(gradients, warmup + steps)
@@ -133,67 +127,65 @@ def measure(name: str, path: Any, shapes: Shapes, device: torch.device, warmup: 
             torch.cuda.set_sync_debug_mode("default")
     entries, energy = path.quality(gradients, warmup + steps + 1)
     device_ms, host_ms = (statistics.median(column) for column in zip(*times[warmup:], strict=True))
-    return {"path": name, "device_ms": device_ms, "host_ms": host_ms, "entries": entries, "energy": energy}
+    return {"device_ms": device_ms, "host_ms": host_ms, "entries": entries, "energy": energy}
 
 
 def versions(device: torch.device) -> dict[str, str]:
     import triton
     cuda = device.type == "cuda"
-    return {"date": datetime.now(timezone.utc).date().isoformat(),
-            "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, interpreted",
-            "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-            "cuda": str(torch.version.cuda)}
+    return {"device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, interpreted",
+            "torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda),
+            "python": platform.python_version()}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cpu runs Triton's interpreter: to try the script, not to time")
-    parser.add_argument("--numel", type=int, help="one flat tensor of so many entries, in place of the three cases")
-    parser.add_argument("--sparsity", type=float, default=0.999)
-    parser.add_argument("--warmup", type=int, default=20, help="steps")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--check-sync", action="store_true",
-                        help="fail if a step of the kernels waits for the device (torch.cuda.set_sync_debug_mode)")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = arguments()
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
+         device: Annotated[str, typer.Option(help="cpu: Triton's interpreter, to try the script and not to time.")
+                           ] = "cuda",
+         numel: Annotated[int, typer.Option(help="One flat tensor of so many entries, instead of the cases.")] = 0,
+         sparsity: float = 0.999,
+         warmup: Annotated[int, typer.Option(help="Steps before the first that counts.")] = 20,
+         steps: Annotated[int, typer.Option(min=1)] = 50,
+         check_sync: Annotated[bool, typer.Option(
+             "--check-sync", help="Fail where a step of the kernels waits for the device.")] = False) -> None:
+    """Times compression on one CUDA device: the Triton kernels, the torch operations, exact top-k, and the floor."""
+    if device != "cpu" and not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch finds none here.")
-    if device.type == "cpu":
+    if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     from dgc.kernels import cuda
 
+    there = torch.device(device)
     cases: dict[str, Shapes] = {"ResNet-50, 161 tensors": resnet50(), "flat, 25 M": [(25_000_000,)],
                                 "flat, 200 M": [(200_000_000,)]}
-    if args.numel:
-        cases = {f"flat, {args.numel}": [(args.numel,)]}
-    bandwidth = copy_bandwidth(device, args.numel or 1 << 28)
-    results: dict[str, Any] = {**versions(device), "sparsity": args.sparsity, "copy_gb_per_s": bandwidth / 1e9, "cases": {}}
-    print(", ".join(f"{key} {value}" for key, value in results.items() if key != "cases"))
+    if numel:
+        cases = {f"flat, {numel:,}": [(numel,)]}
+    paths: dict[str, Callable[[Shapes], Any]] = {
+        "kernels (Triton)": lambda shapes: Kernel(cuda, shapes, sparsity, there),
+        "sampled (torch)": lambda shapes: Kernel(plain, shapes, sparsity, there),
+        "exact top-k (torch)": lambda shapes: ExactTopK(shapes, sparsity, there)}
+    bandwidth = copy_bandwidth(there, numel or 1 << 28)
+    machine, rows = versions(there), []
+    print(", ".join(f"{key} {value}" for key, value in machine.items()) + f"; copies {bandwidth / 1e9:.0f} GB/s")
     for case, shapes in cases.items():
-        floor = 1e3 * 5 * 4 * sum(torch.Size(shape).numel() for shape in shapes) / bandwidth
-        print(f"\n{case}: floor {floor:.3f} ms")
-        rows = []
-        for name, make in (("kernels", lambda s: Kernel(cuda, s, args.sparsity, device)),
-                           ("torch twin", lambda s: Kernel(plain, s, args.sparsity, device)),
-                           ("torch exact top-k", lambda s: ExactTopK(s, args.sparsity, device))):
-            row = measure(name, make(shapes), shapes, device, args.warmup, args.steps,
-                          args.check_sync and name == "kernels")
-            row["floors"] = row["device_ms"] / floor
-            rows.append(row)
-            print(f"{name:18} {row['device_ms']:9.3f} ms  {row['floors']:7.2f} floors  host {row['host_ms']:8.3f} ms  "
-                  f"{row['entries']:8} entries  energy {row['energy']:.6f}", flush=True)
-        results["cases"][case] = {"floor_ms": floor, "rows": rows}
-    if args.check_sync:
+        total = sum(torch.Size(shape).numel() for shape in shapes)
+        floor = 1e3 * 5 * 4 * total / bandwidth
+        print(f"\n{case}: the floor is {floor:.3f} ms")
+        for name, path in paths.items():
+            row = measure(path(shapes), shapes, there, warmup, steps, check_sync and name.startswith("kernels"))
+            rows.append({"case": case, "numel": total, "tensors": len(shapes), "method": name, **row, "floor_ms": floor,
+                         "of_floor": row["device_ms"] / floor})
+            print(f"{name:20}{row['device_ms']:9.3f} ms, {row['device_ms'] / floor:6.2f} x the floor; host "
+                  f"{row['host_ms']:8.3f} ms; {row['entries']:,} entries, energy {row['energy']:.6f}", flush=True)
+    if check_sync:
         print("\nNo step of the kernels waited for the device.")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+    if out:
+        result = {"benchmark": "gpu", "sparsity": sparsity, "warmup": warmup, "steps": steps,
+                  "date": time.strftime("%Y-%m-%d"), "copy_gb_per_s": bandwidth / 1e9, "machine": machine, "rows": rows}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

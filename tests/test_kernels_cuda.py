@@ -4,9 +4,11 @@ With a GPU the kernels are compiled and run there; without one Triton interprets
 for a GPU all the same. The twin runs on the CPU, where torch divides by dividing.
 """
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 from dgc import kernels, select
 from dgc.kernels import plain
 from dgc.residual import Bucket, Gradient
-from dgc.wire import Layout
+from dgc.wire import Layout, seal
 
 cuda = pytest.importorskip("dgc.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,7 +206,7 @@ def test_a_message_that_was_changed_is_refused():
     for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.confession(["b", "d"])):
         if callable(wrong):
             wrong(layout, changed := message.clone())
-            wrong = layout.seal(changed)
+            wrong = seal(changed)
         error = both.received([message, wrong, message], 3)
         assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
     with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 has 7 bytes"):
@@ -233,7 +235,7 @@ def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
     bad = message.clone() if wrong else twin.confession(["a"])
     if wrong:
         wrong(twin, bad)
-        twin.seal(bad)
+        seal(bad)
     received = cuda.Received(layout, torch.stack([message, bad]).to(DEVICE), 2)
     received.own(bucket, message.to(DEVICE))
     guarded = torch.full((sum(bucket.numels) + 200,), 7.0, device=DEVICE)
@@ -299,6 +301,15 @@ def test_a_step_asks_the_device_nothing():
             received.add(ours, [0.1] * len(ours))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_benchmark_runs(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--numel", "9000", "--warmup", "1", "--steps", "1", "--out",
+               str(tmp_path / "gpu.json"), "--device", DEVICE, "--check-sync"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [(row["entries"], row["energy"]) for row in rows] == 3 * [(9, pytest.approx(1))]
 
 
 def test_kernels_compile_for_a_gpu():

@@ -100,7 +100,8 @@ def _greatest(v):
 @triton.jit
 def _power_of_two(exponent):
     """2^exponent as float64, from its bits."""
-    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    biased = tl.minimum(tl.maximum(exponent.to(tl.int64), -1022), 1023) + 1023
+    return (biased << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -958,7 +959,8 @@ class Received:
     """
 
     def __init__(self, layout: Layout, messages: Tensor, divisor: int):
-        layout.check_size(messages.shape[1], 0)
+        if messages.shape[1] != layout.nbytes:
+            layout.check(messages[0], 0)  # raises
         settle(layout)
         self.layout, self._messages, self._divisor = layout, messages.contiguous(), divisor
         table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
