@@ -113,6 +113,11 @@ class Bucket:
         self.count(torch.full_like(self.entries_sent, self.numel))
         return taken
 
+    def not_finite(self) -> list[str]:
+        """The parameters that ``flags`` marks. Waits for the device."""
+        flags = [] if self.flags is None else self.flags.tolist()
+        return [name for name, flag in zip(self.names, flags, strict=False) if flag]
+
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries

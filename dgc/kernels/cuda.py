@@ -634,8 +634,8 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
     dtype: tl.constexpr = total.dtype.element_ty
     target = address.to(tl.pointer_type(dtype)) + begin
     if not ADD:
-        for i in range(0, size, TILE):
-            local = i + tl.arange(0, TILE)
+        for z in range(0, size, TILE):
+            local = z + tl.arange(0, TILE)
             tl.store(target + local, tl.zeros([TILE], dtype), mask=local < size)
     if tl.load(verdict) != 0:
         return
@@ -788,7 +788,7 @@ class _Selection:
         self.state = new((rounds + 1) * self.count * STATE.value, dtype=torch.int64)
         self.histogram = new(rounds * self.count * BINS.value, dtype=torch.int32)
         self.above = new(rounds * self.count, dtype=torch.int32)
-        self.crowded, self.larger, self.equal = new(3, self.table.blocks_count, dtype=torch.int32)
+        self.crowded, self.larger, self.equal = (new(self.table.blocks_count, dtype=torch.int32) for _ in range(3))
         self.found = new(self.table.tiles_count, dtype=torch.int32)
         notes = self.table.tiles_count * self.table.room
         self.marks = new(notes, dtype=torch.int32 if bucket.v.itemsize == 4 else torch.int64)
@@ -843,13 +843,7 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
                 SCALED=local.scaled, VELOCITY=bucket.u is not None, SELECT=False, ROOM=64,
                 ALIGNED=local.aligned and table.aligned, num_warps=8, enable_fp_fusion=False)
         bucket.gradient_square = squares.sum()
-        return not_finite(bucket)
-
-
-def not_finite(bucket: Bucket) -> list[str]:
-    """The parameters whose last gradient was not finite. Waits for the device."""
-    flags = [] if bucket.flags is None else bucket.flags[:-1].tolist()
-    return [name for name, flag in zip(bucket.names, flags, strict=False) if flag]
+        return bucket.not_finite()
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
