@@ -132,6 +132,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), divisor, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
     if _dense_is_cheaper(layout, bucket, world):
+        bad = bad or bucket.not_finite()
         index = index[layout.rank < used[layout.owner]][:0 if bad else None]
         values = bucket.v[index]
         bucket.take(index, values, config.factor_masking)
@@ -274,7 +275,10 @@ def _gathered(bucket: Bucket, layout: Layout, message: Tensor, divisor: int) -> 
     """What all ranks' messages say, and their sum."""
     try:
         messages = yield Collective("gather", message)
-        return _kernel(bucket).Received(layout, messages, divisor)
+        update = _kernel(bucket).Received(layout, messages, divisor)
+        if hasattr(update, "own"):  # it may still turn out to be bad
+            update.own(bucket, message)
+        return update
     except BaseException:
         bucket.v.index_add_(0, *layout.read(message))
         raise
