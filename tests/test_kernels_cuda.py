@@ -22,6 +22,7 @@ from dgc.residual import Bucket, Gradient
 from dgc.wire import Layout, seal
 
 cuda = pytest.importorskip("dgc.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)}
 
@@ -116,6 +117,18 @@ def test_steps(wire, dtype, sparsity, nesterov):
         for update, some in zip(updates, results, strict=True):
             update.write(some)
         assert_same(*results)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU chooses the order itself")
+def test_the_order_of_programs_plays_no_part(monkeypatch):
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    place = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+    both = Pair()
+    messages = [both.step(gradients(step), step) for step in range(2)]
+    for (update, some) in zip(both.received(messages, 2), results := targets(torch.float32), strict=True):
+        update.write(some)
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("layout", ["channels last", "float16", "strided", "unaligned"])

@@ -123,13 +123,13 @@ def _moved(kind, u, v, g, m):
 
 
 @triton.jit
-def _gradient(table, scale, p, count, i, mask, like, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
+def _gradient(table, scale, p, begin, i, mask, like, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
               ALIGNED: tl.constexpr):
-    """Entries i of parameter p's gradient, clipped, in the residual's dtype."""
+    """Entries begin + i of parameter p's gradient, clipped, in the residual's dtype."""
     g = tl.load(table + p).to(tl.pointer_type(GRADIENT))
     if ALIGNED:
         g = tl.multiple_of(g, 16)
-    x = tl.load(g + i, mask=mask, other=0).to(like.dtype.element_ty)
+    x = tl.load(g + begin + i, mask=mask, other=0).to(like.dtype.element_ty)
     if SCALED == 1:
         x = x * tl.load(scale)
     if SCALED == 2:
@@ -192,7 +192,7 @@ def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, fl
         if numel > SAMPLE:
             i = _scattered(i, numel, step.to(tl.int64))
         mask, at = i < numel, tl.load(here + OFFSET) + i
-        g = _gradient(table, scale, p, count, i, mask, v, GRADIENT, SCALED, False)
+        g = _gradient(table, scale, p, 0, i, mask, v, GRADIENT, SCALED, False)
         m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
         before = tl.zeros_like(g)
         if VELOCITY:
@@ -233,10 +233,10 @@ def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, hi
         return
     if ALIGNED:  # so that a thread reads 16 bytes at once
         begin, numel, offset = tl.multiple_of(begin, 16), tl.multiple_of(numel, 16), tl.multiple_of(offset, 16)
-    local = tl.arange(0, TILE)
-    i = begin + local
-    mask, at = i < numel, offset + i
-    g = _gradient(table, scale, p, count, i, mask, v, GRADIENT, SCALED, ALIGNED)
+    i = tl.arange(0, TILE)
+    mask = i < tl.minimum(numel - begin, TILE).to(tl.int32)
+    g = _gradient(table, scale, p, begin, i, mask, v, GRADIENT, SCALED, ALIGNED)
+    us, vs = u + (offset + begin), v + (offset + begin)
     finite = tl.abs(g) < float("inf")
     if tl.sum((~finite).to(tl.int32)) > 0:
         tl.store(flags + p, 1)
@@ -246,11 +246,11 @@ def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, hi
     m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
     before = tl.zeros_like(g)
     if VELOCITY:
-        before = tl.load(u + at, mask=mask & (kind != PLAIN), other=0)
-    y, x = _moved(kind, before, tl.load(v + at, mask=mask, other=0), g, m)
+        before = tl.load(us + i, mask=mask & (kind != PLAIN), other=0)
+    y, x = _moved(kind, before, tl.load(vs + i, mask=mask, other=0), g, m)
     if VELOCITY:
-        tl.store(u + at, y, mask=mask & (kind != PLAIN))
-    tl.store(v + at, x, mask=mask)
+        tl.store(us + i, y, mask=mask & (kind != PLAIN))
+    tl.store(vs + i, x, mask=mask)
     if SELECT:
         bits = tl.where(mask, _magnitude(x), 0)
         first, last = tl.load(state + p * STATE).to(bits.dtype), tl.load(state + p * STATE + 1).to(bits.dtype)
@@ -265,7 +265,7 @@ def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, hi
             if number <= ROOM:
                 slot = t * ROOM + tl.cumsum(reached.to(tl.int32), 0) - 1
                 tl.store(marks + slot, bits, mask=reached)
-                tl.store(places + slot, local.to(tl.int16), mask=reached)
+                tl.store(places + slot, i.to(tl.int16), mask=reached)
             else:
                 tl.store(crowded + tl.load(here + FIRST_BLOCK) + begin // BLOCK, 1)
         tl.store(found + t, tl.minimum(number, ROOM))
@@ -332,7 +332,7 @@ def _block(parameters, blocks, b):
     here = parameters + p * PARAMETER
     first_block = tl.load(here + FIRST_BLOCK)
     begin = (b - first_block) * BLOCK
-    return p, here, first_block, begin, tl.minimum(tl.load(here + NUMEL) - begin, BLOCK)
+    return p, here, first_block, begin, tl.minimum(tl.load(here + NUMEL) - begin, BLOCK).to(tl.int32)
 
 
 @triton.jit
@@ -356,14 +356,14 @@ def _narrow(v, parameters, blocks, state, histogram, above, crowded, marks, plac
         _keep(state + row * STATE, first, last, shift, need, wide)
     if shift >= 0:
         if wide + tl.load(crowded + b) > 0:
-            start = tl.load(here + OFFSET) + begin
-            for i in range(0, size, TILE):
-                local = i + tl.arange(0, TILE)
-                bits = _magnitude(tl.load(v + start + local, mask=local < size, other=0))
+            vs = v + (tl.load(here + OFFSET) + begin)
+            for z in range(0, size, TILE):
+                i = z + tl.arange(0, TILE)
+                bits = _magnitude(tl.load(vs + i, mask=i < size, other=0))
                 _count_bins(histogram + row * BINS, bits, first, last, shift)
         else:
             tile = tl.load(here + FIRST_TILE) + begin // TILE
-            bits, local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
+            bits, _local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
             _count_bins(histogram + row * BINS, bits, first, last, shift)
 
 
@@ -382,15 +382,15 @@ def _tally(v, parameters, blocks, state, histogram, above, crowded, marks, place
         _keep(state + (after * count + p) * STATE, kth, last, shift, need, wide)
     more, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     if wide + tl.load(crowded + b) > 0:
-        start = tl.load(here + OFFSET) + begin
-        for i in range(0, size, TILE):
-            local = i + tl.arange(0, TILE)
-            bits = _magnitude(tl.load(v + start + local, mask=local < size, other=0))
+        vs = v + (tl.load(here + OFFSET) + begin)
+        for z in range(0, size, TILE):
+            i = z + tl.arange(0, TILE)
+            bits = _magnitude(tl.load(vs + i, mask=i < size, other=0))
             more += tl.sum((bits > kth.to(bits.dtype)).to(tl.int32))
             ties += tl.sum((bits == kth.to(bits.dtype)).to(tl.int32))
     else:
         tile = tl.load(here + FIRST_TILE) + begin // TILE
-        bits, local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
+        bits, _local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
         more += tl.sum((bits > kth.to(bits.dtype)).to(tl.int32))
         ties += tl.sum((bits == kth.to(bits.dtype)).to(tl.int32))
     tl.store(larger + b, more)
@@ -398,14 +398,16 @@ def _tally(v, parameters, blocks, state, histogram, above, crowded, marks, place
 
 
 @triton.jit
-def _put(index, at, end, position, bits, kth, need, ties):
-    """Writes the positions of those that are sent to index[at:end], and returns where to go on, and the ties so far."""
+def _put(index, at, end, start, i, bits, kth, need, ties):
+    """Writes the positions start + i of those that are sent to index[at:end]. Returns where to go on, and the ties so
+    far.
+    """
     tie = bits == kth
-    order = ties + tl.cumsum(tie.to(tl.int64), 0)
-    chosen = (bits > kth) | (tie & (order <= need))
-    slot = at + tl.cumsum(chosen.to(tl.int64), 0) - 1
-    tl.store(index + slot, position, mask=chosen & (slot < end))
-    return at + tl.sum(chosen.to(tl.int64)), ties + tl.sum(tie.to(tl.int64))
+    left = tl.minimum(tl.maximum(need - ties, 0), BLOCK).to(tl.int32)
+    chosen = (bits > kth) | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= left))
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(index + at + (rank - 1), start + i, mask=chosen & (rank <= tl.minimum(end - at, BLOCK).to(tl.int32)))
+    return at + tl.sum(chosen.to(tl.int32)), ties + tl.sum(tie.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["count", "after"])
@@ -418,26 +420,25 @@ def _choose(v, parameters, blocks, state, crowded, marks, places, found, larger,
     kth, need, wide = tl.load(state), tl.load(state + 3), tl.load(state + 4)
     more, ties = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)  # in the blocks before this one
     for c in range(first_block, b, 1024):
-        i = c + tl.arange(0, 1024)
-        more += tl.sum(tl.load(larger + i, mask=i < b, other=0).to(tl.int64))
-        ties += tl.sum(tl.load(equal + i, mask=i < b, other=0).to(tl.int64))
+        block = c + tl.arange(0, 1024)
+        more += tl.sum(tl.load(larger + block, mask=block < b, other=0).to(tl.int64))
+        ties += tl.sum(tl.load(equal + block, mask=block < b, other=0).to(tl.int64))
     start, offset = tl.load(here + START), tl.load(here + OFFSET)
     at, end = start + more + tl.minimum(ties, need), start + tl.load(here + K)
     if wide + tl.load(crowded + b) > 0:
-        for i in range(0, size, TILE):
-            local = i + tl.arange(0, TILE)
-            position = offset + begin + local
-            bits = _magnitude(tl.load(v + position, mask=local < size, other=0))
-            at, ties = _put(index, at, end, position, bits, kth.to(bits.dtype), need, ties)
+        for z in range(0, size, TILE):
+            i = z + tl.arange(0, TILE)
+            bits = _magnitude(tl.load(v + (offset + begin) + i, mask=i < size, other=0))
+            at, ties = _put(index, at, end, offset + begin, i, bits, kth.to(bits.dtype), need, ties)
     else:
         tile = tl.load(here + FIRST_TILE) + begin // TILE
         bits, local = _noted(marks, places, found, tile, (size + TILE - 1) // TILE, ROOM)
-        at, ties = _put(index, at, end, offset + begin + local, bits, kth.to(bits.dtype), need, ties)
+        at, ties = _put(index, at, end, offset + begin, local, bits, kth.to(bits.dtype), need, ties)
     if begin + size == tl.load(here + NUMEL):
         tl.store(used + p, at - start)
         for c in range(at, end, 1024):  # unused slots point at an entry too
-            i = c + tl.arange(0, 1024)
-            tl.store(index + i, offset + i * 0, mask=i < end)
+            slot = c + tl.arange(0, 1024)
+            tl.store(index + slot, offset + slot * 0, mask=slot < end)
 
 
 # -- take and write down -----------------------------------------------------------------------------------------------
@@ -678,7 +679,8 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
 
 @triton.jit
 def _decay(p, w, n, m, decay, lr, LOOKS_AHEAD: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
+    p, w, n = p + begin, w + begin, tl.minimum(n - begin, TILE).to(tl.int32)
     x = tl.load(p + i, mask=i < n, other=0)
     term = x * decay
     y = m * tl.load(w + i, mask=i < n, other=0) + term
@@ -1008,4 +1010,4 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
         with torch.cuda.device_of(parameter):
             _decay[(triton.cdiv(parameter.numel(), TILE.value),)](
                 parameter, buffer, parameter.numel(), float(m), float(decay), float(lr), LOOKS_AHEAD=nesterov,
-                enable_fp_fusion=False)
+                num_warps=8, enable_fp_fusion=False)
