@@ -141,6 +141,16 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     return (yield from _gathered(bucket, layout, message, divisor))
 
 
+def settle(bucket: Bucket) -> None:
+    """Raises what the last exchange gave reason to, where a device runs ahead and that was not known yet.
+
+    Raises:
+        FloatingPointError, ValueError: as :func:`reduce`.
+    """
+    if bucket.layout is not None:
+        _kernel(bucket).settle(bucket.layout[1])
+
+
 def _kernel(bucket: Bucket) -> Any:
     return kernels.find(bucket.v.device.type, bucket.v.dtype)
 
@@ -276,8 +286,7 @@ def _gathered(bucket: Bucket, layout: Layout, message: Tensor, divisor: int) -> 
     try:
         messages = yield Collective("gather", message)
         update = _kernel(bucket).Received(layout, messages, divisor)
-        if hasattr(update, "own"):  # it may still turn out to be bad
-            update.own(bucket, message)
+        update.own(bucket, message)  # on a device that runs ahead they may still prove to be bad
         return update
     except BaseException:
         bucket.v.index_add_(0, *layout.read(message))

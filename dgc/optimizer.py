@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dgc.compressor import (
     reduce_rounded,
     reduce_sparse,
     sent_bytes,
+    settle,
 )
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
@@ -228,8 +230,9 @@ class _Distributed(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
-        for _, _, exchange in getattr(self, "_exchanges", ()):
-            exchange.abandon(wait=False)
+        for _, parameters, exchange in getattr(self, "_exchanges", ()):
+            with _beside(parameters[0].device):
+                exchange.abandon(wait=False)
         self._exchanges: list[tuple[_Shipment, list[Tensor], Exchange]] = []  # with the parameters that take part
         self._next = 0  # the first shipment that has not been launched
         self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
@@ -446,7 +449,8 @@ class _Distributed(torch.optim.Optimizer):
             _norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
 
     def _begin(self, shipment: _Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
-        self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
+        with _beside(parameters[0].device):
+            self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
     def _count(self, collective: Collective) -> None:
         nbytes = collective.tensor.numel() * collective.tensor.element_size()
@@ -472,14 +476,19 @@ class _Distributed(torch.optim.Optimizer):
         with torch.no_grad():
             while self._exchanges:
                 shipment, parameters, exchange = self._exchanges.pop(0)
+                device = parameters[0].device
                 try:
-                    update = exchange.finish()
+                    with _beside(device):
+                        update = exchange.finish()
                 except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
-                    for _, _, other in self._exchanges:
-                        other.abandon(wait=True)
+                    for _, others, other in self._exchanges:
+                        with _beside(others[0].device):
+                            other.abandon(wait=True)
                     self._exchanges.clear()
                     self._reset()
                     raise
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).wait_stream(_stream(device))
                 if isinstance(update, Tensor):  # a sparse one
                     parameters[0].grad = update
                 else:
@@ -556,6 +565,11 @@ class _Distributed(torch.optim.Optimizer):
 
     def _buckets(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
+
+    def _settle(self) -> None:
+        """A GPU runs ahead: it may have found something in the last step's messages that has not been raised yet."""
+        for bucket in self._buckets():
+            settle(bucket)
 
     def _kept(self) -> list[Bucket]:
         return [shipment.kept for shipment in self._shipments if shipment.kept is not None]
@@ -678,6 +692,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def residual_state_dict(self) -> dict[str, Any]:
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
+        self._settle()
         world = self._transport.world or World(0, 1)
         state: dict[str, Any] = {"version": 1, "rank": world.rank, "size": world.size, "u": {}, "v": {}}
         for bucket in self._kept():
@@ -731,6 +746,7 @@ class _Distributed(torch.optim.Optimizer):
                             "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
         if self._fired:
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
+        self._settle()
         self._world = self._transport.world
         self._last.setdefault("bytes_sent", 0.0)
         self._last.setdefault("message_bytes", 0)
@@ -746,6 +762,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
+        self._settle()
         buckets, last, totals = self._buckets(), self._last, self._totals
         numel = sum(parameter.numel() for parameter in self._delay)
         return Report(
@@ -892,6 +909,23 @@ def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Te
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
     if state.get(key) is None:
         state[key] = None if like is None else torch.zeros_like(like, requires_grad=False)
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, what is launched within runs after what has been launched so far and beside what is launched next."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
-Every module here has the same five names: ``accumulate``, ``select``, ``encode``, ``Received`` and ``decay``. ``plain``
-is written in torch operations and runs anywhere; the others agree with it to the bit.
+Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``settle`` and ``decay``.
+``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit.
 """
 
 from __future__ import annotations

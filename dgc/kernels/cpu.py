@@ -699,6 +699,9 @@ class Received:
             wrong = np.flatnonzero(sections[4][sender] == NONFINITE).tolist()
             raise layout.not_finite(sender, wrong)
 
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """As plain."""
+
     def write(self, targets: Sequence[Tensor | None]) -> None:
         self._receive(targets, ())
 
@@ -715,6 +718,10 @@ class Received:
             first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
             positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
             like), table.blocks, table.threads)
+
+
+def settle(layout: Layout) -> None:
+    """As :func:`dgc.kernels.plain.settle`."""
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

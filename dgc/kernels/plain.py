@@ -82,6 +82,11 @@ class Received:
         self.layout, self._divisor = layout, divisor
         self._entries = [layout.decode(message, sender) for sender, message in enumerate(messages)]
 
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """Told what this rank took out of v for its message, which goes back should the messages prove to be bad.
+        Here that has been seen to by now.
+        """
+
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """Overwrites the targets, one for each parameter or None, with it: contiguous, in the residual's dtype."""
         for target, part in zip(targets, self._total(), strict=True):
@@ -99,6 +104,12 @@ class Received:
         for index, values in self._entries:
             total.index_add_(0, index, values)
         return total.div_(self._divisor).split(self.layout.numels)
+
+
+def settle(layout: Layout) -> None:
+    """Raises what messages with this layout gave reason to, where that is known later than they are received. Not
+    here.
+    """
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
