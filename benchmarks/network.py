@@ -47,6 +47,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve()
 WORK = "--work"  # how this file calls itself within a host
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+GIVEN = 8  # parameters that are given their gradients together
 WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
 MODELS = {  # channels of the stages, where it is trained
     "resnet50": (), "lstm": (), "resnet110": (16, 32, 64), "resnet110-wide": (16, 32, 256)}
@@ -113,17 +114,20 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
     shapes = getattr(shapes_of, model)()
 
     class Give(torch.autograd.Function):
-        """Its backward pass gives a parameter its gradient, and keeps no reference, so that autograd takes it over."""
+        """Its backward pass gives some parameters their gradients, and keeps no reference, so that autograd takes them
+        over. Some at a time, as each call costs as much as 20,000 entries do.
+        """
 
         @staticmethod
-        def forward(ctx: Any, x: Any, parameter: Any, gradients: list[Any], i: int) -> Any:
-            ctx.gradients, ctx.i = gradients, i
+        def forward(ctx: Any, x: Any, gradients: list[Any], begin: int, *parameters: Any) -> Any:
+            ctx.gradients, ctx.begin, ctx.count = gradients, begin, len(parameters)
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, *outputs: Any) -> Any:
-            gradient, ctx.gradients[ctx.i] = ctx.gradients[ctx.i], None
-            return outputs[0], gradient, None, None
+            given = ctx.gradients[ctx.begin:ctx.begin + ctx.count]
+            ctx.gradients[ctx.begin:ctx.begin + ctx.count] = [None] * ctx.count
+            return outputs[0], None, None, *given
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -131,9 +135,9 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
             self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
         def forward(self, gradients: list[Any]) -> Any:
-            x = torch.zeros(())
-            for i, parameter in enumerate(self.weights):
-                x = Give.apply(x, parameter, gradients, i)
+            x = torch.zeros((), requires_grad=True)
+            for begin in range(0, len(self.weights), GIVEN):
+                x = Give.apply(x, gradients, begin, *self.weights[begin:begin + GIVEN])
             return x
 
     call, optimizer = METHODS[method](Model(), options)

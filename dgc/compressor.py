@@ -202,7 +202,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     """
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
     layout, divisor = Whole(bucket, dtype), world.size if average else 1
-    if 2 * bucket.numel * bucket.v.element_size() < layout.nbytes * world.size:  # see _dense_is_cheaper
+    if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in _dense_is_cheaper
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), divisor, bad))
     message, sent = layout.encode(bucket.v, bad)
     if not bad:

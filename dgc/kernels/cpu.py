@@ -597,7 +597,7 @@ class _Gradients:
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            g = gradient.g.detach().to(dtype).contiguous()
+            g = gradient.g.to(dtype).contiguous()
             self._alive.append(g)
             self.addresses[p] = g.data_ptr()
             moving = bucket.u is not None and gradient.momentum != 0
