@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -236,23 +237,26 @@ def _strip(kind, u, v, g, n, s, m, threshold, like):
 
 
 @_jit
-def _accumulate(start, end, w, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, firsts, u, v,
-                found, sizes, founds, bad):
+def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, at, room, u, v,
+                found, sizes, firsts, founds, bad):
     """Entries start to end of the bucket: adds the gradients in, and writes down where v then exceeds the threshold.
 
-    Worker w writes positions to ``found`` and magnitudes to ``sizes`` from ``firsts[w, p]`` on, for each parameter p at
-    most ``limits[w, p]``, and how many to ``founds[w, p]``; -1 if there were more. What is not finite counts as 0, and
-    marks its parameter in ``bad``. Returns the squared norm.
+    Positions go to ``found`` and magnitudes to ``sizes`` at places ``at`` to ``room``. For each parameter p
+    ``firsts[chunk, p]`` tells where they begin, and ``founds[chunk, p]`` how many there are; -1 if there were more
+    than ``limits[p]``, or no room. What is not finite counts as 0, and marks its parameter in ``bad[chunk]``.
+
+    Returns:
+        The squared norm, and the place behind the last one used.
     """
     clean = np.empty(PANEL, v.dtype)
     size, total = v.itemsize, 0.0
     for p in range(len(numels)):
         offset, count = offsets[p], 0
         low, high = max(start, offset), min(end, offset + numels[p])
-        founds[w, p] = 0
+        firsts[chunk, p], founds[chunk, p] = at, 0
         if low >= high or kinds[p] == ABSENT:
             continue
-        m, threshold, at, most = momenta[p], thresholds[p], firsts[w, p], limits[w, p]
+        m, threshold, most = momenta[p], thresholds[p], min(limits[p], room - at)
         if threshold < 0:
             threshold = v.dtype.type(np.inf)
         for a in range(low, high, PANEL):
@@ -264,7 +268,7 @@ def _accumulate(start, end, w, grads, kinds, momenta, scales, offsets, numels, t
                 for i in range(n):
                     x = s * raw[i]
                     if not abs(x) < np.inf:
-                        bad[p] = True
+                        bad[chunk, p] = True
                         x = v.dtype.type(0)
                     clean[i] = x
                 s, g = v.dtype.type(1), clean.ctypes.data
@@ -280,8 +284,12 @@ def _accumulate(start, end, w, grads, kinds, momenta, scales, offsets, numels, t
                             found[at + count] = i
                             sizes[at + count] = abs(v[i])
                         count += 1
-        founds[w, p] = count if count <= most else -1
-    return total
+        if count > most:
+            founds[chunk, p] = -1
+        else:
+            founds[chunk, p] = count
+            at += count
+    return total, at
 
 
 # -- select ------------------------------------------------------------------------------------------------------------
@@ -534,11 +542,7 @@ class _Tables:
         chunks = 1 if threads == 1 else -(-layout.numel // CHUNK)
         cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
         self.chunks = list(pairwise(cuts))
-        ends = self.offsets + self.numels
-        overlaps = np.stack([np.clip(np.minimum(ends, b) - np.maximum(self.offsets, a), 0, None)
-                             for a, b in self.chunks])
-        self.limits = np.minimum(overlaps, 4 * self.counts + PANEL)
-        self.firsts = (np.cumsum(self.limits) - self.limits.ravel()).reshape(self.limits.shape)
+        self.limits = np.minimum(self.numels, 4 * self.counts + PANEL)  # of what is noted to choose from
         shares = max(1, min(threads, layout.slots // SLOTS))
         cuts = [layout.numel * w // shares for w in range(shares + 1)]
         self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
@@ -616,20 +620,30 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
     return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype))[0]
 
 
-def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) -> tuple[list[str], Any, Any, Any]:
+def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) -> tuple[list[str], Any, Any, Any, Any]:
     u, v = _arrays(bucket)
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
-    found, sizes = np.empty(room, np.int64), np.empty(room, v.dtype)
-    founds, bad = np.zeros_like(table.firsts), np.zeros(table.firsts.shape, np.bool_)
+    threads = min(table.threads, len(table.chunks))
+    found, sizes = np.empty(threads * room, np.int64), np.empty(threads * room, v.dtype)
+    shape = len(table.chunks), len(table.numels)
+    firsts, founds, bad = np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.bool_)
+    regions = iter(range(threads))
+    place: dict[int, list[int]] = {}  # of each thread: where its next note goes, and where its room ends
 
-    def work(c: int, start: int, end: int) -> float:
-        return _accumulate(start, end, c, local.addresses, local.kinds, local.momenta, local.scales, table.offsets,
-                           table.numels, thresholds, table.limits, table.firsts, u, v, found, sizes, founds,
-                           bad[c])
+    def work(chunk: int, start: int, end: int) -> float:
+        thread = threading.get_ident()
+        if thread not in place:
+            region = next(regions)
+            place[thread] = [region * room, (region + 1) * room]
+        at, end_of_room = place[thread]
+        square, place[thread][0] = _accumulate(
+            start, end, chunk, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+            thresholds, table.limits, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
+        return square
 
     squares = _share(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
     bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype)
-    return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, founds
+    return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
 
 
 def _arrays(bucket: Bucket) -> tuple[Any, Any]:
@@ -649,12 +663,12 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         _share(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
             table.counts, u, v, tiny, thresholds), table.parameters, table.threads)
-    bad, found, sizes, founds = _walk(bucket, table, local, thresholds)
+    bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
     _share(lambda first, last: _choose(
         first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
-        sizes, table.firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
+        sizes, firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
     return bad, index, used
 
 
