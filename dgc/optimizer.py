@@ -37,7 +37,7 @@ from dgc.transport import Exchange, find
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 
-BUCKET_NUMEL = 1 << 24  # more entries in a bucket => fewer messages, less overlap with the backward pass
+BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
