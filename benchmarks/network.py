@@ -25,7 +25,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 import mmap
 import os
 import platform
@@ -311,7 +310,7 @@ def plot(cases: list[dict[str, Any]], file: Path) -> None:
         axis.set(yscale="log", xticks=range(len(rates)), xticklabels=rates, ylabel="seconds a step (min, median, max)",
                  title=f"training {model}" if MODELS[model] else f"one exchange of {model}")
     lowest, highest = (f(value for case in cases for value in case["spread_seconds"]) for f in (min, max))
-    axes[0][0].set_ylim(10 ** math.floor(math.log10(lowest)), 1.2 * highest)
+    axes[0][0].set_ylim(lowest / 3, 1.2 * highest)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods))
     figure.savefig(file, dpi=150)
 
