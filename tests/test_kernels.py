@@ -1,5 +1,9 @@
 """Law 5: each fused kernel equals its twin in torch operations, to the bit."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,3 +207,15 @@ def test_decay(nesterov, dtype):
 def test_which_is_found():
     assert kernels.find("cpu", torch.float32) is cpu and kernels.find("cpu", torch.float64) is cpu
     assert kernels.find("cpu", torch.bfloat16) is plain and kernels.find("xpu", torch.float32) is plain
+
+
+def test_a_compiler_that_does_not_work_is_told(tmp_path):
+    """A numba that refuses the NumPy beside it, say: a warning, and the torch operations."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 1.0 or less')")
+    code = ("import torch, dgc.kernels; "
+            "print(dgc.kernels.find('cpu', torch.float32).__name__, dgc.kernels.find('cpu', torch.float32).__name__)")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
+                             env={**os.environ, "PYTHONPATH": path})
+    assert process.stdout.split() == ["dgc.kernels.plain"] * 2
+    assert process.stderr.count("numba is installed but cannot be imported (Numba needs NumPy 1.0 or less)") == 1
