@@ -162,6 +162,13 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
         assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used):])
 
 
+def test_messages_of_another_size_are_refused():
+    layout = Layout(pair()[0], [1] * len(SHAPES), torch.float16)
+    for kernel in (cpu, plain):
+        with pytest.raises(ValueError, match=r"the message of rank 0 for bucket 0 has \d+ bytes; expected \d+"):
+            kernel.Received(layout, torch.zeros(2, layout.nbytes - 4, dtype=torch.uint8), 2)
+
+
 def test_a_message_that_was_changed_is_refused():
     buckets = pair()
     layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], torch.float16)

@@ -701,9 +701,11 @@ class Received:
     """As :class:`dgc.kernels.plain.Received`."""
 
     def __init__(self, layout: Layout, messages: Tensor, divisor: int):
-        self.layout, self._messages, self._divisor = layout, messages, divisor
+        self.layout, self._divisor = layout, divisor
+        if messages.shape[1] != layout.nbytes:
+            layout.check(messages[0], 0)  # raises
         table = _table(layout)
-        self._sections = sections = _sections(table, messages.numpy())
+        self._sections = sections = _sections(table, messages.contiguous().numpy())
         self._slots = np.empty((len(messages), len(table.owners)), np.int64)
         sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
                               table.block_starts, sections[0], sections[3], sections[4], self._slots)
