@@ -13,14 +13,12 @@ Training follows the paper and fb.resnet.torch: lr 0.1, divided by 10 after 81 a
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import job
 import torch
 import torch.nn.functional as F  # noqa: N812
 import typer
@@ -94,37 +92,9 @@ def resnet(depth: int) -> nn.Module:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-def connect() -> tuple[int, int, str]:
-    """Initialises what this process was launched by: rank, number of ranks, and its name."""
-    if (rank := dgc.lockstep.current()) is not None:
-        return rank.world.rank, rank.world.size, "lockstep"
-    if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        import horovod.torch as hvd
-        hvd.init()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(hvd.local_rank())
-        return hvd.rank(), hvd.size(), "horovod"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
-
-
-def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, a: Any, steps: int) -> Any:
-    """The one line that a Horovod user replaces, for each of the methods."""
-    named = list(model.named_parameters())
-    if launcher == "horovod" and a.method in ("dense", "fp16"):
-        import horovod.torch as hvd
-        compression = hvd.Compression.fp16 if a.method == "fp16" else hvd.Compression.none
-        return hvd.DistributedOptimizer(optimizer, named, compression)
-    if a.method == "fp16":
-        raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
-    return dgc.DistributedOptimizer(optimizer, named, config(a, steps))
-
-
 def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
-    if a.method == "dense":
+    if a.method in ("dense", "fp16"):
         return dgc.Config(sparsity=0.0)
     if a.method == "topk":  # gradient dropping (Aji and Heafield 2017)
         return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
@@ -146,23 +116,14 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
     return 100 * right / len(images)
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    torch.save(state, part)
-    part.replace(path)
-
-
 def train(a: Any) -> dict[str, Any]:
     """One rank's training; rank 0 reports."""
-    rank, size, launcher = connect()
+    rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, (images, labels), (test_images, test_labels) = load(find_data(a.data, a.cache))
-    count = torch.tensor([len(images)])
-    dgc.broadcast_parameters([("images", count)])
+    count, = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
-        raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count.item()}: give --data on all of them")
+        raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
     torch.manual_seed(a.seed)
@@ -173,30 +134,16 @@ def train(a: Any) -> dict[str, Any]:
         raise typer.BadParameter(f"--batch-size {a.batch_size} x {size} workers is more than {len(images)} images")
 
     optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
-    optimizer = distributed(optimizer, model, launcher, a, steps)
+    optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(a.epochs * e / 164) for e in (81, 122)])
 
-    history: list[dict[str, Any]] = []
-    file = "epoch{:03d}-rank{}of{}.pt"
-    if a.resume:
-        done = [e for e in range(a.epochs, 0, -1)
-                if all((a.checkpoints / file.format(e, r, size)).exists() for r in range(size))]
-        if done:
-            state = torch.load(a.checkpoints / file.format(done[0], rank, size), map_location=device)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            if state["residuals"] is not None:
-                optimizer.load_residual_state_dict(state["residuals"])
-            scheduler.load_state_dict(state["scheduler"])
-            history = state["history"]
-
+    history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
     board = None
     if rank == 0 and a.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
         board = SummaryWriter(a.tensorboard)
-    dense_bytes = 2 * (size - 1) / size * 4 * sum(p.numel() for p in model.parameters())
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
-    assumed = dense_bytes / (2 if a.method == "fp16" else 1)
+    assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
     generator = torch.Generator()
     with tqdm(total=a.epochs * steps, initial=len(history) * steps, disable=rank > 0, desc=a.method,
               mininterval=1, dynamic_ncols=True) as bar:
@@ -234,23 +181,11 @@ def train(a: Any) -> dict[str, Any]:
                     board.add_scalar(key, history[-1][key], epoch + 1)
                 board.flush()
             if a.checkpoints:
-                save(a.checkpoints / file.format(epoch + 1, rank, size), {
-                    "model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history,
-                    "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "optimizer"},
-                    "residuals": optimizer.residual_state_dict() if counted else None})
-                (a.checkpoints / file.format(epoch - 1, rank, size)).unlink(missing_ok=True)  # two are enough
-    result = {"recipe": "cifar10", "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
-              "parameters": sum(p.numel() for p in model.parameters()), "dense_bytes_per_step": dense_bytes,
-              "accuracy": history[-1]["accuracy"], "history": history,
-              "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()
-                           if k not in ("data", "cache", "out", "checkpoints", "tensorboard", "resume")},
-              "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                          "device": str(device), "torch": torch.__version__, "python": platform.python_version()}}
+                job.checkpoint(a, rank, size, model, optimizer, scheduler, history)
+    result = job.summary(a, "cifar10", dataset, launcher, size, steps, model, history,
+                         accuracy=history[-1]["accuracy"])
     if rank == 0 and a.out:
-        a.out.parent.mkdir(parents=True, exist_ok=True)
-        part = a.out.with_name(a.out.name + ".part")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(a.out)
+        job.write(a.out, result)
     return result
 
 
@@ -282,14 +217,7 @@ def main(
     import argparse
     a = argparse.Namespace(**locals())
     del a.argparse
-    if resume and checkpoints is None:
-        raise typer.BadParameter("--resume needs --checkpoints")
-    if threads:
-        torch.set_num_threads(threads)
-    launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
-    if launched and virtual_workers > 1:
-        raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
-    result = train(a) if launched else dgc.lockstep.run(lambda: train(a), virtual_workers)[0]
+    result = job.run(lambda: train(a), a)
     if not math.isnan(result["accuracy"]):  # rank 0
         print(f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs", flush=True)
 

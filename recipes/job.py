@@ -1,0 +1,122 @@
+"""What the recipes share, whatever they train: how they are launched, go on from checkpoints, and write results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+import dgc
+
+FILE = "epoch{:03d}-rank{}of{}.pt"
+
+
+def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
+    """Trains as one of the launched ranks, or as all of ``--virtual-workers``; what rank 0, or this rank, returned."""
+    if a.resume and a.checkpoints is None:
+        raise typer.BadParameter("--resume needs --checkpoints")
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
+    if launched and a.virtual_workers > 1:
+        raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
+    return train() if launched else dgc.lockstep.run(train, a.virtual_workers)[0]
+
+
+def connect() -> tuple[int, int, str]:
+    """Initialises what this process was launched by: rank, number of ranks, and its name."""
+    if (rank := dgc.lockstep.current()) is not None:
+        return rank.world.rank, rank.world.size, "lockstep"
+    if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        import horovod.torch as hvd
+        hvd.init()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(hvd.local_rank())
+        return hvd.rank(), hvd.size(), "horovod"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
+
+
+def of_rank_0(values: list[float], device: torch.device) -> list[float]:
+    """Rank 0's values, on all ranks; to the bit below 2**53."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dgc.broadcast_parameters([("values", tensor)])
+    return tensor.tolist()
+
+
+def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:
+    """The one line that a Horovod user replaces, for each of the methods."""
+    named = list(model.named_parameters())
+    if launcher == "horovod" and method in ("dense", "fp16"):
+        import horovod.torch as hvd
+        compression = hvd.Compression.fp16 if method == "fp16" else hvd.Compression.none
+        return hvd.DistributedOptimizer(optimizer, named, compression)
+    if method == "fp16":
+        raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
+    return dgc.DistributedOptimizer(optimizer, named, config)
+
+
+def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
+    """Takes up the last epoch of which every rank has a checkpoint, and returns the history up to there."""
+    done = [e for e in range(a.epochs, 0, -1) if all((a.checkpoints / FILE.format(e, r, size)).exists()
+                                                     for r in range(size))]
+    if not done:
+        return []
+    device = next(model.parameters()).device
+    state = torch.load(a.checkpoints / FILE.format(done[0], rank, size), map_location=device)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if state["residuals"] is not None:
+        optimizer.load_residual_state_dict(state["residuals"])
+    scheduler.load_state_dict(state["scheduler"])
+    return state["history"]
+
+
+def checkpoint(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any,
+               history: list[dict[str, Any]]) -> None:
+    """Saves the epoch that has just ended, on every rank: residuals differ. It is written whole or not at all."""
+    epoch = len(history)
+    path = a.checkpoints / FILE.format(epoch, rank, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    torch.save({
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history,
+        "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "optimizer"},
+        "residuals": optimizer.residual_state_dict() if hasattr(optimizer, "residual_state_dict") else None}, part)
+    part.replace(path)
+    (a.checkpoints / FILE.format(epoch - 2, rank, size)).unlink(missing_ok=True)  # two are enough
+
+
+def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: int, model: nn.Module,
+            history: list[dict[str, Any]], **measured: float) -> dict[str, Any]:
+    """What ``--out`` writes and report.py reads."""
+    return {"recipe": recipe, "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dense_bytes_per_step": dense_bytes(model, size), **measured, "history": history,
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()
+                         if k not in ("data", "cache", "out", "checkpoints", "tensorboard", "resume")},
+            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                        "device": str(next(model.parameters()).device), "torch": torch.__version__,
+                        "python": platform.python_version()}}
+
+
+def dense_bytes(model: nn.Module, size: int) -> float:
+    """What each of ``size`` workers sends in a ring allreduce of the gradients in float32."""
+    return 2 * (size - 1) / size * 4 * sum(p.numel() for p in model.parameters())
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
