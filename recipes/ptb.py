@@ -189,7 +189,7 @@ def train(a: Any) -> dict[str, Any]:
 
     optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum)
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0, eps=0)
     # Clipping after the exchange loses nothing in dense training; where it does, that is what is being studied.
     warnings.filterwarnings("ignore", "the gradient of .* was changed between synchronize")
 
