@@ -6,7 +6,7 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -201,7 +201,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         FloatingPointError, ValueError: as :func:`reduce`.
     """
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
-    layout, divisor = Whole(bucket, dtype), world.size if average else 1
+    layout, divisor = _kept(bucket, dtype, lambda: Whole(bucket, dtype)), world.size if average else 1
     if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in _dense_is_cheaper
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), divisor, bad))
     message, sent = layout.encode(bucket.v, bad)
@@ -251,12 +251,15 @@ def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
 
 
 def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype) -> Layout:
-    """The bucket's own where nothing has changed: it holds what depends on the shapes alone."""
-    key = sparsity, dtype
+    return _kept(bucket, (sparsity, dtype),
+                 lambda: Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype))
+
+
+def _kept(bucket: Bucket, key: Any, make: Callable[[], Any]) -> Any:
+    """The bucket's layout, made anew where something has changed: it holds what depends on the shapes alone."""
     if bucket.layout is None or bucket.layout[0] != key:
-        bucket.layout = key, Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
-    layout: Layout = bucket.layout[1]
-    return layout
+        bucket.layout = key, make()
+    return bucket.layout[1]
 
 
 def _dense_is_cheaper(layout: Layout, bucket: Bucket, world: World) -> bool:

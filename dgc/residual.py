@@ -123,6 +123,7 @@ class Bucket:
         self.entries_sent = entries
         self.total_entries = self.total_entries + entries
 
+
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:
     """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B).
 

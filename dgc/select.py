@@ -35,6 +35,13 @@ def exact(v: Tensor, k: int) -> Tensor:
     return torch.cat([larger, ties]).sort().values
 
 
+def stride(k: int) -> int:
+    """Of how many lines one is sampled to find the k largest; odd, so that it has no common period with the shapes
+    that parameters have.
+    """
+    return k // max(HITS, math.isqrt(k) // 4) | 1
+
+
 def sampled(v: Tensor, k: int, step: int) -> Tensor:
     """The same as :func:`exact`, with less work: only what exceeds a sampled threshold is sorted.
 
@@ -48,12 +55,11 @@ def sampled(v: Tensor, k: int, step: int) -> Tensor:
         k: how many are wanted.
         step: the optimizer's step, which rotates the sample.
     """
-    stride = k // max(HITS, math.isqrt(k) // 4) | 1  # odd: no common period with the shapes that parameters have
-    lines = v.numel() // LINE
-    if stride == 1 or lines < stride:
+    every, lines = stride(k), v.numel() // LINE
+    if every == 1 or lines < every:
         return exact(v, k)
     magnitude = v.abs()
-    sample = magnitude[:lines * LINE].view(lines, LINE)[step % stride::stride].flatten()
+    sample = magnitude[:lines * LINE].view(lines, LINE)[step % every::every].flatten()
     hits = k * sample.numel() / v.numel()
     rank = min(sample.numel(), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
     threshold = torch.topk(sample, rank, sorted=False).values.min()

@@ -33,7 +33,7 @@ NONFINITE = 32767  # the exponent that says: a value of this parameter was not f
 
 
 class Sections(NamedTuple):
-    """A message, or N of them stacked, as typed views: (..., B), (..., K), (..., K), (..., P)."""
+    """A message as typed views: (B,), (K,), (K,), (P,)."""
 
     counts: Tensor
     values: Tensor
@@ -59,17 +59,14 @@ class Layout:
         self.block_starts = tuple(accumulate(blocks, initial=0))  # the first block of each parameter, and B
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
-        self._ends = tuple(accumulate(sizes))
-        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
+        self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
+        self.nbytes = self.ends[-1] + -self.ends[-1] % 4 + 8
 
     def sections(self, message: Tensor) -> Sections:
-        """Views into a message (nbytes,) or several (N, nbytes), uint8."""
-        a, b, c, d = self._ends
-        if message.dim() == 1:
-            return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
-                            message[b:c].view(torch.int16), message[c:d].view(torch.int16))
-        return Sections(message.view(torch.int32)[:, :a // 4], _columns(message, a, b, self.dtype),
-                        _columns(message, b, c, torch.int16), _columns(message, c, d, torch.int16))
+        """Views into a message, uint8 (nbytes,)."""
+        a, b, c, d = self.ends
+        return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
+                        message[b:c].view(torch.int16), message[c:d].view(torch.int16))
 
     @cached_property
     def owner(self) -> Tensor:
@@ -141,9 +138,7 @@ class Layout:
         """
         self.check(message, sender)
         counts, _, _, exponents = self.sections(message)
-        wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
-        if wrong:
-            raise self.not_finite(sender, wrong)
+        _check_finite(exponents, self.names, sender)
         limit = torch.tensor(self.counts, device=self.device)
         if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self._used(counts) > limit).any()):
             raise self.corrupt(sender)
@@ -192,7 +187,7 @@ class Whole:
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype):
-        self.bucket, self.names, self.numels, self.dtype = bucket.name, bucket.names, bucket.numels, dtype
+        self.bucket, self.names, self.dtype = bucket.name, bucket.names, dtype
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         self._ends = tuple(accumulate((dtype.itemsize * bucket.numel, 2 * len(bucket.names))))
         self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
@@ -217,9 +212,7 @@ class Whole:
         """The values, flat. Raises as :meth:`Layout.decode`."""
         check(message, self.nbytes, self.bucket, sender)
         exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
-        if wrong:
-            raise not_finite(sender, [self.names[i] for i in wrong])
+        _check_finite(exponents, self.names, sender)
         return _scaled(message[:self._ends[0]].view(self.dtype), exponents[self._owner], self.residual)
 
 
@@ -240,6 +233,13 @@ def check(message: Tensor, nbytes: int, bucket: str, sender: int) -> None:
 
 def not_finite(sender: int, names: Iterable[str]) -> FloatingPointError:
     return FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {', '.join(names)}")
+
+
+def _check_finite(exponents: Tensor, names: Sequence[str], sender: int) -> None:
+    """Raises FloatingPointError where the exponents say that a gradient is not finite."""
+    wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
+    if wrong:
+        raise not_finite(sender, [names[i] for i in wrong])
 
 
 def _corrupt(sender: int, bucket: str) -> ValueError:
@@ -263,11 +263,6 @@ def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
 
 def _scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return (coded.double() * _power_of_two(exponent)).to(dtype)
-
-
-def _columns(messages: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Bytes start to end of each row, as ``dtype``; rows are a multiple of 4 bytes apart."""
-    return messages.view(dtype)[:, start // dtype.itemsize:end // dtype.itemsize]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -40,6 +40,23 @@ def flattened(update):
     return torch.cat(parts)
 
 
+def misleading(n, seed, zeros, pattern):
+    """A flat gradient that leads a sample astray: zeros at first, then rows of other scales, or sorted, or of few
+    different magnitudes, or all equal.
+    """
+    g = torch.randn(n, generator=torch.Generator().manual_seed(seed)) ** 3
+    if pattern == "rows":
+        g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
+    if pattern == "sorted":
+        g = g.sort().values
+    if pattern == "few":
+        g = g.round()
+    if pattern == "equal":
+        g = torch.ones(n)
+    g[:int(zeros * n)] = 0
+    return g
+
+
 def worlds(n):
     return [World(rank, n) for rank in range(n)]
 

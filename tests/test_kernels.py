@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import misleading
 
 from dgc import kernels, select
 from dgc.kernels import plain
@@ -142,16 +143,7 @@ def test_large_gradients_whose_squares_overflow():
        zeros=st.sampled_from([0.0, 0.5, 0.999]), pattern=st.sampled_from(["", "rows", "sorted", "few", "equal"]))
 def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern):
     """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
-    g = torch.randn(n, generator=torch.Generator().manual_seed(step % 100)) ** 3
-    if pattern == "rows":
-        g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
-    if pattern == "sorted":
-        g = g.sort().values
-    if pattern == "few":
-        g = g.round()
-    if pattern == "equal":
-        g = torch.ones(n)
-    g[: int(zeros * n)] = 0
+    g = misleading(n, step % 100, zeros, pattern)
     k = max(1, int(density * n))
     buckets = pair(shapes={"a": (n,)})
     layout = Layout(buckets[0], [k], torch.float32)

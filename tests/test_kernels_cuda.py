@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from laws import worlds
+from laws import misleading, worlds
 
 from dgc import kernels, select
 from dgc.compressor import reduce
@@ -188,16 +188,7 @@ def test_what_has_overflowed_in_v_is_confessed():
     (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.99, "")])
 def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
     """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
-    g = torch.randn(n, generator=torch.Generator().manual_seed(n)) ** 3
-    if pattern == "rows":
-        g = g * torch.tensor([1e-3, 1.0, 10.0, 1e-6, 1.0, 1e3, 1e-3, 5.0]).repeat(n // 8 + 1)[:n]
-    if pattern == "sorted":
-        g = g.sort().values
-    if pattern == "few":
-        g = g.round()
-    if pattern == "equal":
-        g = torch.ones(n)
-    g[:int(zeros * n)] = 0
+    g = misleading(n, n, zeros, pattern)
     Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
 
 

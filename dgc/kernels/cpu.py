@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dgc.residual import Bucket, Gradient
-from dgc.select import DEVIATIONS, HITS, LINE
+from dgc.select import DEVIATIONS, LINE, stride
 from dgc.wire import BLOCK, NONFINITE, TOP, Layout
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
@@ -135,7 +135,7 @@ def _look(kind, u, v, g, s, m, threshold, line):
 
 
 @_jit
-def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, u, v, tiny, out):
+def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, strides, u, v, tiny, out):
     """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample.
     Infinity where there is no gradient.
     """
@@ -145,22 +145,22 @@ def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numel
         if kinds[p] == ABSENT:
             continue
         k, n, offset = counts[p], numels[p], offsets[p]
-        stride = k // max(HITS, int(math.sqrt(k)) // 4) | 1
+        every = strides[p]
         lines = n // LINE
-        begin = step % stride
-        taken = (lines - begin + stride - 1) // stride * LINE
+        begin = step % every
+        taken = (lines - begin + every - 1) // every * LINE
         hits = k * taken / n
-        rank = k if stride == 1 else math.ceil(hits + DEVIATIONS * math.sqrt(hits))
+        rank = k if every == 1 else math.ceil(hits + DEVIATIONS * math.sqrt(hits))
         if rank >= taken:
             out[p] = tiny
             continue
         largest = np.empty(2 * rank + LINE, v.dtype)  # of the sample so far, and a few more
         held, threshold = 0, tiny
         s, m = scales[p], momenta[p]
-        for j in range(begin, lines, stride):
+        for j in range(begin, lines, every):
             a = j * LINE
-            if j + AHEAD * stride < lines:
-                ahead = (a + AHEAD * stride * LINE) * v.itemsize
+            if j + AHEAD * every < lines:
+                ahead = (a + AHEAD * every * LINE) * v.itemsize
                 _prefetch(grads[p] + ahead)
                 _prefetch(v.ctypes.data + offset * v.itemsize + ahead)
                 _prefetch(u.ctypes.data + offset * v.itemsize + ahead)
@@ -537,8 +537,8 @@ class _Tables:
         self.owners = np.repeat(np.arange(len(self.numels)), np.diff(self.block_starts))
         self.real = np.dtype(np.float32 if layout.residual == torch.float32 else np.float64)
         self.word = np.dtype(np.float32 if layout.dtype == torch.float32 else np.uint16)
-        sizes = 4 * len(self.owners), self.word.itemsize * layout.slots, 2 * layout.slots, 2 * len(self.numels)
-        self.ends = np.cumsum(sizes).tolist()
+        self.ends = layout.ends
+        self.strides = np.array([stride(k) for k in layout.counts], np.int64)
         chunks = 1 if threads == 1 else -(-layout.numel // CHUNK)
         cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
         self.chunks = list(pairwise(cuts))
@@ -662,7 +662,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     if not exact:
         _share(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            table.counts, u, v, tiny, thresholds), table.parameters, table.threads)
+            table.counts, table.strides, u, v, tiny, thresholds), table.parameters, table.threads)
     bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
@@ -701,11 +701,11 @@ class Received:
     """As :class:`dgc.kernels.plain.Received`."""
 
     def __init__(self, layout: Layout, messages: Tensor, divisor: int):
-        self.layout, self._divisor = layout, divisor
+        self.layout, self._divisor, messages = layout, divisor, messages.contiguous()
         if messages.shape[1] != layout.nbytes:
             layout.check(messages[0], 0)  # raises
         table = _table(layout)
-        self._sections = sections = _sections(table, messages.contiguous().numpy())
+        self._sections = sections = _sections(table, messages.numpy())
         self._slots = np.empty((len(messages), len(table.owners)), np.int64)
         sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
                               table.block_starts, sections[0], sections[3], sections[4], self._slots)

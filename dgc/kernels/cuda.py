@@ -883,9 +883,8 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
 
 def _places(layout: Layout) -> tuple[int, int, int, int]:
     """Where the sections of a message begin, in units of 16 bits, and the checksum, in words."""
-    values = 2 * layout.block_starts[-1]
-    positions = values + layout.slots * layout.dtype.itemsize // 2
-    return values, positions, positions + layout.slots, layout.nbytes // 4 - 2
+    values, positions, exponents, _ = layout.ends
+    return values // 2, positions // 2, exponents // 2, layout.nbytes // 4 - 2
 
 
 class _Verdict:
