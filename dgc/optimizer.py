@@ -351,7 +351,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _open(self) -> None:
         """The first gradient of a step has come."""
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
         world = self._transport.world
@@ -516,6 +516,10 @@ class _Distributed(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _groups(self) -> dict[Tensor, dict[str, Any]]:
+        """Parameter -> its group."""
+        return {p: group for group in self.param_groups for p in group["params"]}
+
     def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Update) -> None:
         """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`step` to apply."""
         if self._config.apply_directly and shipment.bucket is not None:
@@ -626,7 +630,7 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self.param_groups = original
         if self._direct:
-            group_of = {p: group for group in self.param_groups for p in group["params"]}
+            group_of = self._groups()
             with torch.no_grad():
                 for shipment, parameters, update in self._direct:
                     self._add(shipment, parameters, update, group_of)
@@ -750,7 +754,7 @@ class _Distributed(torch.optim.Optimizer):
         self._world = self._transport.world
         self._last.setdefault("bytes_sent", 0.0)
         self._last.setdefault("message_bytes", 0)
-        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        group_of = self._groups()
         before = self._last["bytes_sent"], self._last["message_bytes"]
         exchanges = [(shipment, Exchange(flush(shipment.kept, self._world, average=self._average), self._transport,
                                          f"{shipment.name}.flush", self._count))

@@ -138,10 +138,7 @@ def train(a: Any) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(a.epochs * e / 164) for e in (81, 122)])
 
     history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
-    board = None
-    if rank == 0 and a.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-        board = SummaryWriter(a.tensorboard)
+    board = job.board(a, rank)
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
     assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
     generator = torch.Generator()
@@ -176,10 +173,7 @@ def train(a: Any) -> dict[str, Any]:
                             "step_seconds": seconds / steps, "bytes_per_step": nbytes})
             if rank == 0:
                 bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}")
-            if board:
-                for key in ("loss", "accuracy", "bytes_per_step", "step_seconds"):
-                    board.add_scalar(key, history[-1][key], epoch + 1)
-                board.flush()
+            job.log(board, history, ("loss", "accuracy", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, rank, size, model, optimizer, scheduler, history)
     result = job.summary(a, "cifar10", dataset, launcher, size, steps, model, history,
@@ -193,26 +187,25 @@ def main(
         data: Annotated[str | None, typer.Option(
             help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10.")] = None,
         cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
-        method: Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
-            help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")] = "dgc",
+        method: job.Method = "dgc",
         depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
         epochs: Annotated[int, typer.Option(min=1)] = 164,
         batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
         lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,
-        sparsity: Annotated[float, typer.Option(help="After the warm-up.")] = 0.999,
+        sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(help="Default: 4 of 164, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True, local_weight_decay: bool = True,
         clip_norm: float | None = None,
-        flush: Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")] = True,
-        virtual_workers: Annotated[int, typer.Option(min=1, help="Workers within one process.")] = 1,
+        flush: job.Flush = True,
+        virtual_workers: job.VirtualWorkers = 1,
         seed: int = 0,
         bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
-        threads: Annotated[int | None, typer.Option(help="Of this process; default: torch's.")] = None,
-        checkpoints: Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")] = None,
-        resume: Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")] = False,
-        tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
-        out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+        threads: job.Threads = None,
+        checkpoints: job.Checkpoints = None,
+        resume: job.Resume = False,
+        tensorboard: job.TensorBoard = None,
+        out: job.Out = None) -> None:
     """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
     import argparse
     a = argparse.Namespace(**locals())

@@ -7,13 +7,25 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from torch import nn
 
 import dgc
+
+# Options that mean the same in every recipe.
+Method = Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
+    help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")]
+Sparsity = Annotated[float, typer.Option(help="After the warm-up.")]
+Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")]
+VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
+Threads = Annotated[int | None, typer.Option(help="Of this process; default: torch's.")]
+Checkpoints = Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")]
+Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")]
+TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")]
+Out = Annotated[Path | None, typer.Option(help="JSON of the results.")]
 
 FILE = "epoch{:03d}-rank{}of{}.pt"
 
@@ -94,6 +106,22 @@ def checkpoint(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, s
         "residuals": optimizer.residual_state_dict() if hasattr(optimizer, "residual_state_dict") else None}, part)
     part.replace(path)
     (a.checkpoints / FILE.format(epoch - 2, rank, size)).unlink(missing_ok=True)  # two are enough
+
+
+def board(a: Any, rank: int) -> Any:
+    """Where rank 0 writes for TensorBoard, if it is to."""
+    if rank > 0 or not a.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(a.tensorboard)
+
+
+def log(board: Any, history: list[dict[str, Any]], keys: tuple[str, ...]) -> None:
+    """Writes the epoch that has just ended to it."""
+    if board:
+        for key in keys:
+            board.add_scalar(key, history[-1][key], len(history))
+        board.flush()
 
 
 def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: int, model: nn.Module,

@@ -194,10 +194,7 @@ def train(a: Any) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "the gradient of .* was changed between synchronize")
 
     history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
-    board = None
-    if rank == 0 and a.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-        board = SummaryWriter(a.tensorboard)
+    board = job.board(a, rank)
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
     assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
     with tqdm(total=a.epochs * steps, initial=len(history) * steps, disable=rank > 0, desc=a.method,
@@ -232,10 +229,7 @@ def train(a: Any) -> dict[str, Any]:
                             "bytes_per_step": nbytes})
             if rank == 0:
                 bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", perplexity=f"{history[-1]['perplexity']:.2f}")
-            if board:
-                for key in ("loss", "perplexity", "lr", "bytes_per_step", "step_seconds"):
-                    board.add_scalar(key, history[-1][key], epoch + 1)
-                board.flush()
+            job.log(board, history, ("loss", "perplexity", "lr", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, rank, size, model, optimizer, scheduler, history)
     if rank > 0:
@@ -250,8 +244,7 @@ def train(a: Any) -> dict[str, Any]:
 def main(
         data: Annotated[Path | None, typer.Option(
             help="Folder with ptb.{train,valid,test}.txt. Default: the documentation that comes with Python.")] = None,
-        method: Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
-            help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")] = "dgc",
+        method: job.Method = "dgc",
         size: Annotated[Literal["small", "medium", "large"], typer.Option(
             help="200, 650 or 1500 hidden units; the paper's is large.")] = "small",
         epochs: Annotated[int, typer.Option(min=1)] = 40,
@@ -262,18 +255,18 @@ def main(
         clip_norm: Annotated[float, typer.Option(min=0, help="Bound on the gradient's norm; 0: none.")] = 0.25,
         local_clipping: Annotated[bool, typer.Option(
             help="Of dgc: before accumulating. Off: after the exchange, as the other methods.")] = True,
-        sparsity: Annotated[float, typer.Option(help="After the warm-up.")] = 0.999,
+        sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(help="Default: 1 of 40, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True,
-        flush: Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")] = True,
-        virtual_workers: Annotated[int, typer.Option(min=1, help="Workers within one process.")] = 1,
+        flush: job.Flush = True,
+        virtual_workers: job.VirtualWorkers = 1,
         seed: int = 0,
-        threads: Annotated[int | None, typer.Option(help="Of this process; default: torch's.")] = None,
-        checkpoints: Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")] = None,
-        resume: Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")] = False,
-        tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
-        out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+        threads: job.Threads = None,
+        checkpoints: job.Checkpoints = None,
+        resume: job.Resume = False,
+        tensorboard: job.TensorBoard = None,
+        out: job.Out = None) -> None:
     """Trains a language model on Penn Treebank with Deep Gradient Compression, or without."""
     import argparse
     a = argparse.Namespace(**locals())
