@@ -6,7 +6,7 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from dgc import kernels, select
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
-from dgc.wire import Layout, Whole
+from dgc.wire import Layout, Whole, not_finite
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         step: the optimizer's step, from 0; alike on every rank.
         world: this rank and how many there are; all of them walk this path.
         average: divide the sum by N.
-        scale: 0-dim factor for the gradients, from clipping by their global norm.
+        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale.
 
     Returns:
         The :class:`Update` of the bucket's parameters, in the residual's dtype.
@@ -124,8 +124,10 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     layout = _layout(bucket, sparsity, config.wire_dtype)
     clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
-        clip = {name: clip_scale(torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)), config.clip_norm,
-                                 world.size, average) for name, gradient in gradients.items()}
+        once = 1.0 if scale is None else scale.to(bucket.v)
+        norms = {name: torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)) * once
+                 for name, gradient in gradients.items()}
+        clip = {name: once * clip_scale(norm, config.clip_norm, world.size, average) for name, norm in norms.items()}
     kernel, divisor = _kernel(bucket), world.size if average else 1
     if sparsity == 0.0:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
@@ -179,7 +181,8 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         flat.div_(predivide)
     total = yield Collective("sum", flat)
     numels = [gradient.numel() for gradient in gradients.values()]
-    _check_finite(total, gradients, numels)
+    yield from _refuse_not_finite(total, list(gradients), numels, lambda: [
+        name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()])
     return Dense(total.mul_(predivide / world.size) if average else total, numels)
 
 
@@ -238,7 +241,9 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     values = torch.cat([values, values.new_zeros(longest - values.shape[0], *values.shape[1:])])
     indices = yield Collective("gather", index)
     rows = yield Collective("gather", values)
-    _check_finite(rows.flatten(), [name], [rows.numel()])
+    wrong = [rank for rank, finite in enumerate(torch.isfinite(rows).flatten(1).all(1).tolist()) if not finite]
+    if wrong:
+        raise FloatingPointError("; ".join(str(not_finite(rank, [name])) for rank in wrong))
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
@@ -274,7 +279,7 @@ def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, divisor: int, b
         bucket.views(flat)[name].view(-1)[0] = torch.nan
     try:
         total = yield Collective("sum", flat)
-        _check_finite(total, bucket.names, bucket.numels)
+        yield from _refuse_not_finite(total, bucket.names, bucket.numels, lambda: bad)
     except BaseException:  # abandoned, also by being closed, or refused: nothing may be lost
         if index is None:
             bucket.v += taken
@@ -296,10 +301,24 @@ def _gathered(bucket: Bucket, layout: Layout, message: Tensor, divisor: int) -> 
         raise
 
 
-def _check_finite(total: Tensor, names: Iterable[str], numels: Sequence[int]) -> None:
-    """Refuses sums, alike on all ranks, which a gradient of one of them has made infinite or not a number."""
+def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int],
+                       bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, None]:
+    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or not a number.
+
+    Args:
+        total: the sum, flat.
+        names: of its parts, and
+        numels: how many entries each of them has.
+        bad: which of this rank's gradients are not finite; asked only when the sum is not.
+    """
     if torch.isfinite(total).all():
         return
-    parts = zip(names, total.split(list(numels)), strict=True)
-    wrong = [name for name, part in parts if not torch.isfinite(part).all()]
-    raise FloatingPointError(f"a rank has a gradient that is not finite, in: {', '.join(wrong)}")
+    own = set(bad())
+    everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=total.device))
+    blame = [str(not_finite(rank, [name for name, mark in zip(names, marks, strict=True) if mark]))
+             for rank, marks in enumerate(everyones.tolist()) if any(marks)]
+    if not blame:  # each addend was finite
+        parts = zip(names, total.split(list(numels)), strict=True)
+        wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
+        blame = [f"the sum over ranks of their gradients is not finite, in: {wrong}"]
+    raise FloatingPointError("; ".join(blame))

@@ -12,6 +12,7 @@ import torch
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
 
 
@@ -21,7 +22,7 @@ class Config:
 
     Args:
         sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
-            any callable from the optimizer's step (int, from 0) to such a number, say :func:`dgc.warmup`.
+            any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`.
         selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 3.3);
             ``"exact"`` sorts out the k largest.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.1, equation 4).
@@ -43,6 +44,10 @@ class Config:
         apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.
+        nonfinite: what to do about a gradient that is not finite, on any rank; it enters u and v nowhere.
+            ``"error"``: FloatingPointError on all ranks, which names rank and parameter. ``"skip"``: no rank takes
+            this step, :meth:`report` counts it, and ``p.grad`` is None. To agree on it, nothing leaves before the
+            backward pass has ended.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its value.
@@ -59,12 +64,15 @@ class Config:
     min_numel: int = 1024
     dense_dtype: torch.dtype | None = None
     apply_directly: bool = False
+    nonfinite: NonFinite = "error"
 
     def __post_init__(self) -> None:
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
         if self.selection not in get_args(Selection):
             raise ValueError(f"Config: selection is {self.selection!r}; accepted: {', '.join(get_args(Selection))}")
+        if self.nonfinite not in get_args(NonFinite):
+            raise ValueError(f"Config: nonfinite is {self.nonfinite!r}; accepted: {', '.join(get_args(NonFinite))}")
         for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay",
                      "apply_directly"):
             if not isinstance(getattr(self, name), bool):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc import kernels
+from dgc import agree, kernels
 from dgc.compressor import (
     Collective,
     Update,
@@ -58,6 +59,7 @@ class Report:
     total_bytes_sent: float
     total_dense_bytes: float
     total_density: float
+    skipped: int  # steps that no rank took, as a gradient was not finite
 
 
 @dataclass(eq=False)
@@ -90,7 +92,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups: int = 0,
         groups: int | list[list[Tensor]] | None = None,
         sparse_as_dense: bool = False,
-        process_set: Any = None) -> Any:
+        process_set: Any = None,
+        *,
+        grad_scaler: Any = None) -> Any:
     """Wraps an optimizer so that ranks exchange compressed gradients, in place of ``hvd.DistributedOptimizer``.
 
     The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the averaged update.
@@ -110,6 +114,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups: how to bucket the gradients: a number of groups, or a list of lists of parameters. None: by size.
         sparse_as_dense: treat sparse gradients as dense ones (and so compress them).
         process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all processes.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated without its scale,
+            and an overflow on any rank makes every rank skip the step. The exchange then ends with ``backward()``,
+            after which ``p.grad`` is the averaged update times the scale, as the scaler expects it.
 
     Returns:
         An optimizer of the same class, with ``synchronize``, ``skip_synchronize``, ``set_backward_passes_per_step``
@@ -118,6 +125,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Raises:
         ValueError, TypeError: an argument that is not as said above.
         RuntimeError: neither Horovod nor torch.distributed is initialised.
+        ValueError: at the first step, on all ranks, if these do not train the same: the error says in what they differ.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -133,6 +141,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
             groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
     config = Config() if compression is None else compression
+    grad_scaler = _checked(grad_scaler, config)
     _check(optimizer, config, op)
     transport = find(process_set)
     inner = type(optimizer)
@@ -145,8 +154,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._patch_step_function()
     wrapped._set_up(named_parameters, config, backward_passes_per_step, op, gradient_predivide_factor, groups,
-                    sparse_as_dense, process_set, transport)
+                    sparse_as_dense, process_set, transport, grad_scaler)
     return wrapped
+
+
+def _checked(grad_scaler: Any, config: Any) -> Any:
+    """The scaler if there is one and it is enabled."""
+    if grad_scaler is None:
+        return None
+    if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler is {grad_scaler!r}; accepted: a torch.amp.GradScaler or None")
+    if grad_scaler.is_enabled() and getattr(config, "apply_directly", False):
+        raise ValueError("grad_scaler is given and Config: apply_directly is True; accepted: one of them, as the "
+                         "scaler looks at p.grad")
+    return grad_scaler if grad_scaler.is_enabled() else None
 
 
 def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
@@ -197,9 +218,10 @@ class _Distributed(torch.optim.Optimizer):
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _set_up(self, named_parameters: Any, config: Config, backward_passes_per_step: int, op: int,
-                predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any, transport: Any) -> None:
-        self._config, self._transport = config, transport
-        self._arguments = (op, predivide, groups, sparse_as_dense, _Shared(process_set))
+                predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any, transport: Any,
+                grad_scaler: Any) -> None:
+        self._config, self._transport, self._scaler = config, transport, grad_scaler
+        self._arguments = (op, predivide, groups, sparse_as_dense, _Shared(process_set), _Shared(grad_scaler))
         self._average, self._predivide = op == Average, predivide
         self._sparse_as_dense = sparse_as_dense
         self.backward_passes_per_step = backward_passes_per_step
@@ -208,13 +230,17 @@ class _Distributed(torch.optim.Optimizer):
         _check_groups(groups)
         world = transport.world
         self._outside = world is None
-        self._plain = self._outside or (world.size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1")
+        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        # What has no meaning to torch's optimizer is done by the road, also by one process.
+        needed = config.nonfinite == "skip" or (grad_scaler is not None and config.clip_norm is not None)
+        self._plain = self._outside or (world.size == 1 and not elastic and not needed)
+        self._agreed = elastic  # where ranks come and go, the new ones cannot ask those who have been asked already
         self._shipments: list[_Shipment] = []
         self._shipment_of: dict[Tensor, _Shipment] = {}
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self._hooks: list[Any] = []
         self._delay: dict[Tensor, int] = {}
-        self._steps = 0
+        self._steps = self._skipped = 0
         self._last: dict[str, Any] = {}
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._residuals_missing = False
@@ -238,8 +264,10 @@ class _Distributed(torch.optim.Optimizer):
         self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
-        self._scale: Tensor | None = None
+        self._scale: Tensor | None = None  # from clipping
+        self._inverse: Tensor | None = None  # of the loss's scale
         self._synchronized = False
+        self._skipping = False  # this step
         self._direct: list[tuple[_Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
         self._versions: dict[Tensor, tuple[int, int]] = {}
         for parameter in self._delay:
@@ -342,12 +370,23 @@ class _Distributed(torch.optim.Optimizer):
                 "backward_passes_per_step to accumulate gradients locally.")
         assert parameter.grad is not None and not parameter.grad.requires_grad
         if not self._fired:
+            if self._scaler is not None and self._synchronized and not self._skipping:
+                raise AssertionError(
+                    "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
+                    "backward() ends. Increase backward_passes_per_step to accumulate gradients locally.")
             self._open()
         self._fired.add(parameter)
         self._delay[parameter] -= 1
         if self._delay[parameter] == 0:
             self._missing[self._shipment_of[parameter]] -= 1
             self._launch_ready()
+        if self._scaler is not None:  # scaler.step() looks at p.grad before it calls step()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+
+    def _on_end(self) -> None:
+        """Called by torch when a backward pass has ended, once for each of its gradients."""
+        if any(self._delay[parameter] == 0 for parameter in self._fired):
+            self.synchronize()
 
     def _open(self) -> None:
         """The first gradient of a step has come."""
@@ -356,6 +395,9 @@ class _Distributed(torch.optim.Optimizer):
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
         world = self._transport.world
         self._world: World = world
+        if not self._agreed:
+            self._agree()
+        self._skipping = False
         self._residuals_loaded = False
         self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
         if self._residuals_missing:
@@ -364,13 +406,40 @@ class _Distributed(torch.optim.Optimizer):
                           "before: save optimizer.residual_state_dict() on every rank, and load it there with "
                           "load_residual_state_dict()", stacklevel=4)
 
+    def _agree(self) -> None:
+        """Compares with the other ranks what an exchange depends on."""
+        from dgc import __version__
+        parameters, config = self._parameters(), self._config
+        op, predivide, groups, sparse_as_dense, *_ = self._arguments
+        settings = {**{key: value for key, value in vars(config).items() if key != "sparsity"}, "op": op,
+                    "gradient_predivide_factor": predivide, "sparse_as_dense": sparse_as_dense,
+                    "backward_passes_per_step": self.backward_passes_per_step, "grad_scaler": self._scaler is not None}
+        groups = [{key: value for key, value in group.items() if key not in ("params", "foreach", "fused")}
+                  for group in self.param_groups]
+        step = self.param_groups[0][STEP]
+        agree.check({
+            "the version of dgc": [__version__],
+            "the arguments of DistributedOptimizer": [f"{key}={value}" for key, value in settings.items()],
+            "the model's parameters": [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in parameters],
+            "the parameters that travel together": [
+                " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
+            "the optimizer's settings": [f"group {i}: {key}={float(value) if isinstance(value, Tensor) else value}"
+                                         for i, group in enumerate(groups) for key, value in sorted(group.items())],
+            "the schedule of the sparsity": [f"step {at}: {_sparsity(config, at)}" for at in (
+                step, *(step + 2 ** i for i in range(20)))],
+            "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
+                f"bits of {self._names[p]} add up to {bits}"
+                for p, bits in zip(parameters, agree.sums_of_bits(parameters), strict=True)],
+        }, self._transport, parameters[0].device)
+        self._agreed = True
+
     def _dense_bytes(self, world: World) -> float:
         return 2 * (world.size - 1) / world.size * 4 * sum(p.numel() for p in self._delay if p.requires_grad)
 
     def _launch_ready(self) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
-        if self._config.clip_norm is not None and not self._config.clip_per_tensor:
-            return  # the global norm needs all gradients
+        if self._waits or (self._config.clip_norm is not None and not self._config.clip_per_tensor):
+            return  # whether all are finite, and the global norm, need all gradients
         while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
             self._launch(self._shipments[self._next])
 
@@ -407,7 +476,7 @@ class _Distributed(torch.optim.Optimizer):
                 _check_dampening(group)
             gradients[self._names[parameter]] = Gradient(
                 self._gradient(parameter), group.get("momentum", 0.0), group.get("nesterov", False))
-        scale = self._scale
+        scale = self._unscaled(self._scale)
         if not config.local_weight_decay:
             scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
         return reduce(shipment.bucket, gradients, config, self.param_groups[0][STEP], self._world,
@@ -421,7 +490,7 @@ class _Distributed(torch.optim.Optimizer):
         elif g.is_sparse:
             g = g.to_dense()
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
-            scale = self._scale_of(parameter)
+            scale = self._unscaled(self._scale_of(parameter))
             g = g if scale is None else g * scale.to(g)
             group = self._group_of[parameter]
             decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
@@ -434,6 +503,8 @@ class _Distributed(torch.optim.Optimizer):
             takes_part = parameter in taking_part
             g = self._gradient(parameter) if takes_part else torch.zeros_like(parameter)
             scale = self._scale_of(parameter) if takes_part else None
+            if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
+                scale = self._unscaled(scale)
             gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
         if shipment.rest is not None and self._world.size > 1:
             dtype = self._config.dense_dtype
@@ -446,7 +517,16 @@ class _Distributed(torch.optim.Optimizer):
         if self._config.clip_norm is None or not self._config.clip_per_tensor:
             return self._scale
         return None if parameter.grad is None else clip_scale(
-            _norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
+            self._norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
+
+    def _norm(self, gradient: Tensor) -> Tensor:
+        """A gradient's norm, without the loss's scale."""
+        norm = _norm(gradient)
+        return norm if self._inverse is None else norm * self._inverse.to(norm)
+
+    def _unscaled(self, scale: Tensor | None) -> Tensor | None:
+        """A clipping factor that also takes the loss's scale out."""
+        return scale if self._inverse is None else self._inverse if scale is None else scale * self._inverse.to(scale)
 
     def _begin(self, shipment: _Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
         with _beside(parameters[0].device):
@@ -469,6 +549,11 @@ class _Distributed(torch.optim.Optimizer):
             return
         if not self._fired:
             self._open()
+        if self._waits and not self._all_finite():
+            self._skip()
+            return
+        if self._scaler is not None:
+            self._inverse = torch.tensor(1 / self._scaler.get_scale(), device=self._parameters()[0].device)
         if self._config.clip_norm is not None and not self._config.clip_per_tensor:
             self._scale = self._clip_scale(self._config.clip_norm)
         while self._next < len(self._shipments):
@@ -495,8 +580,33 @@ class _Distributed(torch.optim.Optimizer):
                     self._deliver(shipment, parameters, update)
         self._close()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing leaves before all ranks have agreed that all of their gradients are finite."""
+        return self._scaler is not None or self._config.nonfinite == "skip"
+
+    def _all_finite(self) -> bool:
+        """Whether all gradients are, on all ranks."""
+        gradients = [p.grad.detach() for p in self._delay if p.grad is not None and (
+            p.requires_grad or p in self._fired)]
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        finite = all(math.isfinite(torch.linalg.vector_norm(v, math.inf)) for v in values if v.numel())
+        bad = Collective("sum", torch.tensor([not finite], dtype=torch.float32, device=self._parameters()[0].device))
+        self._count(bad)
+        return not self._transport.start(bad, "dgc.finite")().item()
+
+    def _skip(self) -> None:
+        """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
+        taking_part = [p for p in self._delay if p.requires_grad or p in self._fired]
+        self._totals["bytes_sent"] += self._last["bytes_sent"]
+        self._reset()
+        self._skipped += 1
+        self._synchronized = self._skipping = True
+        for parameter in taking_part:
+            parameter.grad = None if self._scaler is None else torch.full_like(parameter, math.inf)
+
     def _clip_scale(self, clip_norm: float) -> Tensor:
-        norms = [_norm(p.grad) for p in self._parameters() if p.grad is not None and (
+        norms = [self._norm(p.grad) for p in self._parameters() if p.grad is not None and (
             p.requires_grad or p in self._fired)]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
@@ -529,6 +639,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         targets, others = _targets(shipment, parameters, lambda p: p.grad)
         update.write(targets)
+        if self._inverse is not None and shipment.kept is not None:
+            torch._foreach_div_([target for target in targets if target is not None], float(self._inverse))
         for parameter, target in others:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter).copy_(target)
@@ -594,21 +706,22 @@ class _Distributed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._should_synchronize:
-            if self._synchronized:
+            if self._synchronized and self._scaler is None:
                 warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
                               "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
                               "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
                               "code.", stacklevel=3)
             self.synchronize()
-        self._warn_of_change()
-        self._synchronized = False
-        self._apply()
+        if not self._skipping:
+            self._warn_of_change()
+            self._apply()
+        self._synchronized = self._skipping = False
         return loss
 
     def _warn_of_change(self) -> None:
         if self._plain or self._warned_of_change or not self._synchronized:
             return
-        for p, version in self._versions.items():
+        for p, version in self._versions.items():  # a scaler's unscale_ does not count as a change
             if p.grad is None or (id(p.grad), p.grad._version) != version:
                 self._warned_of_change = True
                 warnings.warn(
@@ -780,6 +893,7 @@ class _Distributed(torch.optim.Optimizer):
             residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in self._kept()) ** 0.5,
             total_bytes_sent=totals["bytes_sent"],
             total_dense_bytes=totals["dense_bytes"],
+            skipped=self._skipped,
             total_density=(sum(int(bucket.total_entries) for bucket in buckets) + totals["dense_entries"])
             / max(1, totals["numel"]))
 
@@ -808,9 +922,9 @@ def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: l
              config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any) -> Any:
     optimizer = inner.__new__(inner)
     optimizer.__setstate__(state)
-    op, predivide, groups, sparse_as_dense, shared = arguments
+    op, predivide, groups, sparse_as_dense, process_set, grad_scaler = arguments
     wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
-                                   sparse_as_dense, shared.value)
+                                   sparse_as_dense, process_set.value, grad_scaler=grad_scaler.value)
     wrapped.load_residual_state_dict(residuals)
     return wrapped
 
@@ -891,6 +1005,14 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
                 numel[kind] = 0
         packed.extend(filling.values())
     return [([names[p] for p in together], together) for together in packed]
+
+
+def _sparsity(config: Config, step: int) -> Any:
+    """At a step that is still to come, where even a schedule's error is something to compare."""
+    try:
+        return config.sparsity_at(step)
+    except Exception as error:
+        return type(error).__name__
 
 
 def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],

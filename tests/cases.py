@@ -193,6 +193,24 @@ def loopback():
         return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
 
 
+def scaled():
+    """A loss scale that grows, and overflows on rank 1: parameters, scales, skipped steps, as in the usual script."""
+    network = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
+                                         grad_scaler=scaler)
+    rank, scales = find().world.rank, []
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = 1e38 if rank == 1 and step == 5 else 1.0
+        scaler.scale(loss(network, rank, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return flat(network), scales, optimizer.report().skipped
+
+
 # -- Horovod only ------------------------------------------------------------------------------------------------------
 
 VARIANTS = {
@@ -378,6 +396,11 @@ def not_finite():
     except FloatingPointError as error:
         return str(error)
     return "no error"
+
+
+def another_configuration():
+    """Rank 1 has another density: messages of another size."""
+    train(range(2), dgc.Config(sparsity=0.99 if find().world.rank == 1 else 0.9))
 
 
 def raises_on_one_rank():

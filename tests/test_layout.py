@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "optimizer"]
+ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "agree", "optimizer"]
 PACKAGE = Path(dgc.__file__).parent
 
 

@@ -19,7 +19,7 @@ import dgc
 from dgc.transport import find
 
 COMMON = ["trajectories", "dense_equivalence", "resume", "unused_somewhere", "sparse_gradients", "broadcast",
-          "half_precision", "not_finite"]
+          "half_precision", "scaled", "not_finite"]
 ONLY = {("horovod", 2): ["socket_bytes", "against_stock", "gradients_against_stock", "broadcast_state",
                          "stock_compression", "started_anew"],
         ("horovod", 3): ["against_stock", "process_set"],
@@ -141,6 +141,15 @@ def test_other_dtypes(place):
     for dtype, (_, moved) in results[0].items():
         assert moved > 1e-2
         assert all(torch.equal(rank[dtype][0], results[0][dtype][0]) for rank in results)
+
+
+@everywhere
+def test_an_overflow_on_one_rank_is_a_step_that_none_takes(place):
+    """The loss scale of 2^10 doubles after two good steps, and is halved by the bad sixth one, alike on all ranks."""
+    results = ran(*place)["scaled"]
+    expected = [2.0 ** n for n in (10, 11, 11, 12, 12, 11, 11, 12)]
+    assert all(torch.equal(parameters, results[0][0]) for parameters, _, _ in results)
+    assert all((scales, skipped) == (expected, 1) for _, scales, skipped in results)
 
 
 @everywhere

@@ -1,0 +1,94 @@
+"""Ranks that do not train the same thing are told so, all of them, before anything is exchanged."""
+
+import time
+
+import pytest
+import torch
+from launch import launch
+from laws import model, train
+from torch import nn
+
+import dgc
+
+
+def rank():
+    return dgc.lockstep.current().world.rank
+
+
+def differing(worker):
+    """What three ranks are told, of which rank 1 is another."""
+    told = []
+
+    def caught():
+        try:
+            worker(rank() == 1)
+        except ValueError as error:
+            told.append(str(error))
+
+    dgc.lockstep.run(caught, 3)
+    assert len(told) == 3 and len(set(told)) == 1, told
+    return told[0]
+
+
+def another_shape(network):
+    return nn.Sequential(*network[:8], nn.Linear(40, 11))
+
+
+@pytest.mark.parametrize(("worker", "section", "there", "here"), [
+    (lambda odd: train([0], dgc.Config(0.95, clip_norm=1.0 if odd else None)),
+     "the arguments of DistributedOptimizer", "clip_norm=1.0", "clip_norm=None"),
+    (lambda odd: train([0], dgc.Config(), backward_passes_per_step=2 if odd else 1),
+     "the arguments of DistributedOptimizer", "backward_passes_per_step=2", "backward_passes_per_step=1"),
+    (lambda odd: train([0], dgc.Config(), another_shape(model()) if odd else model()),
+     "the model's parameters", "8.weight (11, 40) torch.float32", "8.weight (10, 40) torch.float32"),
+    (lambda odd: train([0], dgc.Config(), model()[:7] if odd else model()),
+     "the model's parameters", "nothing", "8.weight (10, 40) torch.float32"),
+    (lambda odd: train([0], dgc.Config(), groups=2 if odd else None),
+     "the parameters that travel together", "", ""),
+    (lambda odd: train([0], dgc.Config(), weight_decay=0.5 if odd else 0.25),
+     "the optimizer's settings", "group 0: weight_decay=0.5", "group 0: weight_decay=0.25"),
+    (lambda odd: train([0], dgc.Config(dgc.piecewise({0: 0.9, 300: 0.99 if odd else 0.95}))),
+     "the schedule of the sparsity", "step 512: 0.99", "step 512: 0.95"),
+    (lambda odd: train([0], dgc.Config(0.99 if odd else 0.95)),
+     "the schedule of the sparsity", "step 0: 0.99", "step 0: 0.95"),
+    (lambda odd: train([0], dgc.Config(), model(seed=int(odd))),
+     "the parameters' values (dgc.broadcast_parameters", "bits of 0.weight", "bits of 0.weight"),
+])
+def test_all_ranks_are_told_in_what_they_differ(worker, section, there, here):
+    error = differing(worker)
+    assert error.startswith(f"the ranks differ in {section}") and "Rank 1 has: " + there in error
+    assert "rank 0 has: " + here in error
+
+
+def test_a_rank_that_goes_on_from_a_checkpoint_alone():
+    """The others would stand at another density and learning rate."""
+    def worker(odd):
+        network, optimizer = train(range(3), dgc.Config(0.9))
+        saved = optimizer.state_dict()
+        other = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        other = dgc.DistributedOptimizer(other, network.named_parameters(), dgc.Config(0.9))
+        if odd:
+            other.load_state_dict(saved)
+        train([3], None, network, other)
+
+    error = differing(worker)
+    assert "the optimizer's settings. Rank 1 has: group 0: dgc_step=3; rank 0 has: group 0: dgc_step=0" in error
+
+
+def test_ranks_that_are_alike_are_asked_once():
+    def worker():
+        network, optimizer = train(range(1), dgc.Config(0.9))
+        begun = optimizer._transport._begun
+        assert begun["dgc.agree"] == 1 and not any(name.startswith("dgc.agree.") for name in begun)
+        train(range(1, 4), None, network, optimizer)
+        assert begun["dgc.agree"] == 1
+
+    dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+def test_processes_that_differ_end_with_the_reason_on_screen(launcher):
+    began = time.monotonic()
+    status, output, _ = launch(launcher, 2, ["another_configuration"], limit=120, check=False)
+    assert status != 0 and time.monotonic() - began < 100
+    assert "the ranks differ in the schedule of the sparsity. Rank 1 has: step 0: 0.99; rank 0 has: step 0" in output

@@ -1,0 +1,233 @@
+"""Loss scales and gradients that are not finite: what they may touch, and that all ranks do the same."""
+
+import math
+
+import pytest
+import torch
+from cases import CONFIGS
+from laws import flat, loss, model, train
+from torch import nn
+
+import dgc
+
+SPARSE = dgc.Config(sparsity=0.9)
+
+
+def rank():
+    return dgc.lockstep.current().world.rank
+
+
+def wrapped(config=SPARSE, scaler=None, network=None, **arguments):
+    network = model() if network is None else network
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler,
+                                             **arguments)
+
+
+def scaler_of(scale=2.0 ** 12, interval=3):
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+
+
+def scaled(steps, config, pattern="usual", bad=None, who=0):
+    """Trains with a loss scale, in the way of torch's or of Horovod's documentation; step ``bad`` overflows on rank
+    ``who``.
+    """
+    scaler = scaler_of()
+    network, optimizer = wrapped(config, scaler)
+    for step in steps:
+        optimizer.zero_grad()
+        factor = 1e38 if (step, rank()) == (bad, who) else 1.0
+        scaler.scale(loss(network, rank(), step) * factor).backward()
+        if pattern == "unscaled":
+            scaler.unscale_(optimizer)
+        if pattern == "Horovod":
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+    return network, optimizer, scaler
+
+
+def residuals(optimizer):
+    state = optimizer.residual_state_dict()
+    return torch.cat([t.flatten() for letter in "uv" for t in state[letter].values()])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("error")
+def test_a_loss_scale_changes_nothing(name):
+    """Powers of two, which grow after every third step: to the bit the training without, residuals too."""
+    def worker():
+        plain, reference = wrapped(CONFIGS[name])
+        train(range(8), None, plain, reference)
+        network, optimizer, scaler = scaled(range(8), CONFIGS[name])
+        assert scaler.get_scale() == 2.0 ** 14
+        assert torch.equal(flat(network), flat(plain)) and torch.equal(residuals(optimizer), residuals(reference))
+
+    dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("pattern", ["unscaled", "Horovod"])
+@pytest.mark.filterwarnings("error")
+def test_the_other_ways_to_write_it(pattern):
+    def worker():
+        return flat(scaled(range(4), SPARSE, pattern)[0]), flat(scaled(range(4), SPARSE)[0])
+
+    for other, usual in dgc.lockstep.run(worker, 2):
+        assert torch.equal(other, usual)
+
+
+@pytest.mark.parametrize("config", [SPARSE, dgc.Config(0.9, clip_norm=0.1), dgc.Config(0.0),
+                                    dgc.Config(0.9, dense_dtype=torch.float16)])
+def test_an_overflow_on_one_rank_is_a_step_that_none_takes(config):
+    """As if there had been no such step: parameters, residuals, schedule. All scalers halve their scale."""
+    def worker():
+        network, optimizer, scaler = scaled(range(6), config, bad=3, who=2)
+        other, reference, _ = scaled([0, 1, 2, 4, 5], config)
+        assert torch.equal(flat(network), flat(other)) and torch.equal(residuals(optimizer), residuals(reference))
+        report = optimizer.report()
+        assert (report.steps, report.skipped) == (5, 1) and optimizer.param_groups[0]["dgc_step"] == 5
+        return scaler.get_scale()
+
+    # 2^12, doubled after three good steps, halved by the bad one; two good ones are not enough to grow.
+    assert dgc.lockstep.run(worker, 3) == [2.0 ** 12] * 3
+
+
+def test_the_update_is_scaled_until_the_scaler_takes_the_scale_out():
+    def worker():
+        scaler = scaler_of()
+        network, _alive = wrapped(SPARSE, scaler)
+        plain, reference = wrapped(SPARSE)
+        scaler.scale(loss(network, rank(), 0)).backward()
+        loss(plain, rank(), 0).backward()
+        reference.synchronize()
+        for p, q in zip(network.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad * 2.0 ** 12)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_one_process_clips_what_the_scale_does_not_change():
+    """Against torch's recipe: unscale_, clip_grad_norm_, step."""
+    def worker():
+        network, _, _ = scaled(range(4), dgc.Config(0.9, clip_norm=0.1), "Horovod")
+        reference, scaler = model(), scaler_of()
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss(reference, 0, step)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert ((flat(network) - flat(reference)).norm() / flat(reference).norm()).item() < 1e-6
+
+    dgc.lockstep.run(worker, 1)
+
+
+def test_two_passes():
+    """The exchange begins when the second has ended."""
+    def worker():
+        ends = []
+        for scaler in (None, scaler_of()):
+            network, optimizer = wrapped(SPARSE, scaler, backward_passes_per_step=2)
+            for step in range(3):
+                optimizer.zero_grad()
+                for i in range(2):
+                    value = loss(network, rank(), 2 * step + i)
+                    (value if scaler is None else scaler.scale(value)).backward()
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+            ends.append(flat(network))
+        assert torch.equal(*ends)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_a_second_backward_before_the_step_is_an_error():
+    def worker():
+        scaler = scaler_of()
+        network, _alive = wrapped(SPARSE, scaler)
+        scaler.scale(loss(network, rank(), 0)).backward()
+        with pytest.raises(AssertionError, match=r"again before step\(\).*backward_passes_per_step"):
+            scaler.scale(loss(network, rank(), 1)).backward()
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_clipping_after_the_exchange_is_told():
+    """What was sent is no longer in v; the scaler's own division is not meant."""
+    def worker():
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler)
+        scaler.scale(loss(network, rank(), 0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+        with pytest.warns(UserWarning, match=r"was changed between synchronize\(\) and step\(\)"):
+            scaler.step(optimizer)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_autocast():
+    """bfloat16 within: gradients of float32 parameters, as ever."""
+    def worker():
+        network, optimizer = wrapped(SPARSE)
+        before = flat(network)
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(network, rank(), step)
+            value.backward()
+            optimizer.step()
+        assert (flat(network) - before).norm() > 0
+        return flat(network)
+
+    one, other = dgc.lockstep.run(worker, 2)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+@pytest.mark.parametrize("parameter", ["6.weight", "8.bias"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_that_is_skipped_never_was(bad, sparsity, parameter, size):
+    """nonfinite="skip": one rank has a bad entry at step 2."""
+    def worker():
+        config = dgc.Config(sparsity, nonfinite="skip")
+        network, optimizer = train(range(2), config)
+        weight = dict(network.named_parameters())[parameter]
+        loss(network, rank(), 2).backward()
+        if rank() == size - 1:
+            weight.grad.view(-1)[3] = bad
+        optimizer.step()
+        assert all(p.grad is None for p in network.parameters()) and optimizer.report().skipped == 1
+        train([3, 4], None, network, optimizer)
+        other, reference = train([0, 1, 3, 4], config)
+        assert torch.equal(flat(network), flat(other)) and torch.equal(residuals(optimizer), residuals(reference))
+
+    dgc.lockstep.run(worker, size)
+
+
+def test_a_scaler_that_is_off_or_is_none():
+    off = torch.amp.GradScaler("cpu", enabled=False)
+
+    def worker():
+        ends = []
+        for scaler in (None, off):
+            network, optimizer = wrapped(SPARSE, scaler)
+            ends.append(flat(train(range(3), None, network, optimizer)[0]))
+        assert torch.equal(*ends)
+        for scaler, config, error, message in (
+                (1024, SPARSE, TypeError, r"grad_scaler is 1024; accepted: a torch\.amp\.GradScaler or None"),
+                (scaler_of(), dgc.Config(apply_directly=True), ValueError, "grad_scaler is given .*apply_directly")):
+            with pytest.raises(error, match=message):
+                wrapped(config, scaler)
+
+    dgc.lockstep.run(worker, 2)
