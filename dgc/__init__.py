@@ -1,6 +1,7 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018) for PyTorch, over Horovod or torch.distributed."""
 
 from dgc.config import Config
+from dgc.ddp import register_comm_hook
 from dgc.optimizer import Average, DistributedOptimizer, Report, Sum, broadcast_parameters
 from dgc.schedule import constant, dense_until, piecewise, warmup
 from dgc.transport import lockstep
@@ -8,4 +9,4 @@ from dgc.transport import lockstep
 __version__ = "0.1.0"
 
 __all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Sum", "broadcast_parameters", "constant",
-           "dense_until", "lockstep", "piecewise", "warmup"]
+           "dense_until", "lockstep", "piecewise", "register_comm_hook", "warmup"]

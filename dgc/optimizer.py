@@ -141,13 +141,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
             groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
     config = Config() if compression is None else compression
-    grad_scaler = _checked(grad_scaler, config)
-    _check(optimizer, config, op)
+    grad_scaler = checked(optimizer, config, op, grad_scaler)
     transport = find(process_set)
-    inner = type(optimizer)
     # Horovod's broadcast_optimizer_state tells distributed optimizers by their module.
     module = "horovod.torch.optimizer" if type(transport).__name__ == "Horovod" else __name__
-    cls: Any = type(inner.__name__, (inner,), {**_Distributed.__dict__, "__module__": module, "_inner": inner})
+    cls = distributed_class(type(optimizer), module)
     wrapped = cls.__new__(cls)
     # Defaults, state, hooks and groups come along. A scheduler may have patched ``step`` on the instance; that one
     # would step the optimizer within, not this.
@@ -158,20 +156,27 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def _checked(grad_scaler: Any, config: Any) -> Any:
-    """The scaler if there is one and it is enabled."""
+def distributed_class(inner: type[torch.optim.Optimizer], module: str,
+                      methods: type[_Distributed] | None = None) -> Any:
+    """A class that inherits from an optimizer's, with the methods of :class:`_Distributed`, or of a subclass."""
+    members = {**_Distributed.__dict__, **({} if methods is None else methods.__dict__)}
+    return type(inner.__name__, (inner,), {**members, "__module__": module, "_inner": inner})
+
+
+def checked(optimizer: torch.optim.Optimizer, config: Any, op: int, grad_scaler: Any) -> Any:
+    """Refuses what can be refused before anything is touched. Returns the scaler, if there is one and it is enabled."""
+    _check(optimizer, config, op)
     if grad_scaler is None:
         return None
     if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
         raise TypeError(f"grad_scaler is {grad_scaler!r}; accepted: a torch.amp.GradScaler or None")
-    if grad_scaler.is_enabled() and getattr(config, "apply_directly", False):
+    if grad_scaler.is_enabled() and config.apply_directly:
         raise ValueError("grad_scaler is given and Config: apply_directly is True; accepted: one of them, as the "
                          "scaler looks at p.grad")
     return grad_scaler if grad_scaler.is_enabled() else None
 
 
 def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
-    """What can be refused before anything is touched."""
     kind = type(optimizer).__name__
     if not isinstance(config, Config):
         raise TypeError(f"compression is {config!r}; accepted: a dgc.Config, None, or a Horovod compressor such as "
@@ -243,6 +248,7 @@ class _Distributed(torch.optim.Optimizer):
         self._steps = self._skipped = 0
         self._last: dict[str, Any] = {}
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
+        self._inverse: Tensor | None = None  # of the loss's scale, in this step
         self._residuals_missing = False
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
@@ -265,7 +271,6 @@ class _Distributed(torch.optim.Optimizer):
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._scale: Tensor | None = None  # from clipping
-        self._inverse: Tensor | None = None  # of the loss's scale
         self._synchronized = False
         self._skipping = False  # this step
         self._direct: list[tuple[_Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
@@ -283,18 +288,22 @@ class _Distributed(torch.optim.Optimizer):
                 shipment.rest = Bucket(name, members, velocity=False)
             self._shipments.append(shipment)
             self._shipment_of.update(dict.fromkeys(together, shipment))
-        hook = weakref.WeakMethod(self._on_gradient)  # the parameters outlive this optimizer
-
-        def on_gradient(parameter: Tensor) -> None:
-            if (alive := hook()) is not None:
-                alive(parameter)
-
         for parameter in parameters:
             self._delay[parameter] = self.backward_passes_per_step
-            frozen = not parameter.requires_grad
-            parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))
-            parameter.requires_grad_(not frozen)
+            self._hook(parameter)
+
+    def _hook(self, parameter: Tensor) -> None:
+        """Has torch call :meth:`_on_gradient`."""
+        method = weakref.WeakMethod(self._on_gradient)  # the parameter outlives this optimizer
+
+        def on_gradient(parameter: Tensor) -> None:
+            if (alive := method()) is not None:
+                alive(parameter)
+
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+        parameter.requires_grad_(not frozen)
 
     def _fill_state(self) -> None:
         """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast.
@@ -381,10 +390,14 @@ class _Distributed(torch.optim.Optimizer):
             self._missing[self._shipment_of[parameter]] -= 1
             self._launch_ready()
         if self._scaler is not None:  # scaler.step() looks at p.grad before it calls step()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+            self._at_end(self._on_end)
+
+    def _at_end(self, call: Callable[[], None]) -> None:
+        """Has torch call this when the backward pass has ended."""
+        torch.autograd.Variable._execution_engine.queue_callback(call)
 
     def _on_end(self) -> None:
-        """Called by torch when a backward pass has ended, once for each of its gradients."""
+        """The backward pass has ended; called once for each of its gradients."""
         if any(self._delay[parameter] == 0 for parameter in self._fired):
             self.synchronize()
 
@@ -603,7 +616,12 @@ class _Distributed(torch.optim.Optimizer):
         self._skipped += 1
         self._synchronized = self._skipping = True
         for parameter in taking_part:
-            parameter.grad = None if self._scaler is None else torch.full_like(parameter, math.inf)
+            if self._scaler is None:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, math.inf)
+            else:
+                (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
 
     def _clip_scale(self, clip_norm: float) -> Tensor:
         norms = [self._norm(p.grad) for p in self._parameters() if p.grad is not None and (

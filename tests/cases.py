@@ -5,6 +5,8 @@ Each case is called on every rank and returns what the test then looks at.
 
 import copy
 import io
+import math
+import pickle
 import sys
 import warnings
 
@@ -176,12 +178,15 @@ def socket_bytes():
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=sparsity))
         everybody_is_here = torch.zeros(1)
+        # Made beforehand, as Horovod also negotiates by the clock.
+        g = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank))
+              for p in network.parameters()] for step in range(2)]
         for step in range(22):
             if step == 2:
                 dgc.broadcast_parameters([everybody_is_here])
                 before, reported = loopback(), optimizer.report().total_bytes_sent
-            for p in network.parameters():
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank))
+            for p, gradient in zip(network.parameters(), g[step % 2], strict=True):
+                p.grad = gradient.clone()
             optimizer.step()
         dgc.broadcast_parameters([everybody_is_here])
         results[sparsity] = loopback() - before, optimizer.report().total_bytes_sent - reported
@@ -377,6 +382,212 @@ def process_group():
     dgc.broadcast_parameters([number], root_rank=1, process_set=group)
     train(range(5), None, network, optimizer)
     return flat(network), number.item(), optimizer.report().steps
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+DDP = {
+    "as it comes": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "many buckets": {"bucket_cap_mb": 0.005},
+    "unused looked for": {"find_unused_parameters": True},
+}
+
+
+def in_ddp(network, config, momentum=0.9, scaler=None, **arguments):
+    """A model in DDP, and its optimizer."""
+    parallel = nn.parallel.DistributedDataParallel(network, **arguments)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-2)
+    dgc.register_comm_hook(parallel, optimizer, config, grad_scaler=scaler)
+    return parallel, optimizer
+
+
+def same_end(one, other):
+    """Parameters and residuals, to the bit."""
+    (network, optimizer), (reference, wrapped) = one, other
+    residuals = [torch.equal(a, b) for letter in "uv" for a, b in zip(
+        optimizer.residual_state_dict()[letter].values(), wrapped.residual_state_dict()[letter].values(), strict=True)]
+    return torch.equal(flat(network), flat(reference)) and all(residuals)
+
+
+def ddp_trajectories():
+    """As dgc.DistributedOptimizer, to the bit, with each configuration and in each of DDP's manners."""
+    results = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, config in CONFIGS.items():
+            expected = train(range(5), config)
+            for manner, arguments in DDP.items() if name == "default" else [("views", DDP["views"])]:
+                results[name, manner] = same_end(train(range(5), None, *in_ddp(model(), config, **arguments)), expected)
+    return results
+
+
+def ddp_accumulation():
+    """no_sync() for the first of two backward passes, as backward_passes_per_step=2."""
+    network, optimizer = in_ddp(model(), CONFIGS["default"])
+    reference = model()
+    wrapped = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    wrapped = dgc.DistributedOptimizer(wrapped, reference.named_parameters(), CONFIGS["default"],
+                                       backward_passes_per_step=2)
+    rank = find().world.rank
+    for step in range(4):
+        optimizer.zero_grad()
+        with network.no_sync():
+            loss(network, rank, 2 * step).backward()
+        loss(network, rank, 2 * step + 1).backward()
+        optimizer.step()
+        wrapped.zero_grad()
+        for i in range(2):
+            loss(reference, rank, 2 * step + i).backward()
+        wrapped.step()
+    return same_end((network, optimizer), (reference, wrapped))
+
+
+class Branches(nn.Module):
+    """Rank 0 and the even steps use one branch, all ranks another for two steps only, and none a third."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(50, 40, sparse=True)
+        self.all, self.some, self.early, self.none = (nn.Linear(40, 40) for _ in range(4))
+        self.rank = rank
+
+    def forward(self, words, step):
+        y = self.all(self.words(words))
+        y = y + self.some(y) if self.rank == 0 and step % 2 == 0 else y
+        return y + self.early(y) if step < 2 else y
+
+
+def ddp_unused():
+    """Branches and an embedding with sparse gradients, as dgc.DistributedOptimizer; p.grad new each step, and kept."""
+    rank, results = find().world.rank, {}
+    for set_to_none in (True, False):
+        for view in (True, False):
+            ends = []
+            for ddp in (True, False):
+                network = Branches(rank)
+                if ddp:
+                    network, optimizer = in_ddp(network, dgc.Config(0.5), momentum=0.9, find_unused_parameters=True,
+                                                gradient_as_bucket_view=view)
+                    network.module.words.weight.register_hook(lambda g: g)
+                else:
+                    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+                    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.5))
+                optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
+                for step in range(6):
+                    optimizer.zero_grad(set_to_none)
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    words = torch.randint(0, 50, (4,), generator=generator)
+                    network(words, step).square().mean().backward()
+                    optimizer.step()
+                ends.append((network, optimizer))
+            results[set_to_none, view] = same_end(*ends)
+    return results
+
+
+def ddp_join():
+    """Rank 0 has three batches, the others five: they end as if its gradient had been zero in the last two."""
+    rank, config = find().world.rank, CONFIGS["default"]
+    network, optimizer = in_ddp(model(), config)
+    with network.join():
+        for step in range(3 if rank == 0 else 5):
+            optimizer.zero_grad()
+            loss(network, rank, step).backward()
+            optimizer.step()
+    reference, wrapped = train(range(3), config)
+    for step in range(3, 5):
+        wrapped.zero_grad()
+        (loss(reference, rank, step) * (rank > 0)).backward()
+        wrapped.step()
+    residuals = [torch.equal(a, b) for a, b in zip(optimizer.residual_state_dict()["v"].values(),
+                                                   wrapped.residual_state_dict()["v"].values(), strict=True)]
+    return torch.equal(flat(network), flat(reference)), all(residuals)
+
+
+def ddp_pickled():
+    """Pickled after three steps, loaded, registered anew, gone on: as if never stopped."""
+    config = CONFIGS["default"]
+    expected = train(range(6), None, *in_ddp(model(), config))
+    network, optimizer = pickle.loads(pickle.dumps(train(range(3), None, *in_ddp(model(), config))))
+    dgc.register_comm_hook(network, optimizer, config)
+    return same_end(train(range(3, 6), None, network, optimizer), expected)
+
+
+def ddp_scaled():
+    """Loss scale and an overflow on rank 1, as `scaled`."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    network, optimizer = in_ddp(model(), dgc.Config(sparsity=0.9), scaler=scaler)
+    rank, scales = find().world.rank, []
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = 1e38 if rank == 1 and step == 5 else 1.0
+        scaler.scale(loss(network, rank, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return flat(network), scales, optimizer.report().skipped
+
+
+def ddp_skipped():
+    """A NaN on rank 1 with nonfinite="skip": as if that step had not been."""
+    config = dgc.Config(0.9, nonfinite="skip")
+    network, optimizer = train(range(2), None, *in_ddp(model(), config))
+    optimizer.zero_grad()
+    (loss(network, find().world.rank, 2) * (math.nan if find().world.rank == 1 else 1)).backward()
+    optimizer.step()
+    gone = all(p.grad is None for p in network.parameters())
+    train([3, 4], None, network, optimizer)
+    return gone and same_end((network, optimizer), train([0, 1, 3, 4], config)), optimizer.report().skipped
+
+
+def ddp_refusals():
+    """What a script is told that steps without an exchange, that calls backward() twice, or has a NaN on rank 1."""
+    told, rank = [], find().world.rank
+    network, optimizer = in_ddp(model(), CONFIGS["default"])
+
+    def twice():
+        for step in range(2):
+            loss(network, rank, step).backward()
+
+    def unsynchronised():
+        fresh, other = in_ddp(model(), CONFIGS["default"])
+        with fresh.no_sync():
+            loss(fresh, rank, 0).backward()
+        other.step()
+
+    def not_a_number():
+        fresh, _kept = in_ddp(model(), CONFIGS["default"])
+        (loss(fresh, rank, 0) * (math.nan if rank == 1 else 1)).backward()
+
+    for wrong in (optimizer.step, twice, unsynchronised, not_a_number):
+        try:
+            wrong()
+            told.append(None)
+        except (AssertionError, RuntimeError, FloatingPointError) as error:
+            told.append((type(error).__name__, str(error)))
+    return told
+
+
+def ddp_changed():
+    """Warnings: of clipping after the exchange; and none of a scheduler made before registering, which goes on."""
+    network = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    dgc.register_comm_hook(network, optimizer, CONFIGS["default"])
+    seen = []
+    for clip in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            loss(network, find().world.rank, 0).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+            optimizer.step()
+            scheduler.step()
+        seen.append([str(warning.message) for warning in caught])
+    return seen, optimizer.param_groups[0]["lr"]
 
 
 # -- cases that fail ---------------------------------------------------------------------------------------------------

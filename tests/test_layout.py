@@ -7,7 +7,8 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "agree", "optimizer"]
+ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "agree",
+         "optimizer", "ddp"]
 PACKAGE = Path(dgc.__file__).parent
 
 

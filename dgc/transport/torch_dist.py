@@ -10,6 +10,8 @@ import torch.distributed as dist
 from dgc.compressor import Collective, World
 from dgc.transport import Wait
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+
 
 class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
@@ -30,7 +32,7 @@ class TorchDistributed:
         if collective.op == "gather":
             size = dist.get_world_size(self._group)
             result = torch.empty(size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            work = dist.all_gather_into_tensor(result.view(-1), tensor.view(-1), group=self._group, async_op=True)
+            work = _all_gather(result.view(-1), tensor.view(-1), group=self._group, async_op=True)
         elif collective.op == "sum":
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
         else:

@@ -1,0 +1,220 @@
+"""For whom: a communication hook of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dgc.config import Config
+from dgc.optimizer import Average, _Distributed, checked, distributed_class
+from dgc.transport import find
+
+
+def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
+                       config: Config | None = None, *, grad_scaler: Any = None) -> None:
+    """Has a ``DistributedDataParallel`` model exchange compressed gradients, and its optimizer apply the updates.
+
+    ::
+
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        dgc.register_comm_hook(model, optimizer, dgc.Config())
+
+    The script stays as it is. The optimizer is changed in place: it has ``residual_state_dict``, ``flush`` and
+    ``report`` from then on, and momentum and weight decay go as in :func:`dgc.DistributedOptimizer`. After
+    ``backward()``, ``p.grad`` is the averaged update. ``no_sync()``, ``join()``, ``find_unused_parameters``,
+    ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank goes on sending what it has kept.
+
+    A model and an optimizer that were pickled come back unconnected: register them again.
+
+    Args:
+        ddp_model: wraps the model; no hook may be registered with it yet.
+        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD``, or
+            any other (but LBFGS) with ``momentum_correction=False``.
+        config: None means ``Config()``, 99.9 % without warm-up.
+        grad_scaler: as for :func:`dgc.DistributedOptimizer`.
+
+    Raises:
+        TypeError, ValueError: an argument that is not as said above.
+        RuntimeError: by torch, if there is a hook already.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(f"ddp_model is a {type(ddp_model).__name__}; accepted: a "
+                        "torch.nn.parallel.DistributedDataParallel")
+    if ddp_model.mixed_precision is not None:
+        raise ValueError("ddp_model has mixed_precision, which changes gradients in a hook of its own; accepted: "
+                         "torch.autocast instead")
+    config = Config() if config is None else config
+    if getattr(config, "apply_directly", False):
+        raise ValueError("Config: apply_directly is True; with DistributedDataParallel, which fills p.grad itself, "
+                         "accepted: False")
+    again = isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_receive")  # unpickled
+    if not again:
+        grad_scaler = checked(optimizer, config, Average, grad_scaler)
+    _check_parameters(ddp_model, optimizer)
+    ddp_model.register_comm_hook(optimizer, exchange)  # first of all, as it may refuse
+    if again:
+        optimizer._transport = find(ddp_model.process_group)  # type: ignore[attr-defined]
+    else:
+        _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler)
+
+
+def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
+    """What DDP calls with each of its buckets, in the same order on every rank."""
+    return state._receive(bucket)
+
+
+def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    names = {p: name for name, p in model.module.named_parameters()}
+    if missing := [name for p, name in names.items() if p.requires_grad and p not in held]:
+        raise ValueError(f"the optimizer lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; accepted: "
+                         "one of all parameters of ddp_model that require a gradient")
+    if foreign := [tuple(p.shape) for p in held if p not in names]:
+        raise ValueError(f"the optimizer has parameters that ddp_model does not have, of shapes {foreign[:5]}; "
+                         "accepted: one of the parameters of ddp_model alone")
+
+
+def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any) -> None:
+    """Makes an optimizer one that DDP's hook drives, in place."""
+    transport = find(group)
+    scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
+    optimizer.__class__ = distributed_class(type(optimizer), __name__, _InDDP)
+    optimizer._patch_step_function()
+    optimizer._set_up(names, config, 1, Average, 1.0, None, False, group, transport, grad_scaler)
+    if scheduled is not None:
+        _follow(optimizer)
+
+
+def _follow(optimizer: Any) -> None:
+    """Tells a scheduler made earlier that step() was called, as its own patch of it did."""
+    step = type(optimizer).step
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    followed._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = followed
+
+
+def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
+             config: Config, grad_scaler: Any, residuals: Any) -> Any:
+    optimizer: Any = inner.__new__(inner)
+    optimizer.__setstate__(state)
+    _change(optimizer, names, config, None, grad_scaler)
+    optimizer.load_residual_state_dict(residuals)
+    return optimizer
+
+
+class _InDDP(_Distributed):
+    """What differs where DDP's buckets bring the gradients, rather than a hook of each parameter."""
+
+    _lent: list[tuple[Tensor, Tensor | None]]  # parameter, its p.grad, which is a view of DDP's bucket meanwhile
+    _futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]]
+    _updates: list[tuple[Tensor, Tensor | None, int, Tensor]]  # parameter, p.grad, its version, the update
+
+    def _hook(self, parameter: Tensor) -> None:
+        """DDP has one."""
+
+    def _at_end(self, call: Callable[[], None]) -> None:
+        """DDP's last bucket is the end."""
+
+    def _receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """A bucket's gradients are complete. The last bucket waits for the exchange of all."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        if self._plain:
+            future.set_result(buffer)
+            return future
+        if bucket.index() == 0:
+            self._begin_pass()
+        self._futures.append((future, buffer, parameters))
+        try:
+            for p, g in zip(parameters, [buffer] if buffer.is_sparse else bucket.gradients(), strict=True):
+                self._lent.append((p, p.grad))
+                p.grad = g
+            for p in parameters:
+                self._on_gradient(p)
+            if bucket.is_last():
+                _Distributed.synchronize(self)
+                self._hand_back()
+        except BaseException as error:
+            for p, grad in self._lent:
+                p.grad = grad
+            self._lent.clear()
+            for waiting, _, _ in self._futures[:-1]:  # or DDP would wait for them
+                waiting.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
+            self._futures.clear()
+            raise
+        return future
+
+    def _begin_pass(self) -> None:
+        joined = torch._C._current_graph_task_id() == -1  # DDP itself calls, for a rank that has no more data
+        if self._synchronized and not self._skipping and not joined:
+            raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
+                                 "exchanged already. To accumulate gradients, call all but the last backward() within "
+                                 "no_sync().")
+        self._lent, self._futures, self._updates = [], [], []
+
+    def _hand_back(self) -> None:
+        """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy."""
+        sparse = {}
+        self._versions = {}
+        for p, grad in self._lent:
+            update, p.grad = p.grad, grad
+            if update is None:  # the step is skipped
+                continue
+            if update.is_sparse:
+                sparse[p] = update
+                continue
+            shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
+            if not shared:
+                self._updates.append((p, grad, -1 if grad is None else grad._version, update))
+            if grad is not None:  # which DDP will copy into, once
+                self._versions[p] = id(grad), grad._version + (not shared)
+        self._lent.clear()
+        for future, buffer, parameters in self._futures:
+            future.set_result(sparse.get(parameters[0], buffer))
+        self._futures.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
+        state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
+                          self._scaler, self.residual_state_dict())
+
+    def synchronize(self) -> None:
+        """Has been done by ``backward()``."""
+        if self._plain:
+            _Distributed.synchronize(self)
+        elif not self._synchronized:
+            raise RuntimeError("nothing was exchanged since the last step(): backward() was not called, or within "
+                               "no_sync() only")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies the update. A closure is evaluated first."""
+        if self._plain:
+            return _Distributed.step(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize()
+        for p, grad, version, update in self._updates:
+            if p.grad is None or (p.grad is grad and grad._version == version):
+                # No rank used it in this pass, so DDP left p.grad alone: but there is an update of what was pending.
+                p.grad = update.clone() if self._inverse is None else update * self._inverse.to(update)
+                self._versions.pop(p, None)
+        self._updates = []
+        if self._skipping:
+            self.zero_grad()
+        else:
+            self._warn_of_change()
+            self._apply()
+        self._synchronized = self._skipping = False
+        return loss
