@@ -60,6 +60,7 @@ class Report:
     total_dense_bytes: float
     total_density: float
     skipped: int  # steps that no rank took, as a gradient was not finite
+    lost_residuals: int  # of ranks that an elastic job has lost
 
 
 @dataclass(eq=False)
@@ -235,17 +236,18 @@ class _Distributed(torch.optim.Optimizer):
         _check_groups(groups)
         world = transport.world
         self._outside = world is None
-        elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        self._elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         # What has no meaning to torch's optimizer is done by the road, also by one process.
         needed = config.nonfinite == "skip" or (grad_scaler is not None and config.clip_norm is not None)
-        self._plain = self._outside or (world.size == 1 and not elastic and not needed)
-        self._agreed = elastic  # where ranks come and go, the new ones cannot ask those who have been asked already
+        self._plain = self._outside or (world.size == 1 and not self._elastic and not needed)
+        self._agreed = self._elastic  # new ranks cannot ask those that have been asked already
         self._shipments: list[_Shipment] = []
         self._shipment_of: dict[Tensor, _Shipment] = {}
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self._hooks: list[Any] = []
         self._delay: dict[Tensor, int] = {}
-        self._steps = self._skipped = 0
+        self._steps = self._skipped = self._lost_residuals = 0
+        self._shared_by = 0  # how many ranks' average u and v are a share of; 0: they are empty
         self._last: dict[str, Any] = {}
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._inverse: Tensor | None = None  # of the loss's scale, in this step
@@ -410,6 +412,8 @@ class _Distributed(torch.optim.Optimizer):
         self._world: World = world
         if not self._agreed:
             self._agree()
+            if self._elastic:
+                self._regroup()
         self._skipping = False
         self._residuals_loaded = False
         self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
@@ -445,6 +449,32 @@ class _Distributed(torch.optim.Optimizer):
                 for p, bits in zip(parameters, agree.sums_of_bits(parameters), strict=True)],
         }, self._transport, parameters[0].device)
         self._agreed = True
+
+    @torch.no_grad()
+    def _regroup(self) -> None:
+        """Where ranks have come or gone, what those that remain have pending is worth as much as it was."""
+        size = self._world.size
+        asked = Collective("gather", torch.tensor([self._shared_by], device=self._parameters()[0].device))
+        before = self._transport.start(asked, "dgc.regroup")().flatten().tolist()
+        former = max(before)
+        self._shared_by = size
+        if former in (0, size) and before.count(former) in (0, size):
+            return
+        if self._average and former != size:
+            for views in self._residuals().values():
+                for view in views.values():
+                    view.mul_(size / former)
+        if lost := max(0, former - before.count(former)):
+            self._lost_residuals += lost
+            square = Collective("sum", sum((_norm(b.v).square().view(1) for b in self._kept()), asked.tensor.new_zeros(
+                1, dtype=torch.float32)))
+            norm = (self._transport.start(square, "dgc.regroup.norm")().item() / (former - lost)) ** 0.5
+            warnings.warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
+                          f"remain have a residual of norm {norm:.3g} each", stacklevel=5)
+
+    def _regroup_at_next_step(self) -> None:
+        """An elastic job has begun anew, with other ranks perhaps."""
+        self._agreed = False
 
     def _dense_bytes(self, world: World) -> float:
         return 2 * (world.size - 1) / world.size * 4 * sum(p.numel() for p in self._delay if p.requires_grad)
@@ -829,12 +859,18 @@ class _Distributed(torch.optim.Optimizer):
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
         self._settle()
         world = self._transport.world or World(0, 1)
-        state: dict[str, Any] = {"version": 1, "rank": world.rank, "size": world.size, "u": {}, "v": {}}
+        kept = {letter: {name: view.clone() for name, view in views.items()}
+                for letter, views in self._residuals().items()}
+        return {"version": 1, "rank": world.rank, "size": world.size, **kept}
+
+    def _residuals(self) -> dict[str, dict[str, Tensor]]:
+        """Views of u and of v, by parameter name."""
+        views: dict[str, dict[str, Tensor]] = {"u": {}, "v": {}}
         for bucket in self._kept():
-            state["v"].update({name: view.clone() for name, view in bucket.views(bucket.v).items()})
+            views["v"].update(bucket.views(bucket.v))
             if bucket.u is not None:
-                state["u"].update({name: view.clone() for name, view in bucket.views(bucket.u).items()})
-        return state
+                views["u"].update(bucket.views(bucket.u))
+        return views
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes up the u and v that :meth:`residual_state_dict` gave on this rank.
@@ -842,12 +878,12 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
         """
-        own = self.residual_state_dict()
-        for key in ("version", "rank", "size"):
-            if state_dict.get(key) != own[key]:
-                raise ValueError(f"residual_state_dict: {key} is {state_dict.get(key)!r}; expected {own[key]!r}")
-        for letter in ("u", "v"):
-            given, expected = state_dict[letter], own[letter]
+        world = self._transport.world or World(0, 1)
+        for key, own in (("version", 1), ("rank", world.rank), ("size", world.size)):
+            if state_dict.get(key) != own:
+                raise ValueError(f"residual_state_dict: {key} is {state_dict.get(key)!r}; expected {own!r}")
+        for letter, expected in self._residuals().items():
+            given = state_dict[letter]
             if given.keys() != expected.keys():
                 raise ValueError(f"residual_state_dict: {letter} lacks {sorted(expected.keys() - given.keys())} and "
                                  f"has unknown {sorted(given.keys() - expected.keys())}")
@@ -855,12 +891,13 @@ class _Distributed(torch.optim.Optimizer):
                 if tensor.shape != expected[name].shape:
                     raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
                                      f"expected {tuple(expected[name].shape)}")
-        self._residuals_missing, self._residuals_loaded = False, True
-        for bucket in self._kept():
-            for letter, flat in (("u", bucket.u), ("v", bucket.v)):
-                if flat is not None:
-                    for name, view in bucket.views(flat).items():
-                        view.copy_(state_dict[letter][name])
+        self._put_residuals(state_dict)
+
+    def _put_residuals(self, state: Mapping[str, Any]) -> None:
+        self._residuals_missing, self._residuals_loaded, self._shared_by = False, True, state["size"]
+        for letter, views in self._residuals().items():
+            for name, view in views.items():
+                view.copy_(state[letter][name])
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -912,6 +949,7 @@ class _Distributed(torch.optim.Optimizer):
             total_bytes_sent=totals["bytes_sent"],
             total_dense_bytes=totals["dense_bytes"],
             skipped=self._skipped,
+            lost_residuals=self._lost_residuals,
             total_density=(sum(int(bucket.total_entries) for bucket in buckets) + totals["dense_entries"])
             / max(1, totals["numel"]))
 

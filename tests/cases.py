@@ -6,7 +6,9 @@ Each case is called on every rank and returns what the test then looks at.
 import copy
 import io
 import math
+import os
 import pickle
+import signal
 import sys
 import warnings
 
@@ -619,6 +621,50 @@ def raises_on_one_rank():
     network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
     if find().world.rank == 1:
         raise ArithmeticError("rank 1 has had enough")
+    train(range(2, 4), None, network, optimizer)
+
+
+def _on_rank_1_in_backward(do):
+    """Trains two steps; in the third backward pass something happens to rank 1, when messages are on their way."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        network[0].weight.register_hook(lambda g: do())  # the last gradient to come
+    train(range(2, 6), None, network, optimizer)
+
+
+def killed():
+    """With SIGKILL, as the kernel does when memory runs out."""
+    _on_rank_1_in_backward(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raises_in_backward():
+    """A hook of the user's."""
+    def fail():
+        raise ArithmeticError("rank 1 has had enough")
+
+    _on_rank_1_in_backward(fail)
+
+
+def out_of_memory():
+    """A tensor that does not fit."""
+    _on_rank_1_in_backward(lambda: torch.empty(1 << 60))
+
+
+def raises_in_schedule():
+    """A schedule that fails on one rank only, between the others' messages."""
+    def sparsity(step):
+        if step == 3 and find().world.rank == 1:  # no power of 2: those are looked at before the first step
+            raise ArithmeticError("rank 1 has had enough")
+        return 0.9
+
+    train(range(5), dgc.Config(sparsity=sparsity))
+
+
+def exits():
+    """Without an error, so that the others wait for it."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        os._exit(3)
     train(range(2, 4), None, network, optimizer)
 
 

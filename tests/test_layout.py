@@ -8,7 +8,7 @@ from pathlib import Path
 import dgc
 
 ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "agree",
-         "optimizer", "ddp"]
+         "optimizer", "ddp", "elastic"]
 PACKAGE = Path(dgc.__file__).parent
 
 

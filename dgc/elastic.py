@@ -1,0 +1,56 @@
+"""For whom: Horovod's elastic jobs, where workers come and go."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import horovod.torch as hvd
+from horovod.torch.elastic import state as stock
+
+
+class TorchState(hvd.elastic.TorchState):
+    """``hvd.elastic.TorchState``, which also commits, restores and regroups what DistributedOptimizers have pending.
+
+    ::
+
+        state = dgc.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+
+    A worker goes back to its own residuals of the last commit. When the number of workers changes from N to N', those
+    that remain scale theirs by N'/N (under Average), so that what they had pending is worth the same in the new
+    average; new workers begin with none. What a lost worker had pending is lost: ``report().lost_residuals`` counts
+    them, and a warning estimates how much it was.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
+        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        for name, handler in self._handlers.items():
+            if hasattr(handler.value, "_regroup_at_next_step"):  # their classes are made at run time
+                self._handlers[name] = _Handler(handler.value)
+
+    def on_reset(self) -> None:
+        """Called by ``hvd.elastic.run`` when Horovod has begun anew."""
+        for handler in self._handlers.values():
+            if isinstance(handler, _Handler):
+                handler.value._regroup_at_next_step()
+        super().on_reset()
+
+
+class _Handler(stock.OptimizerStateHandler):
+    """Saves and restores the residuals with the rest of an optimizer's state."""
+
+    def __init__(self, optimizer: Any):
+        super().__init__(optimizer)
+        optimizer._regroup_at_next_step()
+        self._keep()
+
+    def _keep(self) -> None:
+        self._residuals = {"size": self.value._shared_by, **copy.deepcopy(self.value._residuals())}
+
+    def save(self) -> None:
+        super().save()
+        self._keep()
+
+    def restore(self) -> None:
+        super().restore()
+        self.value._put_residuals(self._residuals)

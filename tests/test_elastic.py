@@ -1,0 +1,103 @@
+"""Workers that come and go: what the others had pending is worth as much as before."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import end
+from laws import loss, model, train
+
+import dgc
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Two workers, one of which is killed in an exchange; both "hosts" are this machine."""
+    pytest.importorskip("horovod.torch")
+    folder = tmp_path_factory.mktemp("elastic")
+    hosts = folder / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    bin_folder = Path(sys.executable).parent
+    log = folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [str(bin_folder / "horovodrun"), "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2",
+             "--host-discovery-script", str(hosts), sys.executable, str(HERE / "elastic_job.py"), str(folder)],
+            env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            status = process.wait(240)
+        finally:
+            end(process.pid)
+    output = log.read_text()
+    assert status == 0, output
+    return {path.stem: torch.load(path) for path in folder.glob("*.pt")}, output
+
+
+def test_a_worker_is_killed_and_the_other_goes_on(job):
+    """From the last commit, with half of its residuals: it was one of two, now it is all there is."""
+    states, output = job
+    assert sorted(states) == [*(f"{i}-of2-rank{r}" for i in range(1, 5) for r in range(2)),
+                              *(f"{i}-of1-rank0" for i in range(5, 9))]
+    assert "of 2 ranks 1 are gone" in output
+    survivor = next(state for state in (states["4-of2-rank0"], states["4-of2-rank1"])
+                    if state["rank"] == (1 if "[1]<stderr>:" in output.split("are gone")[0].splitlines()[-1] else 0))
+    after = states["5-of1-rank0"]
+    assert after["lost"] == states["8-of1-rank0"]["lost"] == 1
+    network = model()
+    network.load_state_dict(survivor["model"], strict=False)
+    loss(network, 0, 0).backward()
+    for name, v in survivor["v"].items():  # with one rank nothing is kept back: u = m u + g, and v + u is applied
+        p, g = survivor["model"][name].double(), network.get_parameter(name).grad.double()
+        expected = p - 0.05 * (v.double() / 2 + 0.9 * survivor["u"][name].double() / 2 + g)
+        assert torch.allclose(after["model"][name].double(), expected, rtol=1e-5, atol=1e-7)
+        assert not after["v"][name].any()
+
+
+def test_the_loss_goes_on_falling(job):
+    losses = [job[0][f"{i}-of{2 if i < 5 else 1}-rank0"]["loss"] for i in range(1, 9)]
+    print("loss by step:", [f"{value:.3f}" for value in losses])
+    assert losses[0] > losses[3] > losses[7]
+
+
+@pytest.mark.parametrize(("former", "remain", "size"), [(4, 3, 3), (2, 2, 3), (4, 3, 4), (3, 1, 2)])
+@pytest.mark.parametrize("average", [True, False])
+def test_what_remains_pending_is_worth_as_much(former, remain, size, average, monkeypatch):
+    """Under Average a rank's v counts for 1/N: before and after. New ranks have none; lost ones are counted."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    op = dgc.Average if average else dgc.Sum
+
+    def before():
+        return train(range(3), dgc.Config(0.9), op=op)[1].residual_state_dict()
+
+    kept = dgc.lockstep.run(before, former)[:remain]
+
+    def after():
+        rank = dgc.lockstep.current().world.rank
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9), op=op)
+        optimizer._regroup_at_next_step()
+        if rank < remain:
+            optimizer._put_residuals(kept[rank])
+        if rank == 0 and remain < former:
+            with pytest.warns(UserWarning, match=f"of {former} ranks {former - remain} are gone"):
+                optimizer._open()
+        else:
+            optimizer._open()
+        return optimizer.residual_state_dict(), optimizer.report().lost_residuals
+
+    now = dgc.lockstep.run(after, size)
+    divisors = (former, size) if average else (1, 1)
+    for letter in "uv":
+        for name in kept[0][letter]:
+            old = sum(state[letter][name].double() for state in kept) / divisors[0]
+            new = sum(state[letter][name].double() for state, _ in now) / divisors[1]
+            assert old.any() and torch.allclose(new, old, rtol=1e-6)
+    assert all(lost == former - remain for _, lost in now)
