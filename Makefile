@@ -1,6 +1,7 @@
 # make setup   a .venv with pinned dependencies, Horovod built from source, and this package
 # make demo    the main job: ResNet-20 on CIFAR-10, two Horovod workers, dense and DGC (DATA=dir: cifar-10-batches-bin)
 # make test    all tests
+# make soak    the tests of endurance at full size: 2,000 steps, 100,000 mutated messages (about half an hour)
 # make lint    ruff and mypy
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ DATA ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test soak lint clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -38,6 +39,9 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
 
 test: setup
 	$(VENV)/bin/python -m pytest tests
+
+soak: setup
+	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py -s
 
 lint: setup
 	$(VENV)/bin/ruff check .

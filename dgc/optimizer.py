@@ -39,6 +39,7 @@ from dgc.transport import Exchange, find
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 
 BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
+MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -208,6 +209,9 @@ def _check_group(group: Mapping[str, Any], config: Config) -> None:
         if parameter.dtype not in DTYPES:
             raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
                             f"accepted: {', '.join(map(str, DTYPES))}")
+        if parameter.numel() > MAX_NUMEL and _compressed(parameter, config.min_numel):
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has {parameter.numel()} entries; "
+                             f"accepted: at most {MAX_NUMEL}. Split it, or let it travel dense by Config: min_numel")
 
 
 def _check_dampening(group: Mapping[str, Any]) -> None:
@@ -1054,6 +1058,9 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
         numel: dict[Any, int] = {}
         for parameter in together:
             kind = (parameter.device, parameter.dtype, _compressed(parameter, min_numel))
+            if numel.get(kind, 0) + parameter.numel() > MAX_NUMEL and kind in filling:
+                packed.append(filling.pop(kind))
+                numel[kind] = 0
             filling.setdefault(kind, []).append(parameter)
             numel[kind] = numel.get(kind, 0) + parameter.numel()
             if groups is None and numel[kind] >= BUCKET_NUMEL:

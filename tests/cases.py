@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 
+import psutil
 import torch
 from laws import flat, loss, model, train
 from torch import nn
@@ -216,6 +217,47 @@ def scaled():
         scaler.update()
         scales.append(scaler.get_scale())
     return flat(network), scales, optimizer.report().skipped
+
+
+def soak():
+    """Many steps with a warm-up and a NaN now and then: memory, steps, and what was lost, which is nothing.
+
+    Without momentum all ranks' gradients must equal what was applied and what is pending, added up over all steps.
+    """
+    steps, world = int(os.environ["DGC_SOAK_STEPS"]), find().world
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, 10))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    config = dgc.Config(dgc.warmup(4, steps_per_epoch=max(1, steps // 20)), nonfinite="skip")
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+    weights = [p for p in network.parameters() if p.dim() > 1]
+    accumulated, applied = ([torch.zeros_like(p, dtype=torch.float64) for p in weights] for _ in range(2))
+    generator, memory, bad = torch.Generator().manual_seed(world.rank), [], 0
+    for step in range(steps):
+        optimizer.zero_grad()
+        network(torch.randn(16, 256, generator=generator)).square().mean().backward()
+        if step % 37 == 36:
+            bad += 1
+            if (step // 37) % world.size == world.rank:
+                weights[step % 3].grad.view(-1)[step] = math.nan
+            optimizer.step()
+            continue
+        for total, p in zip(accumulated, weights, strict=True):
+            total += p.grad
+        optimizer.step()
+        for total, p in zip(applied, weights, strict=True):
+            total += p.grad
+        if step >= steps // 2:
+            memory.append(psutil.Process().memory_info().rss)
+    report = optimizer.report()
+    v = optimizer.residual_state_dict()["v"]
+    for total, p in zip(accumulated, weights, strict=True):
+        total -= next(v[name] for name, q in network.named_parameters() if q is p)
+    optimizer.flush()
+    empty = optimizer.report().residual_norm == 0
+    return {"accumulated": accumulated, "applied": applied, "skipped": (report.skipped, bad), "steps": report.steps,
+            "growth": max(memory[-len(memory) // 4:]) - max(memory[:len(memory) // 4]), "empty": empty,
+            "flat": flat(network)}
 
 
 # -- Horovod only ------------------------------------------------------------------------------------------------------

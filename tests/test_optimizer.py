@@ -940,3 +940,47 @@ def test_dense_dtype():
 def test_dense_dtype_is_float16_bfloat16_or_none():
     with pytest.raises(ValueError, match=r"dense_dtype is torch.float32; accepted: None, torch.float16"):
         dgc.Config(dense_dtype=torch.float32)
+
+
+# -- unusual models ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shapes", [[(40, 50)], [(1, 1)], [(0, 7), (3,), (30, 40)], [(0,), (1,), ()],
+                                    [(2 + i % 9, 3 + i % 5) for i in range(5000)]], ids=lambda shapes: str(len(shapes)))
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_models_of_any_number_and_size_of_parameters(shapes, sparsity):
+    """What all ranks have accumulated is what was applied and what is pending; at density 1 nothing is."""
+    def gradients(rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def worker():
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        optimizer = dgc.DistributedOptimizer(optimizer, named, dgc.Config(sparsity, min_numel=0))
+        for step in range(3):
+            for p, g in zip(parameters, gradients(rank(), step), strict=True):
+                p.grad = g
+            optimizer.step()
+        return parameters, optimizer.residual_state_dict()["v"]
+
+    (one, v), (other, w) = in_lockstep(worker)
+    total = [sum(gs) for gs in zip(*(gradients(r, step) for r in range(2) for step in range(3)), strict=True)]
+    for i, (p, q) in enumerate(zip(one, other, strict=True)):
+        pending = (v[f"p{i}"] + w[f"p{i}"]) / 2 if f"p{i}" in v else torch.zeros_like(p)
+        assert torch.equal(p, q) and torch.allclose(p, pending - total[i] / 2, rtol=1e-4, atol=1e-5)
+        assert sparsity or not pending.any()
+
+
+def test_more_entries_than_positions_are_refused_or_divided():
+    """2^31 and more; on the meta device, as they would not fit into memory."""
+    huge = nn.Parameter(torch.empty(1 << 16, 1 << 15, device="meta"))
+
+    def worker():
+        with pytest.raises(ValueError, match="has 2147483648 entries; accepted: at most 2147483647"):
+            dgc.DistributedOptimizer(torch.optim.SGD([huge], lr=0.1), [("huge", huge)])
+
+    in_lockstep(worker)
+    large = [nn.Parameter(torch.empty(1 << 15, 1 << 15, device="meta")) for _ in range(3)]
+    packed = _packed(large, {p: str(i) for i, p in enumerate(large)}, 1, 0)
+    assert [names for names, _ in packed] == [["2"], ["1"], ["0"]]
