@@ -2,17 +2,17 @@
 
     python benchmarks/speedup.py --out docs/speedup.png
 
-**From the paper** (Lin et al., ICLR 2018, section 5): each node has 4 NVIDIA Titan XP and one PCI switch; the speedup is
-over a single node; the model is Wen et al.'s (2017), a profile of one node and computed communication; in the worst case
-what is gathered doubles at each step; with AlexNet on 64 nodes, dense training "only achieves about 30x" at 10 Gbit/s, and
-DGC "more than 40x" at 1 Gbit/s. Its curves are a picture only, so no other number is compared.
+**From the paper** (Lin et al., ICLR 2018, section 5): each node has 4 NVIDIA Titan XP and one PCI switch; the speedup
+is over a single node; the model is Wen et al.'s (2017), a profile of one node and computed communication; in the worst
+case what is gathered doubles at each step; with AlexNet on 64 nodes, dense training "only achieves about 30x" at 10
+Gbit/s, and DGC "more than 40x" at 1 Gbit/s. Its curves are a picture only, so no other number is compared.
 
-**Assumed here:** a GPU computes at half of its peak of 12.15 TFLOP/s; 512 images a GPU for AlexNet (0.71 G multiply-adds
-each), 32 for ResNet-50 (4.09 G), 20 x 35 words for the LSTM (0.051 G); backward twice the forward pass; latencies of the
-presets; float32 dense; compressing as estimated for GPUs (dgc.plan.LOCAL). Within a node gradients are summed first, over
-PCIe, so that a node is one worker of the network; dense exchange is the hierarchical ring, DGC's its hierarchical
-all-gather. The paper does not say whether exchange and backward pass overlap: both are computed, and the figure is
-without.
+**Assumed here:** a GPU computes at half of its peak of 12.15 TFLOP/s; 512 images a GPU for AlexNet (0.71 G
+multiply-adds each), 32 for ResNet-50 (4.09 G), 20 x 35 words for the LSTM (0.051 G); backward twice the forward pass;
+latencies of the presets; float32 dense; compressing as estimated for GPUs (dgc.plan.LOCAL). Within a node gradients are
+summed first, over PCIe, so that a node is one worker of the network; dense exchange is the hierarchical ring, DGC's the
+hierarchical all-gather. The paper does not say whether exchange and backward pass overlap: both are computed, and the
+figure is without.
 """
 
 from __future__ import annotations

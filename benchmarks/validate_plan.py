@@ -15,7 +15,8 @@ told of the machine, and from where:
 
 All but the first two and the compute take hosts / cores as long where there are more hosts than cores. The cells fitted
 to are at 4 hosts. All others are predicted, and the median of their errors is what counts. PowerSGD is not modelled.
-Nor is dense_dtype=torch.float16, whose cells are compared with a prediction for float32: among 4 hosts both send as much.
+Nor is dense_dtype=torch.float16, whose cells are compared with a prediction for float32: among 4 hosts both send as
+much.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,7 +104,7 @@ def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:
     return used
 
 
-def main(files: Annotated[list[Path] | None, typer.Argument(help="JSON files of network.py; default: results/.")] = None,
+def main(files: Annotated[list[Path] | None, typer.Argument(help="Of network.py; default: those in results/.")] = None,
          out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
     """Prints prediction, measurement and error; ends with status 1 if the median error is above 20 %."""
     measured = cells(files or sorted(RESULTS.glob("network*.json")))
@@ -118,8 +118,8 @@ def main(files: Annotated[list[Path] | None, typer.Argument(help="JSON files of 
     rows = []
     for cell in measured:
         seconds = predicted(cell, machine)
-        rows.append({key: cell[key] for key in ("file", "hosts", "rate", "model", "method")}
-                    | {"measured": cell["median_seconds"], "predicted": seconds, "fitted": cell in used, "options": cell["options"],
+        rows.append({key: cell[key] for key in ("file", "hosts", "rate", "model", "method", "options")}
+                    | {"measured": cell["median_seconds"], "predicted": seconds, "fitted": cell in used,
                        "error": seconds / cell["median_seconds"] - 1})
     for r in rows:
         table.add_row(r["file"], str(r["hosts"]), r["rate"], r["model"], r["method"], f"{1e3 * r['measured']:,.0f} ms",

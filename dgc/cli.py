@@ -73,7 +73,8 @@ def plan(
         nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 4,
         gpus: Annotated[int, typer.Option(min=1, help="Workers in each of them.")] = 1,
         network: Annotated[str, typer.Option(
-            help=f"Between nodes: {', '.join(planning.NETWORKS)}, or a rate and a latency such as 40gbit,15us.")] = "1gbit",
+            help=f"Between nodes: {', '.join(planning.NETWORKS)}, or a rate and a latency such as 40gbit,15us.")] =
+            "1gbit",
         inside: Annotated[str, typer.Option(
             help=f"Inside a node: {', '.join(planning.INSIDE)}, or a rate and a latency.")] = "pcie",
         compute: Annotated[float | None, typer.Option(
@@ -154,9 +155,10 @@ def link(text: str, presets: dict[str, Link]) -> Link:
         if found is None:
             raise ValueError
         rate, unit, latency = found.groups()
-        return Link(1e-6 * float(latency), float(rate) * {"mbit": 1.25e5, "gbit": 1.25e8}[unit])
+        return Link(float(latency) / 1e6, float(rate) * {"mbit": 1.25e5, "gbit": 1.25e8}[unit])
     except ValueError:
-        raise ValueError(f"{text!r}; accepted: {', '.join(presets)}, or a rate and a latency such as 40gbit,15us") from None
+        raise ValueError(f"{text!r}; accepted: {', '.join(presets)}, or a rate and a latency such as 40gbit,15us"
+                         ) from None
 
 
 def _here(report: planning.Report) -> Table:
@@ -327,7 +329,8 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
     t, h = found["torch"], found["horovod"]
     table.add_row("dgc", f"{found['dgc'] or 'not installed as a package'}, Python {found['python']}")
     table.add_row("torch", t["version"])
-    table.add_row("CUDA", f"{t['cuda']}, {', '.join(t['devices']) or 'no device'}" if t["cuda"] else "not in this torch")
+    devices = ", ".join(t["devices"]) or "no device"
+    table.add_row("CUDA", f"{t['cuda']}, {devices}" if t["cuda"] else "not in this torch")
     table.add_row("torch.distributed", ", ".join(
         [name for name in ("gloo", "nccl") if t[name]] + ([f"NCCL {t['nccl_version']}"] if t["nccl"] else [])) or "no")
     if h is None:
@@ -343,7 +346,8 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
     for kind, module in found["kernels"].items():
         table.add_row(f"kernels on {kind}", compiled[module])
     for name, test in found["self_test"].items():
-        told = test.get("error") or (f"skipped: {test['skipped']}" if "skipped" in test else f"works ({test['seconds']} s)")
+        told = test.get("error") or (f"skipped: {test['skipped']}" if "skipped" in test else
+                                     f"works ({test['seconds']} s)")
         table.add_row(f"2 processes, {name}" if name != "cuda" else "2 ranks on the GPU", told)
     show(table)
     for problem in found["problems"]:

@@ -1,8 +1,8 @@
 """What it costs: each way of adding up gradients as rounds of messages, and the time that they take on given links.
 
 The model is Hockney's: a message of n bytes takes alpha + n beta, alpha being a link's latency and 1 / beta its
-bandwidth; a worker sends one message and receives one at a time. The bytes and rounds of dense collectives are those of
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), and, for the ring,
+bandwidth; a worker sends one message and receives one at a time. Bytes and rounds of dense collectives are those of
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), and for the ring
 of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 
 Workers are numbered node by node. Those of a node share its network port, one message's bytes after the other's; the
@@ -85,7 +85,7 @@ class Cluster:
 class Round(NamedTuple):
     """Messages that pass at the same time, and how often that is repeated."""
 
-    count: float
+    times: float
     nbytes: float  # of each message
     across: int  # messages that pass the busiest node's port in one direction; 0: all stay within their nodes
 
@@ -96,16 +96,16 @@ Rounds = tuple[Round, ...]
 def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
     """How long these rounds take: each waits for its slowest link."""
     total = 0.0
-    for count, nbytes, across in rounds:
+    for times, nbytes, across in rounds:
         inside = cluster.inside.seconds(nbytes) if cluster.gpus > 1 else 0.0  # on the way to the port, too
         between = cluster.between.seconds(across * nbytes) if across else 0.0
-        total += count * max(inside, between)
+        total += times * max(inside, between)
     return total
 
 
 def port_bytes(rounds: Iterable[Round]) -> float:
     """Bytes that pass the busiest node's port in one direction."""
-    return sum(count * nbytes * across for count, nbytes, across in rounds)
+    return sum(times * nbytes * across for times, nbytes, across in rounds)
 
 
 # -- all of a gradient of ``nbytes``, summed over n nodes of g workers -------------------------------------------------
@@ -143,17 +143,17 @@ def round_robin(nbytes: float, n: int, g: int) -> Rounds:
     Over a port of g workers pass 2 g (n - 1) / n M.
     """
     part = nbytes / (n * g)
-    return tuple(Round(2 * count, part, across) for count, _, across in _shifts(part, n, g))
+    return tuple(Round(2 * times, part, across) for times, _, across in _shifts(part, n, g))
 
 
 def tree(nbytes: float, n: int, g: int) -> Rounds:
     """Binomial trees, one up to the root and one down from it: 2 ceil(log2 P) rounds of M (Thakur et al. 2005)."""
-    return tuple(Round(2 * count, nbytes, across) for count, _, across in broadcast(nbytes, n, g))
+    return tuple(Round(2 * times, nbytes, across) for times, _, across in broadcast(nbytes, n, g))
 
 
 def butterfly(nbytes: float, n: int, g: int) -> Rounds:
-    """Recursive halving, then recursive doubling, neighbours first: 2 log2 P rounds, 2 (P - 1) / P M (Rabenseifner 2004;
-    Thakur et al. 2005). Of a number that is no power of two, some first give M to their neighbour and get it back last.
+    """Recursive halving, then recursive doubling, neighbours first: 2 log2 P rounds, 2 (P - 1) / P M (Rabenseifner
+    2004; Thakur et al. 2005). If P is no power of two, some first give M to their neighbour, and get it back last.
     """
     workers = n * g
     power = 1 << (workers.bit_length() - 1)
@@ -219,7 +219,7 @@ def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
 
 def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; across nodes, shared support, each worker with a g-th part of it."""
-    across = tuple(Round(count, nbytes, g) for count, nbytes, _ in broadcast(sizes.support / g, n, 1))
+    across = tuple(Round(times, nbytes, g) for times, nbytes, _ in broadcast(sizes.support / g, n, 1))
     return _some(Round(2 * (g - 1), sizes.dense / g, 0), *across, Round(2 * (n - 1), sizes.values / (n * g), g),
                  Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
@@ -299,4 +299,4 @@ def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:
 
 def _some(*rounds: Round) -> Rounds:
     """Without those in which nothing is sent."""
-    return tuple(r for r in rounds if r.count > 0)
+    return tuple(r for r in rounds if r.times > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -135,7 +136,8 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        server, settings = None, [{} for _ in range(RANKS)] if kind != "cuda" else [{}]
+        server: Any = None
+        settings: list[dict[str, str]] = [{} for _ in range(1 if kind == "cuda" else RANKS)]
         processes: list[subprocess.Popen[bytes]] = []
         log = Path(folder) / "log"
         try:
@@ -180,10 +182,8 @@ def _last(log: Path, otherwise: str) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends it and what it started, which has its process group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -222,7 +222,13 @@ def main(kind: str, folder: str, rank: int) -> None:
     result: Any
     if kind == "cuda":
         from dgc.transport import lockstep
-        both = lockstep.run(lambda: _train("cuda", lockstep.current().world.rank), RANKS)
+
+        def train() -> list[float]:
+            here = lockstep.current()
+            assert here is not None
+            return _train("cuda", here.world.rank)
+
+        both = lockstep.run(train, RANKS)
         if both[0] != both[1]:
             raise RuntimeError("the ranks do not have the same parameters")
         result = both[0]

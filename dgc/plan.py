@@ -313,8 +313,9 @@ class Local:
     start: float = 0.0
 
 
+DGC, CPU = Config(), Local()
 # A GPU's are an estimate, not measured: the 36 bytes an entry that the loops move, at a memory of 1 TB/s.
-LOCAL = {"cpu": Local(), "gpu": Local(compress=0.05e-9, receive=0.5e-9)}
+LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9)}
 
 
 class Method(NamedTuple):
@@ -346,8 +347,8 @@ def methods(cluster: Cluster) -> list[Method]:
             *(Method(name, "dgc") for name in cost.EXCHANGES if not (flat and name.startswith("hierarchical")))]
 
 
-def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = Config(),  # noqa: B008 (frozen)
-            local: Local = Local(), overlap: bool = True, backward: float = BACKWARD) -> Prediction:  # noqa: B008
+def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,
+            local: Local = CPU, overlap: bool = True, backward: float = BACKWARD) -> Prediction:
     """The time of one step.
 
     Args:
@@ -428,8 +429,8 @@ class Advice(NamedTuple):
     words: tuple[str, ...]
 
 
-def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config = Config(),  # noqa: B008
-           local: Local = Local(), overlap: bool = True) -> Advice:  # noqa: B008 (frozen)
+def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config = DGC,
+           local: Local = CPU, overlap: bool = True) -> Advice:
     """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity."""
 
     def best(kind: str, on: Cluster = cluster, chosen: Config = config) -> Prediction:
@@ -471,11 +472,11 @@ def _words(cluster: Cluster, compute: float, pays: bool, dense: Prediction, dgc:
         return
     ratio = dense.step_seconds / dgc.step_seconds
     if pays:
-        yield (f"DGC pays here: {_time(dgc.step_seconds)} a step instead of {_time(dense.step_seconds)} with the fastest "
-               f"dense exchange ({dense.method}), {ratio:.1f} times as fast.")
+        yield (f"DGC pays here: {_time(dgc.step_seconds)} a step instead of {_time(dense.step_seconds)} with the "
+               f"fastest dense exchange ({dense.method}), {ratio:.1f} times as fast.")
     else:
-        yield (f"DGC does not pay here: {_time(dgc.step_seconds)} a step, and {_time(dense.step_seconds)} with the fastest "
-               f"dense exchange ({dense.method}). Use that one.")
+        yield (f"DGC does not pay here: {_time(dgc.step_seconds)} a step, and {_time(dense.step_seconds)} with the "
+               f"fastest dense exchange ({dense.method}). Use that one.")
     if below is None:
         yield ("No bandwidth between nodes would change that." if cluster.nodes > 1 else
                "All workers are in one node, where the network plays no part.")
@@ -492,12 +493,12 @@ def _words(cluster: Cluster, compute: float, pays: bool, dense: Prediction, dgc:
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     lost = dgc.step_seconds - compute
     if pays and lost > 0.2 * compute:
-        yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, or "
-               "fewer workers, helps as well.")
+        yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
+               "or fewer workers, helps as well.")
     worked = dgc.step_seconds - compute - dgc.exchange_seconds
     if worked > 0.1 * dgc.step_seconds:
-        yield (f"At least {_time(worked)} of that step is compressing and decoding, which a GPU does faster than the CPU core "
-               "that is assumed by default (--worker gpu, --compress-ns).")
+        yield (f"At least {_time(worked)} of that step is compressing and decoding, which a GPU does faster "
+               "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
     yield "This is about time. Whether accuracy holds is for a trial to tell: the method was made for SGD."
 
 
@@ -540,7 +541,7 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
     return {**prediction._asdict(), "method": prediction.method.name, "kind": prediction.method.kind}
 
 
-def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config = Config(), local: Local = Local(),  # noqa: B008
+def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config = DGC, local: Local = CPU,
          overlap: bool = True) -> Report:
     """Predictions for every method, on the cluster and on larger and smaller ones of its kind, and advice.
 
@@ -561,7 +562,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config = Conf
 
 
 def draw(report: Report, file: Path) -> None:
-    """Efficiency by workers, of the fastest methods and a few others, as a picture.
+    """Efficiency by workers as a picture: dense methods in float32 (and the ring in float16), and DGC's exchanges.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -576,7 +577,7 @@ def draw(report: Report, file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained", sharey=True)
     for method, points in curves.items():
         if method.kind != "float16":
-            axes[method.kind == "dgc"].plot(*zip(*points, strict=True), ".-", label=method.name)
+            axes[int(method.kind == "dgc")].plot(*zip(*points, strict=True), ".-", label=method.name)
     fp16 = curves.get(Method("ring", "float16"), [])
     for axis in axes:
         axis.plot(*zip(*fp16, strict=True), "--", color="black", linewidth=1, label="ring, float16")

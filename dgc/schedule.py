@@ -143,7 +143,7 @@ def parse(expression: str, steps_per_epoch: int | None = None) -> Piecewise | Ra
         points: dict[int, float] = {}
         for argument in arguments:
             if argument.key is None or not re.fullmatch(r"[0-9]+", argument.key) or int(argument.key) in points:
-                raise _wrong(expression, argument.at, "step=sparsity, each step once, as in piecewise:0=0.75,1000=0.999")
+                raise _wrong(expression, argument.at, "step=sparsity, each step once, as in piecewise:0=0.75,9=0.999")
             points[int(argument.key)] = _number(expression, argument)
         return _named(expression, lambda: piecewise(points))
     first = None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "optimizer"]
+ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "kernels", "compressor", "transport", "optimizer",
+         "plan", "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 
