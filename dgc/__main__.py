@@ -12,9 +12,10 @@ def main() -> None:
         from dgc.cli import run
         status = run()
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
             raise
-        print(f"dgc: the command line needs {error.name}: pip install 'dgc[cli]'", file=sys.stderr)
+        print(f"dgc: the command line needs {package}: pip install 'dgc[cli]'", file=sys.stderr)
         status = 1
     raise SystemExit(status)
 

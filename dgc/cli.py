@@ -24,7 +24,7 @@ from dgc.cost import Cluster, Link
 
 ROWS = 24  # at most, of a schedule's table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   help="Deep Gradient Compression: plan, schedule, and check. "
                        "[bold]dgc COMMAND --help[/bold] shows examples.")
 
@@ -35,12 +35,11 @@ Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", 
 def run() -> int:
     """The exit status: 0; 1 for a failure; 2 for a wrong command line. Either is told in one line."""
     try:
-        status = app(prog_name="dgc", standalone_mode=False)
+        status = app(sys.argv[1:] or ["--help"], prog_name="dgc", standalone_mode=False)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error; click's class has no public name in typer
             command = getattr(getattr(error, "ctx", None), "command_path", "dgc")
-            if message := " ".join(error.format_message().split()):  # else it has shown its help
-                print(f"{command}: {message}", file=sys.stderr)
+            print(f"{command}: {' '.join(error.format_message().split())}", file=sys.stderr)
             return int(getattr(error, "exit_code", 2))
         if isinstance(error, typer.Abort):
             return 130

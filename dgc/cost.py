@@ -275,11 +275,10 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 @cache
 def _across(workers: int, g: int, pattern: str, distance: int) -> int:
-    """Messages that pass the busiest port in one direction, for one round of a pattern."""
+    """Messages that leave by the busiest port, in one round of a pattern; no port receives more."""
     sender, receiver = _pairs(workers, pattern, distance)
-    leaves = sender // g != receiver // g
-    passing = [torch.bincount(side[leaves] // g) for side in (sender, receiver)]
-    return max(int(count.max()) if len(count) else 0 for count in passing)
+    left = (sender // g)[sender // g != receiver // g]
+    return int(torch.bincount(left).max()) if len(left) else 0
 
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:

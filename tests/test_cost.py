@@ -121,7 +121,7 @@ def butterfly(s):
     extra = s.workers - power
     s.round([(2 * i, 2 * i + 1, range(s.numel), True) for i in range(extra)])
     left = [2 * i + 1 for i in range(extra)] + list(range(2 * extra, s.workers))
-    held = {w: (0, s.numel) for w in left}
+    held = dict.fromkeys(left, (0, s.numel))
     d = 1
     while d < power:
         messages, kept = [], {}
