@@ -586,7 +586,7 @@ def draw(report: Report, file: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="upper right")
     axes[0].set(ylabel="scaling efficiency (%)", title="dense, float32")
     axes[1].set(title=f"DGC, {100 * report.sparsity:g} %")
     figure.suptitle(f"{report.model}: {report.numel:,} parameters, {_time(report.compute)} of computation, nodes of "

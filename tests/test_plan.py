@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -224,3 +225,11 @@ def test_refuses():
         plan.plan(plan.load("lstm"), cluster(2), 0)
     with pytest.raises(ValueError, match=r"dense_dtype is torch\.float16; accepted in a plan: None"):
         plan.predict(SHAPES, cluster(2), GATHER, 1.0, dgc.Config(dense_dtype=torch.float16))
+
+
+def test_predictions_are_near_the_measurements():
+    """The median error over all cells that were not fitted to is at most 20 %; else it ends with status 1."""
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")], text=True,
+                          capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cells predicted: median error" in done.stdout
