@@ -7,8 +7,8 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "kernels", "compressor", "transport", "agree",
-         "optimizer", "ddp", "elastic"]
+ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "kernels", "compressor", "transport", "agree",
+         "optimizer", "ddp", "elastic", "plan", "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 

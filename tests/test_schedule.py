@@ -55,3 +55,42 @@ def test_they_compare_and_pickle():
 def test_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("expression", "schedule"), [
+    ("0.999", dgc.constant(0.999)), (".5", dgc.constant(0.5)), ("9.9e-1", dgc.constant(0.99)),
+    ("constant:0.9", dgc.constant(0.9)), ("warmup", dgc.warmup(steps_per_epoch=7)),
+    ("warmup:epochs=4,end=0.99", dgc.warmup(4, steps_per_epoch=7, end=0.99)),
+    ("warmup:per_step=true,start=0.5,epochs=2.5", dgc.warmup(2.5, steps_per_epoch=7, start=0.5, per_step=True)),
+    ("warmup:per_step=false", dgc.warmup(steps_per_epoch=7)),
+    ("piecewise:1000=0.999,0=0.75", dgc.piecewise({0: 0.75, 1000: 0.999})),
+    ("dense_until:1000", dgc.dense_until(1000)), ("dense_until:1000,then=0.99", dgc.dense_until(1000, then=0.99))])
+def test_expressions_are_the_functions(expression, schedule):
+    assert dgc.schedule.parse(expression, 7) == schedule
+
+
+@pytest.mark.parametrize(("expression", "message"), [
+    ("", r"schedule '', at its end; accepted: 0\.999, constant:0\.999, warmup"),
+    ("nan", r"at character 1, 'nan'; accepted"), ("-0.5", r"at character 1, '-0\.5'"), ("1_0", r"at character 1"),
+    (" 0.9", r"at character 1, ' 0\.9'"), ("cosine:3", r"at character 1, 'cosine:3'; accepted"),
+    ("1.5", r"is 1\.5; accepted: a number in \[0, 1\)"), ("warmup:", r"at character 7, ':'"),
+    ("warmup:epoch=4", r"at character 8, 'epoch=4'; accepted: epochs=, start=, end=, per_step= once each"),
+    ("warmup:4", r"at character 8, '4'; accepted: epochs="), ("warmup:epochs=", r"accepted: epochs=a number"),
+    ("warmup:epochs=4,epochs=5", r"at character 17, 'epochs=5'"), ("warmup:epochs=4,", r"at its end"),
+    ("warmup:epochs=4, end=0.9", r"at character 17, ' end=0\.9'"), ("warmup:per_step=1", r"per_step=true or"),
+    ("warmup:end=1.5", r"warmup:end=1\.5': warmup: end is 1\.5; accepted"), ("constant", r"at its end; accepted: one"),
+    ("constant:0.9,0.8", r"accepted: one sparsity"), ("piecewise:5=0.9", r"do not say what holds at step 0"),
+    ("piecewise:0=0.9,0=0.8", r"at character 17, '0=0\.8'; accepted: step=sparsity, each step once"),
+    ("piecewise:0.5=0.9", r"at character 11"), ("dense_until", r"accepted: a step first"),
+    ("dense_until:then=0.9", r"at character 13, 'then=0\.9'; accepted: a step first"),
+    ("dense_until:5,0.9", r"at character 15, '0\.9'; accepted: then= once each")])
+def test_expressions_that_are_refused(expression, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        dgc.schedule.parse(expression, 7)
+    assert repr(expression) in str(caught.value)
+
+
+def test_a_warm_up_needs_to_know_an_epoch():
+    with pytest.raises(ValueError, match="'warmup:epochs=2': a warmup is counted in epochs; say how many steps"):
+        dgc.schedule.parse("warmup:epochs=2")
+    assert dgc.schedule.parse("0.9") == dgc.constant(0.9)

@@ -1,0 +1,96 @@
+"""The paper's figure 6 drawn again: speedup of up to 64 nodes over one, at 1 and 10 Gbit/s, dense and with DGC.
+
+    python benchmarks/speedup.py --out docs/speedup.png
+
+**From the paper** (Lin et al., ICLR 2018, section 5): each node has 4 NVIDIA Titan XP and one PCI switch; the speedup
+is over a single node; the model is Wen et al.'s (2017), a profile of one node and computed communication; in the worst
+case what is gathered doubles at each step; with AlexNet on 64 nodes, dense training "only achieves about 30x" at 10
+Gbit/s, and DGC "more than 40x" at 1 Gbit/s. Its curves are a picture only, so no other number is compared.
+
+**Assumed here:** a GPU computes at half of its peak of 12.15 TFLOP/s; 512 images a GPU for AlexNet (0.71 G
+multiply-adds each), 32 for ResNet-50 (4.09 G), 20 x 35 words for the LSTM (0.051 G); backward twice the forward pass;
+latencies of the presets; float32 dense; compressing as estimated for GPUs (dgc.plan.LOCAL). Within a node gradients are
+summed first, over PCIe, so that a node is one worker of the network; dense exchange is the hierarchical ring, DGC's the
+hierarchical all-gather. The paper does not say whether exchange and backward pass overlap: both are computed, and the
+figure is without.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dgc import Config, plan
+from dgc.cost import Cluster
+from dgc.plan import Method
+
+NODES, GPUS = (1, 2, 4, 8, 16, 32, 64), 4
+FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
+# Examples a GPU, and multiply-adds of the forward pass of each; the backward pass has twice as many.
+WORK = {"alexnet": (512, 0.714e9), "resnet50": (32, 4.09e9), "lstm": (20 * 35, 51.0e6)}
+CURVES = {"dense": Method("hierarchical ring", "float32"), "DGC": Method("hierarchical", "dgc")}
+
+
+def compute(model: str) -> float:
+    """Seconds of a GPU's forward and backward pass."""
+    examples, multiply_adds = WORK[model]
+    return 3 * 2 * multiply_adds * examples / FLOPS
+
+
+def seconds(model: str, network: str, method: Method, nodes: int, overlap: bool) -> float:
+    """Of a step."""
+    cluster = Cluster(nodes, GPUS, plan.NETWORKS[network], plan.INSIDE["pcie"])
+    return plan.predict(tuple(plan.MODELS[model]()), cluster, method, compute(model), Config(), plan.LOCAL["gpu"],
+                        overlap).step_seconds
+
+
+def speedup(model: str, network: str, method: Method, nodes: int, overlap: bool) -> float:
+    """Over one node, which has nothing to compress, of as many nodes with as much work each."""
+    alone = seconds(model, network, CURVES["dense"], 1, overlap)
+    return nodes * alone / seconds(model, network, method, nodes, overlap) if nodes > 1 else 1.0
+
+
+def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/speedup.json.")] =
+         Path("docs/speedup.png")) -> None:
+    """Draws it, and prints the two numbers that the paper states."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    results = {str(overlap): {network: {model: {name: [speedup(model, network, method, n, overlap) for n in NODES]
+                                                for name, method in CURVES.items()} for model in WORK}
+                              for network in ("1gbit", "10gbit")} for overlap in (False, True)}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
+    for axis, network in zip(axes, ("1gbit", "10gbit"), strict=True):
+        for model, colour in zip(WORK, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+            for name, style in (("dense", "--"), ("DGC", "-")):
+                axis.plot(NODES, results["False"][network][model][name], style, marker=".", color=colour,
+                          label=f"{model}, {name}")
+        axis.plot(NODES, NODES, ":", color="tab:gray", label="ideal")
+        axis.set(title=f"{plan.bits(plan.NETWORKS[network].bandwidth)} Ethernet", xlabel="nodes of 4 GPUs")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].plot(64, 40, "v", color="black", label="paper: DGC, AlexNet, more than 40")
+    axes[1].plot(64, 30, "v", color="black", label="paper: dense, AlexNet, about 30")
+    for axis in axes:
+        axis.legend(frameon=False, fontsize=8)
+    axes[0].set(ylabel="speedup over one node")
+    figure.savefig(out, dpi=130)
+    numbers = Path(__file__).parent / "results" / "speedup.json"
+    numbers.write_text(json.dumps({"nodes": NODES, "compute_seconds": {m: compute(m) for m in WORK},
+                                   "speedup_by_overlap": results}, indent=1) + "\n")
+    for overlap in (False, True):
+        r = results[str(overlap)]
+        print(f"AlexNet, 64 nodes, {'with' if overlap else 'without'} overlap: dense at 10 Gbit/s "
+              f"{r['10gbit']['alexnet']['dense'][-1]:.1f} (paper: about 30), DGC at 1 Gbit/s "
+              f"{r['1gbit']['alexnet']['DGC'][-1]:.1f} (paper: more than 40), dense at 1 Gbit/s "
+              f"{r['1gbit']['alexnet']['dense'][-1]:.1f}")
+        for model in ("resnet50", "lstm"):
+            print(f"  {model}: " + ", ".join(f"{name} at {network} {r[network][model][name][-1]:.1f}"
+                                           for network in r for name in CURVES))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,355 @@
+"""The ``dgc`` command: does it pay (plan), when is how much sent (schedule), does it work here (doctor)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dgc import doctor as health
+from dgc import plan as planning
+from dgc import schedule as schedules
+from dgc.config import Config
+from dgc.cost import Cluster, Link
+
+ROWS = 24  # at most, of a schedule's table
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                  help="Deep Gradient Compression: plan, schedule, and check. "
+                       "[bold]dgc COMMAND --help[/bold] shows examples.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", dir_okay=False)]
+
+
+def run() -> int:
+    """The exit status: 0; 1 for a failure; 2 for a wrong command line. Either is told in one line."""
+    try:
+        status = app(sys.argv[1:] or ["--help"], prog_name="dgc", standalone_mode=False)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error; click's class has no public name in typer
+            command = getattr(getattr(error, "ctx", None), "command_path", "dgc")
+            print(f"{command}: {' '.join(error.format_message().split())}", file=sys.stderr)
+            return int(getattr(error, "exit_code", 2))
+        if isinstance(error, typer.Abort):
+            return 130
+        if isinstance(error, ImportError):
+            raise
+        print(f"dgc: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+@contextmanager
+def usage(option: str) -> Iterator[None]:
+    """What is wrong with an argument is told as a usage error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+@app.command()
+def plan(
+        model: Annotated[str, typer.Argument(help="A name, module:callable, or a checkpoint. Names: "
+                                             + ", ".join(planning.MODELS) + ".")],
+        nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 4,
+        gpus: Annotated[int, typer.Option(min=1, help="Workers in each of them.")] = 1,
+        network: Annotated[str, typer.Option(
+            help=f"Between nodes: {', '.join(planning.NETWORKS)}, or a rate and a latency such as 40gbit,15us.")] =
+            "1gbit",
+        inside: Annotated[str, typer.Option(
+            help=f"Inside a node: {', '.join(planning.INSIDE)}, or a rate and a latency.")] = "pcie",
+        compute: Annotated[float | None, typer.Option(
+            help="Seconds of a worker's forward and backward pass. Or --measure.")] = None,
+        measure: Annotated[bool, typer.Option(
+            "--measure", help="Time it here; MODEL is a module:callable that returns (module, inputs).")] = False,
+        sparsity: Annotated[float, typer.Option(help="Share of entries kept back.")] = 0.999,
+        worker: Annotated[Literal["cpu", "gpu"], typer.Option(
+            help="Whose cost of compressing; the CPU's is measured, the GPU's an estimate.")] = "cpu",
+        compress_ns: Annotated[float | None, typer.Option(
+            min=0, help="Nanoseconds of compressing, for each entry, instead.")] = None,
+        receive_ns: Annotated[float | None, typer.Option(
+            min=0, help="Nanoseconds of decoding, for each entry received, instead.")] = None,
+        overlap: Annotated[bool, typer.Option(help="Exchanges begin during the backward pass.")] = True,
+        png: Png = None,
+        as_json: Json = False) -> None:
+    """Predicts a step's time for every way to add up gradients, and says whether DGC pays.
+
+    [bold]Does it pay for ResNet-50 on 4 machines and Gigabit Ethernet, at 0.25 s a step?[/bold]
+
+      dgc plan resnet50 --nodes 4 --network 1gbit --compute 0.25
+
+    [bold]On 64 machines of 4 GPUs, with a picture:[/bold]
+
+      dgc plan alexnet --nodes 64 --gpus 4 --worker gpu --network 10gbit --compute 0.36 --png plan.png
+
+    [bold]Your own model, timed on this machine (train.py has def build(): return model, (batch,)):[/bold]
+
+      dgc plan train:build --measure --network 40gbit,15us
+
+    [bold]Numbers for a script:[/bold]
+
+      dgc plan checkpoint.pt --compute 0.25 --json | jq .advice.pays
+    """
+    with usage("MODEL"):
+        loaded = planning.load(model)
+    with usage("--network"):
+        between = link(network, planning.NETWORKS)
+    with usage("--inside"):
+        within = link(inside, planning.INSIDE)
+    with usage("--sparsity"):
+        config = Config(sparsity)
+    if (compute is None) != measure:
+        raise typer.BadParameter("give either --compute SECONDS or --measure")
+    if compute is None:
+        with usage("--measure"):
+            compute = planning.measure(loaded)
+    local = planning.LOCAL[worker]
+    if compress_ns is not None:
+        local = replace(local, compress=1e-9 * compress_ns)
+    if receive_ns is not None:
+        local = replace(local, receive=1e-9 * receive_ns)
+    with usage("--compute"):
+        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap)
+    if png:
+        planning.draw(report, png)
+    if as_json:
+        print(json.dumps(report.json(), indent=1))
+        return
+    out = console()
+    out.print(_here(report), _scaling(report))
+    for sentence in report.advice.words:
+        out.print(sentence, markup=False, highlight=False)
+    if png:
+        out.print(f"Picture: {png}", markup=False, highlight=False)
+
+
+def link(text: str, presets: dict[str, Link]) -> Link:
+    """A preset's, or that of ``40gbit,15us``: bits a second and microseconds.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text in presets:
+        return presets[text]
+    found = re.fullmatch(r"([0-9.]+)(mbit|gbit),([0-9.]+)us", text)
+    try:
+        if found is None:
+            raise ValueError
+        rate, unit, latency = found.groups()
+        return Link(float(latency) / 1e6, float(rate) * {"mbit": 1.25e5, "gbit": 1.25e8}[unit])
+    except ValueError:
+        raise ValueError(f"{text!r}; accepted: {', '.join(presets)}, or a rate and a latency such as 40gbit,15us"
+                         ) from None
+
+
+def _here(report: planning.Report) -> Table:
+    cluster = report.cluster
+    table = Table(title=f"{report.model}: {report.numel:,} parameters on {cluster.nodes} x {cluster.gpus} workers, "
+                        f"{planning.bits(cluster.between.bandwidth)} between nodes, "
+                        f"{1e3 * report.compute:.4g} ms of computation a step")
+    for column in ("", "step", "efficiency", "exchange", "over a node's port", "a worker's message"):
+        table.add_column(column, justify="left" if not column else "right")
+    best = {min((p for p in report.here if (p.method.kind == "dgc") == dgc), key=lambda p: p.step_seconds)
+            for dgc in (False, True)}
+    for p in report.here:
+        table.add_row(str(p.method), f"{1e3 * p.step_seconds:,.1f} ms", f"{100 * p.efficiency:.1f} %",
+                      f"{1e3 * p.exchange_seconds:,.1f} ms", _size(p.port_bytes), _size(p.message_bytes),
+                      style="bold" if p in best else "")
+    return table
+
+
+def _scaling(report: planning.Report) -> Table:
+    shown = [n for n in report.scaling if n > 1 and (int(math.log2(n)) % 2 == 1 or n == report.cluster.workers)]
+    table = Table(title="scaling efficiency in % by the number of workers")
+    table.add_column("")
+    for workers in shown:
+        table.add_column(f"{workers:,}", justify="right")
+    by_method = {n: {p.method: p.efficiency for p in report.scaling[n]} for n in shown}
+    for method in dict.fromkeys(m for n in shown for m in by_method[n]):
+        table.add_row(str(method), *(f"{100 * by_method[n][method]:.3g}" if method in by_method[n] else ""
+                                     for n in shown))
+    return table
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.3g} {unit}" if nbytes < 1e3 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+@app.command()
+def schedule(
+        expression: Annotated[str, typer.Argument(metavar="EXPR", help="See the examples.")],
+        steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps in one epoch.")] = 100,
+        epochs: Annotated[int, typer.Option(min=1, help="To look at.")] = 10,
+        model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
+        workers: Annotated[int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")] = 4,
+        png: Png = None,
+        as_json: Json = False) -> None:
+    """Shows what a schedule sends: sparsity, bytes a step, and bytes so far against dense.
+
+    [bold]The paper's warm-up:[/bold]
+
+      dgc schedule warmup:epochs=4,end=0.999 --steps-per-epoch 391 --epochs 164
+
+    [bold]Others:[/bold]
+
+      dgc schedule 0.999
+
+      dgc schedule warmup:epochs=4,per_step=true
+
+      dgc schedule piecewise:0=0.75,1000=0.999
+
+      dgc schedule dense_until:1000,then=0.99 --png schedule.png
+
+    Bytes are those of one worker over all-gather, as optimizer.report() counts them.
+    """
+    with usage("EXPR"):
+        chosen = schedules.parse(expression, steps_per_epoch)
+    with usage("--model"):
+        loaded = planning.load(model)
+    steps = epochs * steps_per_epoch
+    values = [chosen(step) for step in range(steps)]
+    sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
+    dense = 2 * (workers - 1) / workers * 4 * loaded.numel
+    rows, total = [], 0.0
+    for step, value in enumerate(values):
+        total += sent_at[value]
+        rows.append({"step": step, "sparsity": value, "bytes": sent_at[value], "total_bytes": total,
+                     "of_dense": total / (dense * (step + 1))})
+    if png:
+        _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)
+    if as_json:
+        print(json.dumps({"expression": expression, "schedule": repr(chosen), "model": model, "workers": workers,
+                          "dense_bytes": dense, "steps": rows}, indent=1))
+        return
+    out = console()
+    out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
+    out.print(f"{_size(total)} in all, {dense * steps / total:,.1f} times fewer than {_size(dense * steps)} of dense "
+              "float32.", markup=False, highlight=False)
+    if png:
+        out.print(f"Picture: {png}", markup=False, highlight=False)
+
+
+def _sent(shapes: tuple[planning.Shape, ...], sparsity: float, workers: int) -> float:
+    """Bytes that a worker sends in a step."""
+    alone = Cluster(workers, 1, planning.NETWORKS["1gbit"], planning.INSIDE["pcie"])
+    return planning.predict(shapes, alone, planning.Method("allgather", "dgc"), 1.0, Config(sparsity)).port_bytes
+
+
+def _schedule_table(rows: list[dict[str, Any]], dense: float, title: str) -> Table:
+    changes = [row for row, before in zip(rows, [None, *rows], strict=False)
+               if before is None or row["sparsity"] != before["sparsity"]]
+    if len(changes) > ROWS:
+        changes = [changes[i * (len(changes) - 1) // (ROWS - 1)] for i in range(ROWS)]
+    table = Table(title=title)
+    for column in ("from step", "sparsity", "bytes a step", "fewer than dense", "so far, of dense", ""):
+        table.add_column(column, justify="right" if column else "left")
+    last = [rows[-1]] if rows[-1] is not changes[-1] else []
+    for row in changes + last:
+        bar = "█" * max(1, round(24 * row["bytes"] / dense))
+        table.add_row(f"{row['step']:,}", f"{100 * row['sparsity']:.6g} %", _size(row["bytes"]),
+                      f"{dense / row['bytes']:,.1f} x", f"{100 * row['of_dense']:.3g} %", bar)
+    return table
+
+
+def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    steps = [row["step"] for row in rows]
+    figure, (sparsity, sent, total) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    sparsity.step(steps, [100 * row["sparsity"] for row in rows], where="post")
+    sparsity.set(title="sparsity", ylabel="entries kept back (%)", ylim=(-4, 104))
+    sent.step(steps, [row["bytes"] for row in rows], where="post", label="DGC")
+    sent.axhline(dense, color="tab:gray", label="dense float32")
+    sent.set(title="bytes a step and worker", yscale="log")
+    total.plot(steps, [row["total_bytes"] for row in rows], label="DGC")
+    total.plot(steps, [dense * (step + 1) for step in steps], color="tab:gray", label="dense float32")
+    total.set(title="bytes so far", yscale="log")
+    for axis in (sparsity, sent, total):
+        axis.set(xlabel="step")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in (sent, total):
+        axis.legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+@app.command()
+def doctor(
+        limit: Annotated[float, typer.Option(min=1, help="Seconds for each self-test.")] = health.LIMIT,
+        as_json: Json = False) -> None:
+    """Tells what is installed and built, which kernels will run, and tries it between two local processes.
+
+    Ends with status 1 where something that is installed does not work.
+
+      dgc doctor
+
+      dgc doctor --json | jq .problems
+    """
+    found = health.examine(limit)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print_health(found, console().print)
+    raise typer.Exit(1 if found["problems"] else 0)
+
+
+def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    t, h = found["torch"], found["horovod"]
+    table.add_row("dgc", f"{found['dgc'] or 'not installed as a package'}, Python {found['python']}")
+    table.add_row("torch", t["version"])
+    devices = ", ".join(t["devices"]) or "no device"
+    table.add_row("CUDA", f"{t['cuda']}, {devices}" if t["cuda"] else "not in this torch")
+    table.add_row("torch.distributed", ", ".join(
+        [name for name in ("gloo", "nccl") if t[name]] + ([f"NCCL {t['nccl_version']}"] if t["nccl"] else [])) or "no")
+    if h is None:
+        table.add_row("Horovod", "not installed (scripts/build_horovod.sh); torch.distributed will do")
+    else:
+        built = ", ".join(name[:-6] for name in health.HOROVOD if name.endswith("_built") and h.get(name))
+        table.add_row("Horovod", h.get("error") or f"{h['version']}, built with {built or 'nothing'}")
+    for name, extra in (("numba", "pip install 'dgc[cpu]' makes compression on CPUs 4 to 6 times faster"),
+                        ("triton", "only GPUs need it")):
+        about = found[name]
+        table.add_row(name, f"not installed; {extra}" if about is None else about.get("error") or about["version"])
+    compiled = {"cpu": "numba", "cuda": "Triton", "plain": "plain torch operations"}
+    for kind, module in found["kernels"].items():
+        table.add_row(f"kernels on {kind}", compiled[module])
+    for name, test in found["self_test"].items():
+        told = test.get("error") or (f"skipped: {test['skipped']}" if "skipped" in test else
+                                     f"works ({test['seconds']} s)")
+        table.add_row(f"2 processes, {name}" if name != "cuda" else "2 ranks on the GPU", told)
+    show(table)
+    for problem in found["problems"]:
+        show(f"Problem: {problem}", markup=False, highlight=False)
+    if not found["problems"]:
+        show("All that is installed works.", highlight=False)

@@ -1,0 +1,301 @@
+"""What it costs: each way of adding up gradients as rounds of messages, and the time that they take on given links.
+
+The model is Hockney's: a message of n bytes takes alpha + n beta, alpha being a link's latency and 1 / beta its
+bandwidth; a worker sends one message and receives one at a time. Bytes and rounds of dense collectives are those of
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), and for the ring
+of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+
+Workers are numbered node by node. Those of a node share its network port, one message's bytes after the other's; the
+network between the nodes is a switch that holds nobody up. Adding takes no time of its own here: where it counts, it is
+part of ``Link.copying``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way over which messages go, in each direction at once.
+
+    Args:
+        latency: seconds that a message takes whatever its length (alpha).
+        bandwidth: bytes a second (1 / beta).
+        copying: seconds that the sending and the receiving host work for each byte, while the wire waits: the copies
+            and additions of TCP on busy processors. 0 where the network card does it all.
+
+    Raises:
+        ValueError: one of them is negative, not finite, or a bandwidth is 0.
+    """
+
+    latency: float
+    bandwidth: float
+    copying: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "bandwidth", "copying"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
+                raise ValueError(f"Link: {name} is {value!r}; accepted: a finite number "
+                                 f"{'> 0' if name == 'bandwidth' else '>= 0'}")
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth + nbytes * self.copying
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and what connects them.
+
+    Args:
+        nodes: machines, each with one network port.
+        gpus: workers in each of them.
+        between: the port of a node.
+        inside: what connects a worker with the others of its node, and with the port.
+
+    Raises:
+        ValueError: fewer than one node or worker.
+    """
+
+    nodes: int
+    gpus: int
+    between: Link
+    inside: Link
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Cluster: {name} is {getattr(self, name)!r}; accepted: an integer >= 1")
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.gpus
+
+
+class Round(NamedTuple):
+    """Messages that pass at the same time, and how often that is repeated."""
+
+    times: float
+    nbytes: float  # of each message
+    across: int  # messages that pass the busiest node's port in one direction; 0: all stay within their nodes
+
+
+Rounds = tuple[Round, ...]
+
+
+def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
+    """How long these rounds take: each waits for its slowest link."""
+    total = 0.0
+    for times, nbytes, across in rounds:
+        inside = cluster.inside.seconds(nbytes) if cluster.gpus > 1 else 0.0  # on the way to the port, too
+        between = cluster.between.seconds(across * nbytes) if across else 0.0
+        total += times * max(inside, between)
+    return total
+
+
+def port_bytes(rounds: Iterable[Round]) -> float:
+    """Bytes that pass the busiest node's port in one direction."""
+    return sum(times * nbytes * across for times, nbytes, across in rounds)
+
+
+# -- all of a gradient of ``nbytes``, summed over n nodes of g workers -------------------------------------------------
+
+def parameter_server(nbytes: float, n: int, g: int) -> Rounds:
+    """One server, a machine of its own: it takes in P gradients and gives out P sums, one after the other, 2 P M.
+
+    Li et al., "Scaling distributed machine learning with the parameter server" (2014), with a single server.
+    """
+    return (Round(2 * n * g, nbytes, 1),) if n * g > 1 else ()
+
+
+def sharded_parameter_server(nbytes: float, n: int, g: int) -> Rounds:
+    """A server on each node for a part of the gradient (Li et al. 2014): each worker exchanges M / n with each node.
+
+    Over a port pass 2 g (n - 1) / n M: a ring's bytes with one worker a node, g times as many with g.
+    """
+    return _some(Round(2 * (n - 1), nbytes / n, g), Round(2 * (g - 1), nbytes / n, 0))
+
+
+def all_to_all(nbytes: float, n: int, g: int) -> Rounds:
+    """Every worker sends its whole gradient to every other one: (P - 1) M each."""
+    return _shifts(nbytes, n, g)
+
+
+def master_worker(nbytes: float, n: int, g: int) -> Rounds:
+    """One of the workers takes in all gradients, one after the other, and gives out the sum: 2 (P - 1) M."""
+    return _some(Round(2 * (n - 1) * g, nbytes, 1), Round(2 * (g - 1), nbytes, 0))
+
+
+def round_robin(nbytes: float, n: int, g: int) -> Rounds:
+    """Each worker adds up a P-th part that all others send it directly, each round to the next one in a circle, and
+    gives it back in the same way: 2 (P - 1) rounds of M / P (Zhao and Canny, "Sparse allreduce", 2013).
+
+    Over a port of g workers pass 2 g (n - 1) / n M.
+    """
+    part = nbytes / (n * g)
+    return tuple(Round(2 * times, part, across) for times, _, across in _shifts(part, n, g))
+
+
+def tree(nbytes: float, n: int, g: int) -> Rounds:
+    """Binomial trees, one up to the root and one down from it: 2 ceil(log2 P) rounds of M (Thakur et al. 2005)."""
+    return tuple(Round(2 * times, nbytes, across) for times, _, across in broadcast(nbytes, n, g))
+
+
+def butterfly(nbytes: float, n: int, g: int) -> Rounds:
+    """Recursive halving, then recursive doubling, neighbours first: 2 log2 P rounds, 2 (P - 1) / P M (Rabenseifner
+    2004; Thakur et al. 2005). If P is no power of two, some first give M to their neighbour, and get it back last.
+    """
+    workers = n * g
+    power = 1 << (workers.bit_length() - 1)
+    extra, rounds = workers - power, []
+    if extra:
+        rounds.append(Round(2, nbytes, _across(workers, g, "fold", extra)))
+    for level in range(power.bit_length() - 1):
+        rounds.append(Round(2, nbytes / 2 ** (level + 1), _across(workers, g, "butterfly", 1 << level)))
+    return tuple(rounds)
+
+
+def ring(nbytes: float, n: int, g: int) -> Rounds:
+    """2 (P - 1) rounds of M / P, from each worker to the next (Patarasuk and Yuan 2009)."""
+    workers = n * g
+    return _some(Round(2 * (workers - 1), nbytes / workers, int(n > 1)))
+
+
+def hierarchical_ring(nbytes: float, n: int, g: int) -> Rounds:
+    """A ring within each node until each worker has the sum of M / g, rings across nodes for each of these parts at the
+    same time, and a ring within the node again (Jia et al. 2018; Horovod's HOROVOD_HIERARCHICAL_ALLREDUCE).
+    """
+    return _some(Round(2 * (g - 1), nbytes / g, 0), Round(2 * (n - 1), nbytes / (n * g), g))
+
+
+DENSE: dict[str, Callable[[float, int, int], Rounds]] = {
+    "parameter server": parameter_server, "sharded servers": sharded_parameter_server, "all-to-all": all_to_all,
+    "master-worker": master_worker, "round-robin": round_robin, "tree": tree, "butterfly": butterfly, "ring": ring,
+    "hierarchical ring": hierarchical_ring}
+
+
+# -- messages of Deep Gradient Compression -----------------------------------------------------------------------------
+
+class Sizes(NamedTuple):
+    """Bytes of one bucket, on one worker."""
+
+    dense: int  # all entries, as they are summed
+    message: int  # indices and values, as they are gathered
+    support: int  # the indices alone
+    values: int  # the chosen entries, as they are summed
+
+
+def allgather(sizes: Sizes, n: int, g: int) -> Rounds:
+    """All messages to all workers, around a ring: (P - 1) m. Recursive doubling, which the paper's section 5 assumes,
+    sends as much: what has been put together doubles at each of its log2 P steps.
+    """
+    return _some(Round(n * g - 1, sizes.message, int(n > 1)))
+
+
+def shared(sizes: Sizes, n: int, g: int) -> Rounds:
+    """The leader's indices to all, by a binomial tree (as gloo does), and the values there, summed around a ring
+    (Chen et al., "ScaleCom", 2020).
+    """
+    return (*broadcast(sizes.support, n, g), *ring(sizes.values, n, g))
+
+
+def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
+    """Dense within the node; then each worker gathers a g-th part of the nodes' messages, and the node puts them
+    together: over each port pass (n - 1) m.
+    """
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, sizes.message / g, g),
+                 Round((g - 1) * (n > 1), n * sizes.message / g, 0))
+
+
+def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
+    """Dense within the node; across nodes, shared support, each worker with a g-th part of it."""
+    across = tuple(Round(times, nbytes, g) for times, nbytes, _ in broadcast(sizes.support / g, n, 1))
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *across, Round(2 * (n - 1), sizes.values / (n * g), g),
+                 Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
+
+
+EXCHANGES: dict[str, Callable[[Sizes, int, int], Rounds]] = {
+    "allgather": allgather, "shared": shared, "hierarchical": hierarchical, "hierarchical shared": hierarchical_shared}
+
+
+def sends_dense(exchange: str, sizes: Sizes, n: int, g: int) -> bool:
+    """Whether the same entries travel as one dense sum, which would be fewer bytes ("never more bytes than dense").
+
+    Each worker sends 2 (N-1)/N of a sum, (N-1) messages, and the support once; N counts nodes where the exchange is
+    hierarchical. With all-gather it is the rule of :func:`dgc.compressor.reduce`.
+    """
+    contributors = n if exchange.startswith("hierarchical") else n * g
+    if exchange.endswith("shared"):
+        summed = 2 * (contributors - 1) / contributors
+        return summed * sizes.dense < sizes.support + summed * sizes.values
+    return 2 * sizes.dense < sizes.message * contributors
+
+
+def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
+    """The rounds of one bucket: those of the exchange of this name, or of a dense sum where that is fewer bytes."""
+    if n * g == 1:
+        return ()
+    if sends_dense(name, sizes, n, g):
+        return (hierarchical_ring if name.startswith("hierarchical") else ring)(sizes.dense, n, g)
+    return EXCHANGES[name](sizes, n, g)
+
+
+def cheapest(sizes: Sizes, cluster: Cluster, names: Iterable[str] = tuple(EXCHANGES)) -> str:
+    """The exchange that takes the least time for a bucket; of equal ones the first."""
+    return min(names, key=lambda name: seconds(exchange(name, sizes, cluster.nodes, cluster.gpus), cluster))
+
+
+# -- who sends to whom -------------------------------------------------------------------------------------------------
+
+def broadcast(nbytes: float, n: int, g: int) -> Rounds:
+    """From worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M."""
+    workers = n * g
+    return tuple(Round(1, nbytes, _across(workers, g, "tree", 1 << level))
+                 for level in reversed(range((workers - 1).bit_length())))
+
+
+def _shifts(nbytes: float, n: int, g: int) -> Rounds:
+    """P - 1 rounds; in round s each worker sends to the s-th after it. Of a node's g workers, min(s, P - s, g) reach
+    beyond it.
+    """
+    if n == 1:
+        return _some(Round(g - 1, nbytes, 0))
+    return _some(*(Round(2, nbytes, s) for s in range(1, g)), Round(n * g + 1 - 2 * g, nbytes, g))
+
+
+@cache
+def _across(workers: int, g: int, pattern: str, distance: int) -> int:
+    """Messages that leave by the busiest port, in one round of a pattern; no port receives more."""
+    sender, receiver = _pairs(workers, pattern, distance)
+    left = (sender // g)[sender // g != receiver // g]
+    return int(torch.bincount(left).max()) if len(left) else 0
+
+
+def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:
+    """Which workers send, and to whom, in one round."""
+    rank = torch.arange(workers)
+    if pattern == "tree":
+        sender = rank[(rank % (2 * distance) == 0) & (rank + distance < workers)]
+        return sender, sender + distance
+    if pattern == "fold":  # the even ones of the first 2 * distance to the next
+        sender = rank[(rank < 2 * distance) & (rank % 2 == 0)]
+        return sender, sender + 1
+    power = 1 << (workers.bit_length() - 1)
+    extra = workers - power
+    real = torch.where(rank[:power] < extra, 2 * rank[:power] + 1, rank[:power] + extra)  # those that are left
+    return real, real[rank[:power] ^ distance]
+
+
+def _some(*rounds: Round) -> Rounds:
+    """Without those in which nothing is sent."""
+    return tuple(r for r in rounds if r.times > 0)

@@ -1,0 +1,251 @@
+"""What works here: what is installed and built, which kernels will run, and a few steps between two local processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgc import kernels
+from dgc.config import Config
+from dgc.optimizer import DistributedOptimizer, broadcast_parameters
+
+LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
+RANKS = 2
+STEPS = 3
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+HOROVOD = ("gloo_built", "mpi_built", "nccl_built", "cuda_built", "rocm_built", "mpi_enabled", "gloo_enabled")
+
+
+def examine(limit: float = LIMIT) -> dict[str, Any]:
+    """All of it, as plain values. ``problems`` names what is installed and does not work; it is empty if all does.
+
+    Args:
+        limit: seconds after which a self-test has failed, and its processes are ended.
+    """
+    found: dict[str, Any] = {"python": platform.python_version(), "dgc": _version("dgc"), "torch": _torch(),
+                             "horovod": _horovod(), "numba": _compiler("numba"), "triton": _compiler("triton"),
+                             "kernels": _kernels()}
+    found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
+                          {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found, limit)}
+    if torch.cuda.is_available():
+        found["self_test"]["cuda"] = self_test("cuda", limit)
+    found["problems"] = list(_problems(found))
+    return found
+
+
+def _torch() -> dict[str, Any]:
+    distributed = torch.distributed.is_available()
+    found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "distributed": distributed,
+                             "gloo": distributed and torch.distributed.is_gloo_available(),
+                             "nccl": distributed and torch.distributed.is_nccl_available(),
+                             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+    if found["nccl"]:
+        found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _horovod() -> dict[str, Any] | None:
+    """None where it is not installed."""
+    if importlib.util.find_spec("horovod") is None:
+        return None
+    found: dict[str, Any] = {"version": _version("horovod")}
+    try:
+        import horovod.torch as hvd
+        for name in HOROVOD:
+            found[name] = bool(getattr(hvd, name)()) if hasattr(hvd, name) else None
+    except Exception as error:  # also what a library built for another torch raises
+        found["error"] = _line(error)
+    return found
+
+
+def _compiler(name: str) -> dict[str, Any] | None:
+    """None where it is not installed."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return {"version": _version(name), "error": _line(error)}
+    return {"version": _version(name)}
+
+
+def _kernels() -> dict[str, str]:
+    """By device: the module whose loops will run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is among the problems
+        return {kind: kernels.find(kind, torch.float32).__name__.rpartition(".")[2]
+                for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _problems(found: dict[str, Any]) -> Any:
+    for name in ("horovod", "numba", "triton"):
+        if found[name] and "error" in found[name]:
+            yield f"{name} is installed but cannot be imported: {found[name]['error']}"
+    for kind, compiler in kernels.COMPILERS.items():
+        if found[compiler] and found["kernels"].get(kind) == "plain":
+            yield f"{compiler} is installed, but on {kind} the plain torch operations run, several times slower"
+    for name, test in found["self_test"].items():
+        if "error" in test:
+            yield f"two processes over {name}: {test['error']}" if name != "cuda" else f"on the GPU: {test['error']}"
+
+
+def _test_horovod(found: dict[str, Any], limit: float) -> dict[str, Any]:
+    if found["horovod"] is None:
+        return {"skipped": "not installed"}
+    if "error" in found["horovod"]:
+        return {"skipped": "cannot be imported"}
+    if not found["horovod"]["gloo_built"]:
+        return {"skipped": "built without gloo: try mpirun -np 2 python your_script.py"}
+    return self_test("horovod", limit)
+
+
+# -- two local processes -----------------------------------------------------------------------------------------------
+
+def self_test(kind: str, limit: float) -> dict[str, Any]:
+    """Some steps of DGC between two processes of this machine, over ``torch`` or ``horovod``; or one on the GPU, as two
+    ranks in lockstep (``cuda``).
+
+    Returns:
+        ``{"seconds": ...}``, or ``{"error": one line}``. The processes have ended.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        server: Any = None
+        settings: list[dict[str, str]] = [{} for _ in range(1 if kind == "cuda" else RANKS)]
+        processes: list[subprocess.Popen[bytes]] = []
+        log = Path(folder) / "log"
+        try:
+            if kind == "horovod":
+                server, settings = _rendezvous()
+            with log.open("wb") as file:
+                for rank, extra in enumerate(settings):
+                    processes.append(subprocess.Popen(
+                        [sys.executable, "-m", "dgc.doctor", kind, folder, str(rank)], stdin=subprocess.DEVNULL,
+                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                        env={**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", **extra}))
+            while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+                if time.monotonic() - began > limit:
+                    return {"error": f"not done after {limit:g} s"}
+                time.sleep(0.05)
+            if any(p.poll() for p in processes):
+                return {"error": _last(log, f"a process ended with status {max(p.poll() or 0 for p in processes)}")}
+            results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(processes))]
+        except Exception as error:
+            return {"error": _line(error)}
+        finally:
+            for process in processes:
+                _end(process)
+            if server is not None:
+                server.stop()
+    if any(result != results[0] for result in results):
+        return {"error": f"the ranks do not have the same parameters after {STEPS} steps"}
+    return {"seconds": round(time.monotonic() - began, 2)}
+
+
+def _path() -> str:
+    """So that the processes import this very package."""
+    here = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _last(log: Path, otherwise: str) -> str:
+    """The last line that looks like an exception's."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line or "error" in line), otherwise)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends it and what it started, which has its process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _rendezvous() -> tuple[Any, list[dict[str, str]]]:
+    """Where Horovod's processes meet, and what each of them is told, without ``horovodrun``."""
+    from horovod.runner.http.http_server import RendezvousServer
+    server = RendezvousServer()
+    port = server.start()
+    server.init([])
+    return server, [{f"HOROVOD_{key}": str(value) for key, value in {
+        "RANK": rank, "SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_SIZE": RANKS, "CROSS_RANK": 0, "CROSS_SIZE": 1,
+        "HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": LOOPBACK,
+        "GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port}.items()} for rank in range(RANKS)]
+
+
+def _train(device: str, rank: int) -> list[float]:
+    """The parameters that a rank ends with."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    broadcast_parameters(model.state_dict())
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(),
+                                     Config(sparsity=0.99, min_numel=1))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32, device=device)).square().mean().backward()
+        optimizer.step()
+    values: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    if any(value != value for value in values):
+        raise FloatingPointError("the parameters are not numbers")
+    return values
+
+
+def main(kind: str, folder: str, rank: int) -> None:
+    """One process of a self-test."""
+    torch.set_num_threads(1)
+    result: Any
+    if kind == "cuda":
+        from dgc.transport import lockstep
+
+        def train() -> list[float]:
+            here = lockstep.current()
+            assert here is not None
+            return _train("cuda", here.world.rank)
+
+        both = lockstep.run(train, RANKS)
+        if both[0] != both[1]:
+            raise RuntimeError("the ranks do not have the same parameters")
+        result = both[0]
+    elif kind == "torch":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+        result = _train("cpu", rank)
+        torch.distributed.destroy_process_group()
+    else:
+        import horovod.torch as hvd
+        hvd.init()
+        result = _train("cpu", rank)
+        hvd.shutdown()
+    part = Path(folder) / f"{rank}.part"
+    part.write_text(json.dumps(result))
+    part.replace(Path(folder) / f"{rank}.json")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,204 @@
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import dgc
+from dgc import cli, doctor, plan
+from dgc.cost import Link
+
+PLAN = ["plan", "resnet110", "--compute", "0.1"]
+
+
+def invoke(*arguments, status=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def command(*arguments, code=None):
+    """The command in a process of its own: (status, stdout, stderr)."""
+    done = subprocess.run([sys.executable, *(["-c", code] if code else ["-m", "dgc"]), *arguments], text=True,
+                          capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_plan_prints_a_table_and_advice():
+    shown = invoke(*PLAN, "--nodes", 2, "--gpus", 4)
+    for method in plan.methods(cli.Cluster(2, 4, plan.NETWORKS["1gbit"], plan.INSIDE["pcie"])):
+        assert str(method) in shown
+    assert "1,727,962 parameters on 2 x 4 workers, 1 Gbit/s" in shown and "DGC " in shown and "2,048" in shown
+
+
+def test_plan_as_json_and_picture(tmp_path):
+    told = json.loads(invoke(*PLAN, "--json", "--nodes", 4, "--network", "100mbit,80us", "--sparsity", 0.99,
+                             "--compress-ns", 2, "--png", tmp_path / "plan.png"))
+    link, local = Link(80e-6, 12.5e6), plan.Local(compress=2e-9)
+    expected = plan.plan(plan.load("resnet110"), cli.Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99),
+                         local)
+    assert told == json.loads(json.dumps(expected.json()))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpus_compress_faster():
+    slow, fast = (json.loads(invoke(*PLAN, "--json", "--worker", worker))["advice"]["dgc"]["step_seconds"]
+                  for worker in ("cpu", "gpu"))
+    assert fast < slow
+
+
+def test_plan_measures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "measured.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(40, 30), (torch.zeros(2, 40),)\n")
+    told = json.loads(invoke("plan", "measured:build", "--measure", "--json"))
+    assert told["parameters"] == 1230 and 0 < told["compute_seconds"] < 10
+
+
+@pytest.mark.parametrize(("text", "link"), [
+    ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
+    ("100mbit,1us", Link(1e-6, 12.5e6))])
+def test_networks(text, link):
+    read = cli.link(text, plan.NETWORKS)
+    assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(link.bandwidth)
+
+
+@pytest.mark.parametrize("text", ["40gbit", "0gbit,1us", "1..2gbit,1us", "fast", "", "-1gbit,1us", "40Gbit,15us"])
+def test_networks_that_are_refused(text):
+    with pytest.raises(ValueError, match=r"accepted: 1gbit, .*, or a rate and a latency such as 40gbit,15us"):
+        cli.link(text, plan.NETWORKS)
+
+
+def test_schedule_is_the_functions(tmp_path):
+    told = json.loads(invoke("schedule", "warmup:epochs=2,end=0.99", "--steps-per-epoch", 3, "--epochs", 4, "--json",
+                             "--model", "resnet110", "--png", tmp_path / "schedule.png"))
+    expected = dgc.warmup(2, steps_per_epoch=3, end=0.99)
+    assert [row["sparsity"] for row in told["steps"]] == [expected(step) for step in range(12)]
+    total = 0.0
+    for step, row in enumerate(told["steps"]):
+        total += row["bytes"]
+        assert row["total_bytes"] == pytest.approx(total)
+        assert row["of_dense"] == pytest.approx(total / ((step + 1) * told["dense_bytes"]))
+    assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1_727_962
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dense_schedule_sends_what_dense_training_sends():
+    told = json.loads(invoke("schedule", "dense_until:2", "--steps-per-epoch", 4, "--epochs", 1, "--json"))
+    sent = [row["bytes"] for row in told["steps"]]
+    assert sent[:2] == [told["dense_bytes"]] * 2 and sent[2] == sent[3] < 0.01 * sent[0]
+
+
+def test_schedule_prints_where_it_changes():
+    shown = invoke("schedule", "warmup", "--steps-per-epoch", 391)
+    for text in ("75 %", "93.75 %", "98.4375 %", "99.6094 %", "99.9 %", "391", "1,564"):
+        assert text in shown
+    assert len(invoke("schedule", "warmup:per_step=true").splitlines()) < 40
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["plan", "resnet51", "--compute", "1"], "dgc plan: Invalid value: MODEL: model is 'resnet51'; accepted: resnet50"),
+    (["plan", "resnet50"], "dgc plan: Invalid value: give either --compute SECONDS or --measure"),
+    (["plan", "resnet50", "--measure"], "dgc plan: Invalid value: --measure: model is 'resnet50'; to be measured"),
+    (["plan", "resnet50", "--compute", "-1"], "dgc plan: Invalid value: --compute: compute is -1.0; accepted"),
+    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast'; accepted: 1gbit"),
+    (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity is 1.0; accepted"),
+    (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),
+    (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
+def test_wrong_usage_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dgc", *arguments])
+    assert cli.run() == 2
+    output, told = capsys.readouterr()
+    assert message in told and told.count("\n") == 1 and not output
+
+
+def test_failures_are_one_line_and_status_1(tmp_path):
+    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no\\nmodel today')\n")
+    code = f"import os; os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
+    status, output, told = command("plan", "broken:build", "--compute", "1", code=code)
+    assert (status, output, told) == (1, "", "dgc: RuntimeError: no model today\n")
+
+
+def test_the_command_in_a_process():
+    status, output, told = command("plan", "alexnet", "--compute", "0.3", "--json")
+    assert status == 0 and not told and json.loads(output)["parameters"] == 61_100_840
+
+
+def test_without_the_extra_it_says_how_to_get_it():
+    status, output, told = command("plan", code="""
+import sys
+from dgc.__main__ import main
+for name in ("rich", "typer"):
+    for module in [m for m in sys.modules if m == "dgc.cli"]:
+        del sys.modules[module]
+    sys.modules[name] = None
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 1
+""")
+    assert status == 0 and not output
+    assert told == ("dgc: the command line needs rich: pip install 'dgc[cli]'\n"
+                    "dgc: the command line needs typer: pip install 'dgc[cli]'\n")
+
+
+def test_help_teaches_by_example(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dgc"])
+    assert cli.run() == 0 and "doctor" in capsys.readouterr().out
+    shown = invoke("plan", "--help")
+    assert "dgc plan resnet50 --nodes 4" in shown and "dgc schedule 0.999" in invoke("schedule", "--help")
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+FOUND = {"python": "3", "dgc": "0", "torch": {"version": "2", "cuda": None, "distributed": True, "gloo": True,
+                                              "nccl": False, "devices": []},
+         "horovod": None, "numba": None, "triton": None, "kernels": {"cpu": "plain"},
+         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}}
+
+
+def test_doctor_says_what_works(monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda limit: {**FOUND, "problems": []})
+    assert "All that is installed works." in invoke("doctor")
+    assert json.loads(invoke("doctor", "--json")) == {**FOUND, "problems": []}
+
+
+def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
+    broken = {**FOUND, "horovod": {"version": "0.28.1", "error": "ImportError: undefined symbol"},
+              "numba": {"version": "0"}, "self_test": {"torch.distributed": {"error": "not done after 1 s"}}}
+    broken["problems"] = list(doctor._problems(broken))
+    assert len(broken["problems"]) == 3
+    monkeypatch.setattr(doctor, "examine", lambda limit: broken)
+    shown = invoke("doctor", status=1)
+    assert "Problem: horovod is installed but cannot be imported: ImportError: undefined symbol" in shown
+    assert "numba is installed, but on cpu the plain torch operations run" in " ".join(shown.split())
+    assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
+
+
+def test_doctor_knows_this_installation():
+    import torch
+    assert doctor._torch()["version"] == torch.__version__
+    numba = doctor._compiler("numba")
+    assert doctor._kernels()["cpu"] == ("plain" if numba is None else "cpu")
+    assert doctor._compiler("no_such_package") is None
+
+
+@pytest.mark.timeout(300)
+def test_doctor_trains_between_two_processes(monkeypatch):
+    assert doctor.self_test("torch", 280)["seconds"] > 0
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert "error" in doctor.self_test("torch", 100)
+
+
+@pytest.mark.timeout(300)
+def test_doctor_trains_over_horovod():
+    pytest.importorskip("horovod.torch")
+    assert doctor.self_test("horovod", 280)["seconds"] > 0
+
+
+def test_doctor_ends_its_processes_in_time():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert doctor.self_test("torch", 0.5) == {"error": "not done after 0.5 s"}
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

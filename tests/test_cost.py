@@ -1,0 +1,286 @@
+"""Formulas of collectives against simulations that send every message."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc import cost, select
+from dgc.compressor import World, _dense_is_cheaper
+from dgc.cost import Cluster, Link, Sizes
+from dgc.residual import Bucket
+from dgc.wire import Layout
+
+SIZES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (1, 4), (1, 3), (2, 2), (3, 2), (2, 3), (4, 4), (3, 4),
+         (2, 8), (5, 2), (3, 5)]
+BETWEEN, INSIDE = Link(7e-3, 1e3), Link(3e-3, 4e3)
+
+
+class Simulation:
+    """Workers with a gradient each, one entry of which is a byte. Messages of a round pass at once."""
+
+    def __init__(self, n, g, numel):
+        self.n, self.g, self.workers, self.numel = n, g, n * g, numel
+        self.has = [{i: 1000 * w + i for i in range(numel)} for w in range(self.workers + 1)]  # the last: a server
+        self.total = {i: sum(self.has[w][i] for w in range(self.workers)) for i in range(numel)}
+        self.seconds = 0.0
+
+    def round(self, messages, servers=()):
+        """Each: (sender, receiver, entries, whether to add them up)."""
+        if not messages:
+            return
+        for end in (0, 1):
+            busy = [m[end] for m in messages if m[1] not in servers and m[0] not in servers]
+            assert len(busy) == len(set(busy)), "a worker sends one message at a time and receives one"
+        sent = [(a, b, {i: self.has[a][i] for i in entries}, add) for a, b, entries, add in messages]
+        ports = {}
+        times = []
+        for a, b, values, add in sent:
+            if self.g > 1:
+                times.append(INSIDE.latency + len(values) / INSIDE.bandwidth)
+            if a // self.g != b // self.g:
+                for port in ((a // self.g, "out"), (b // self.g, "in")):
+                    ports[port] = ports.get(port, 0) + len(values)
+            for i, value in values.items():
+                self.has[b][i] = self.has[b].get(i, 0) + value if add else value
+        times += [BETWEEN.latency + nbytes / BETWEEN.bandwidth for nbytes in ports.values()]
+        self.seconds += max(times)
+
+    def part(self, i, of):
+        return range(i * self.numel // of, (i + 1) * self.numel // of)
+
+    def check(self):
+        for w in range(self.workers):
+            assert self.has[w] == self.total
+
+
+def parameter_server(s):
+    for w in range(s.workers):
+        if w == 0:
+            s.has[s.workers] = dict.fromkeys(range(s.numel), 0)
+        s.round([(w, s.workers, range(s.numel), True)], servers=[s.workers])
+    for w in range(s.workers):
+        s.round([(s.workers, w, range(s.numel), False)], servers=[s.workers])
+
+
+def sharded_servers(s):
+    """The server of node j is beside its worker 0, from and to which nothing has to be sent."""
+    servers = {j * s.g for j in range(s.n)}
+    for add in (True, False):
+        for shift in range(1, s.n):
+            pairs = [(w, (w // s.g + shift) % s.n) for w in range(s.workers)]
+            s.round([(w, j * s.g, s.part(j, s.n), True) if add else (j * s.g, w, s.part(j, s.n), False)
+                     for w, j in pairs], servers)
+        for k in range(1, s.g):
+            pairs = [(j * s.g + k, j) for j in range(s.n)]
+            s.round([(w, j * s.g, s.part(j, s.n), True) if add else (j * s.g, w, s.part(j, s.n), False)
+                     for w, j in pairs], servers)
+
+
+def all_to_all(s):
+    mine = [dict(s.has[w]) for w in range(s.workers)]
+    totals = [dict(m) for m in mine]
+    for shift in range(1, s.workers):
+        pairs = [(w, (w + shift) % s.workers) for w in range(s.workers)]
+        s.has = [dict(m) for m in mine] + [{}]
+        s.round([(a, b, range(s.numel), False) for a, b in pairs])
+        for _, b in pairs:
+            for i, value in s.has[b].items():
+                totals[b][i] += value
+    s.has = [*totals, {}]
+
+
+def master_worker(s):
+    for w in range(1, s.workers):
+        s.round([(w, 0, range(s.numel), True)])
+    for w in range(1, s.workers):
+        s.round([(0, w, range(s.numel), False)])
+
+
+def round_robin(s):
+    p = s.workers
+    for shift in range(1, p):
+        s.round([(w, (w + shift) % p, s.part((w + shift) % p, p), True) for w in range(p)])
+    for shift in range(1, p):
+        s.round([(w, (w + shift) % p, s.part(w, p), False) for w in range(p)])
+
+
+def tree(s):
+    distances = [1 << i for i in range((s.workers - 1).bit_length())]
+    for d in distances:
+        s.round([(w + d, w, range(s.numel), True) for w in range(0, s.workers, 2 * d) if w + d < s.workers])
+    for d in reversed(distances):
+        s.round([(w, w + d, range(s.numel), False) for w in range(0, s.workers, 2 * d) if w + d < s.workers])
+
+
+def butterfly(s):
+    power = 2 ** int(math.log2(s.workers))
+    extra = s.workers - power
+    s.round([(2 * i, 2 * i + 1, range(s.numel), True) for i in range(extra)])
+    left = [2 * i + 1 for i in range(extra)] + list(range(2 * extra, s.workers))
+    held = dict.fromkeys(left, (0, s.numel))
+    d = 1
+    while d < power:
+        messages, kept = [], {}
+        for i, w in enumerate(left):
+            low, high = held[w]
+            middle = (low + high) // 2
+            kept[w] = (low, middle) if not i & d else (middle, high)
+            messages.append((w, left[i ^ d], range(middle, high) if not i & d else range(low, middle), True))
+        s.round(messages)
+        held, d = kept, 2 * d
+    while d > 1:
+        d //= 2
+        s.round([(w, left[i ^ d], range(*held[w]), False) for i, w in enumerate(left)])
+        held = {w: (min(held[w][0], held[left[i ^ d]][0]), max(held[w][1], held[left[i ^ d]][1]))
+                for i, w in enumerate(left)}
+    s.round([(2 * i + 1, 2 * i, range(s.numel), False) for i in range(extra)])
+
+
+def ring_among(s, rings, entries):
+    """The rings at once; entries(ring) -> the entries that one adds up."""
+    size = len(rings[0])
+
+    def part(ring, i):
+        mine = entries(ring)
+        i %= size
+        return mine[i * len(mine) // size:(i + 1) * len(mine) // size]
+
+    for add in (True, False):
+        for step in range(size - 1):
+            s.round([(w, ring[(k + 1) % size], part(ring, k - step + (not add)), add)
+                     for ring in rings for k, w in enumerate(ring)])
+
+
+def ring(s):
+    ring_among(s, [list(range(s.workers))], lambda _: list(range(s.numel)))
+
+
+def hierarchical_ring(s):
+    nodes = [[j * s.g + k for k in range(s.g)] for j in range(s.n)]
+    for step in range(s.g - 1):  # reduce-scatter: worker k ends with part k + 1
+        s.round([(w, node[(k + 1) % s.g], s.part((k - step) % s.g, s.g), True) for node in nodes
+                 for k, w in enumerate(node)])
+    ring_among(s, [[j * s.g + k for j in range(s.n)] for k in range(s.g)],
+               lambda r: list(s.part((r[0] % s.g + 1) % s.g, s.g)))
+    for step in range(s.g - 1):
+        s.round([(w, node[(k + 1) % s.g], s.part((k + 1 - step) % s.g, s.g), False) for node in nodes
+                 for k, w in enumerate(node)])
+
+
+SIMULATIONS = {"parameter server": parameter_server, "sharded servers": sharded_servers, "all-to-all": all_to_all,
+               "master-worker": master_worker, "round-robin": round_robin, "tree": tree, "butterfly": butterfly,
+               "ring": ring, "hierarchical ring": hierarchical_ring}
+
+
+@pytest.mark.parametrize("name", cost.DENSE)
+@pytest.mark.parametrize(("n", "g"), SIZES)
+def test_dense_formulas_are_what_a_simulation_takes(name, n, g):
+    if n * g == 1:
+        return
+    numel = n * g * 16 if name != "butterfly" else 64
+    simulation = Simulation(n, g, numel)
+    SIMULATIONS[name](simulation)
+    simulation.check()
+    rounds = cost.DENSE[name](numel, n, g)
+    assert cost.seconds(rounds, Cluster(n, g, BETWEEN, INSIDE)) == pytest.approx(simulation.seconds)
+
+
+@pytest.mark.parametrize("name", cost.DENSE)
+def test_one_worker_sends_nothing(name):
+    assert cost.DENSE[name](100.0, 1, 1) == ()
+    assert all(cost.exchange(exchange, Sizes(100, 10, 5, 5), 1, 1) == () for exchange in cost.EXCHANGES)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [  # by hand: 8 workers, 1 MB, alpha 1 ms, beta 1 us a byte
+    ("parameter server", 16 * (1e-3 + 1)), ("sharded servers", 14 * (1e-3 + 0.125)), ("all-to-all", 7 * (1e-3 + 1)),
+    ("master-worker", 14 * (1e-3 + 1)), ("round-robin", 14e-3 + 1.75), ("tree", 6 * (1e-3 + 1)),
+    ("butterfly", 6e-3 + 1.75), ("ring", 14e-3 + 1.75), ("hierarchical ring", 14e-3 + 1.75)])
+def test_dense_formulas_by_hand(name, seconds):
+    link = Link(1e-3, 1e6)
+    assert cost.seconds(cost.DENSE[name](1e6, 8, 1), Cluster(8, 1, link, link)) == pytest.approx(seconds)
+
+
+def test_exchanges_by_hand():
+    """2 nodes of 2; 800 bytes of gradient; a message of 40, an index list of 12, values of 24. Link: 1 s, 1 byte/s."""
+    sizes, link = Sizes(800, 40, 12, 24), Link(1.0, 1.0)
+
+    def seconds(name):
+        return cost.seconds(cost.exchange(name, sizes, 2, 2), Cluster(2, 2, link, link))
+
+    assert seconds("allgather") == 3 * (1 + 40)
+    assert seconds("shared") == 2 * (1 + 12) + 6 * (1 + 6)
+    inside = 2 * (1 + 400)  # a ring of two
+    assert seconds("hierarchical") == inside + (1 + 2 * 20) + (1 + 2 * 20)
+    assert seconds("hierarchical shared") == inside + (1 + 2 * 6) + 2 * (1 + 2 * 6) + (1 + 18)
+
+
+def test_each_byte_crosses_the_network_once_when_hierarchical():
+    sizes = Sizes(8_000_000, 40_000, 12_000, 24_000)
+    for g in (1, 2, 8):
+        assert cost.port_bytes(cost.exchange("hierarchical", sizes, 4, g)) == 3 * 40_000
+        shared = cost.port_bytes(cost.exchange("hierarchical shared", sizes, 4, g))
+        assert shared == pytest.approx(2 * 12_000 + 2 * 3 / 4 * 24_000)
+
+
+def test_gathering_grows_with_the_workers_and_shared_support_does_not():
+    sizes = Sizes(8_000_000, 40_000, 12_000, 16_000)
+    gathered, summed = ([cost.port_bytes(cost.exchange(name, sizes, n, 1)) for n in (2, 16, 128)]
+                        for name in ("allgather", "shared"))
+    assert gathered == [40_000, 15 * 40_000, 127 * 40_000]
+    assert max(summed) < 2 * 16_000 + 7 * 12_000  # the tree's root sends log2 P times
+
+
+@settings(deadline=None)  # the first call imports what tensors without memory need
+@given(st.lists(st.integers(1, 300_000), min_size=1, max_size=4), st.floats(0.5, 0.9999), st.integers(2, 4000))
+def test_never_more_bytes_than_dense_is_the_compressors_rule(numels, sparsity, workers):
+    bucket = Bucket("b", {str(i): torch.empty(numel, device="meta") for i, numel in enumerate(numels)})
+    layout = Layout(bucket, [select.count(sparsity, numel) for numel in numels], torch.float16)
+    sizes = Sizes(4 * bucket.numel, layout.nbytes, 0, 0)
+    assert cost.sends_dense("allgather", sizes, workers, 1) == _dense_is_cheaper(layout, bucket, World(0, workers))
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 40),
+       st.sampled_from([1, 2, 3, 8]))
+def test_no_exchange_sends_more_than_the_dense_one(dense, message, support, values, n, g):
+    if n * g == 1:
+        return
+    sizes = Sizes(dense, message, support, values)
+    for name in cost.EXCHANGES:
+        contributors = n if name.startswith("hierarchical") else n * g
+        summed = 2 * (contributors - 1) / contributors
+        sent = summed * dense if cost.sends_dense(name, sizes, n, g) else (
+            support + summed * values if name.endswith("shared") else (contributors - 1) * message)
+        assert sent <= summed * dense * (1 + 1e-12)
+
+
+def test_the_cheapest_exchange_changes_with_the_workers():
+    link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 33_000, 17_000, 32_000)
+    chosen = {n: cost.cheapest(sizes, Cluster(n, 1, link, link)) for n in (2, 4, 16, 64, 256)}
+    assert chosen[2] == "allgather" and chosen[256] == "shared"
+    for n, name in chosen.items():
+        cluster = Cluster(n, 1, link, link)
+        assert cost.seconds(cost.exchange(name, sizes, n, 1), cluster) == min(
+            cost.seconds(cost.exchange(other, sizes, n, 1), cluster) for other in cost.EXCHANGES)
+
+
+def test_copying_takes_time_for_each_byte():
+    link = Link(0.0, 1e9)
+    busy = dataclasses.replace(link, copying=1e-9)
+    rounds = cost.ring(8e9, 4, 1)
+    assert cost.seconds(rounds, Cluster(4, 1, link, link)) == pytest.approx(12)
+    assert cost.seconds(rounds, Cluster(4, 1, busy, link)) == pytest.approx(24)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Link(-1, 1), r"Link: latency is -1; accepted: a finite number >= 0"),
+    (lambda: Link(0, 0), r"Link: bandwidth is 0; accepted: a finite number > 0"),
+    (lambda: Link(0, math.nan), r"Link: bandwidth is nan"),
+    (lambda: Cluster(0, 1, BETWEEN, INSIDE), r"Cluster: nodes is 0; accepted: an integer >= 1"),
+])
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
