@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dgc import kernels, select
+from dgc import cost, kernels, select
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
-from dgc.wire import Layout, Whole, not_finite
+from dgc.wire import Layout, Support, Whole, not_finite
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,17 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     if sparsity == 0.0:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), divisor, bad))
+    exchange, dense = _cheapest(config.exchange, layout, bucket, world)
+    leader = step % world.size
+    if exchange == "shared" and not dense and world.rank != leader:
+        bad = kernel.accumulate(bucket, gradients, clip, layout)
+        return (yield from _on_support(bucket, layout, None, leader, config.factor_masking, divisor, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
-    if _dense_is_cheaper(layout, bucket, world):
+    if exchange == "shared" and not dense:
+        message = Support(layout).encode(index, used)
+        return (yield from _on_support(bucket, layout, message, leader, config.factor_masking, divisor,
+                                       bad or bucket.not_finite()))
+    if dense:
         bad = bad or bucket.not_finite()
         index = index[layout.rank < used[layout.owner]][:0 if bad else None]
         values = bucket.v[index]
@@ -205,7 +214,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     """
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
     layout, divisor = _kept(bucket, dtype, lambda: Whole(bucket, dtype)), world.size if average else 1
-    if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in _dense_is_cheaper
+    if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), divisor, bad))
     message, sent = layout.encode(bucket.v, bad)
     if not bad:
@@ -267,9 +276,41 @@ def _kept(bucket: Bucket, key: Any, make: Callable[[], Any]) -> Any:
     return bucket.layout[1]
 
 
-def _dense_is_cheaper(layout: Layout, bucket: Bucket, world: World) -> bool:
-    """Ring allreduce of the residual, 2 (N-1)/N n, against ring all-gather of the messages, (N-1) M."""
-    return 2 * bucket.numel * bucket.v.element_size() < layout.nbytes * world.size
+def _cheapest(exchange: str, layout: Layout, bucket: Bucket, world: World) -> tuple[str, bool]:
+    """Which exchange it is, "auto" being that of fewer bytes; and whether the same entries are fewer bytes as one dense
+    sum. Both depend on sizes alone, and so are alike on every rank.
+    """
+    itemsize = bucket.v.element_size()
+    support = 0 if exchange == "allgather" else Support(layout).nbytes
+    sizes = cost.Sizes(itemsize * bucket.numel, layout.nbytes, support, itemsize * (layout.slots + 1))
+    if exchange == "auto":
+        exchange = min(("allgather", "shared"),
+                       key=lambda name: cost.port_bytes(cost.exchange(name, sizes, world.size, 1)))
+    return exchange, cost.sends_dense(exchange, sizes, world.size, 1)
+
+
+def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: int, masking: bool, divisor: int,
+                bad: Sequence[str]) -> Path:
+    """This step's leader names the positions, and all ranks' values there are summed, in the residual's dtype: bytes
+    that do not grow with their number (Chen et al., "ScaleCom", 2020). A last value says whose gradient is not finite.
+
+    Args:
+        message: the leader's; the others have none.
+    """
+    support = Support(layout)
+    if message is None:
+        message = torch.zeros(support.nbytes, dtype=torch.uint8, device=layout.device)
+    index, used = support.decode((yield Collective("share", message, leader)), leader)
+    values = torch.where(used & (not bad), bucket.v[index], 0)
+    bucket.take(index, values, masking)
+    try:
+        total = yield Collective("sum", torch.cat([values, values.new_full((1,), torch.nan if bad else 0.0)]))
+        yield from _refuse_not_finite(total, [*bucket.names, ""], [*layout.counts, 1], lambda: bad)
+    except BaseException:
+        bucket.v.index_add_(0, index, values)
+        raise
+    summed = total[:-1] if divisor == 1 else total[:-1].div_(divisor)
+    return Dense(torch.zeros_like(bucket.v).index_add_(0, index, summed), bucket.numels)
 
 
 def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, divisor: int, bad: Sequence[str] = ()) -> Path:

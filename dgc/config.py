@@ -12,6 +12,7 @@ import torch
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ExchangeName = Literal["allgather", "shared", "auto"]
 NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
 
@@ -44,6 +45,10 @@ class Config:
         apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.
+        exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
+            bytes that a rank sends grow with the number of ranks. ``"shared"``: one rank, another one each step, says
+            which entries are its largest, and those of all ranks are summed; the bytes stay the same. ``"auto"``: what
+            is fewer bytes, for each bucket and step.
         nonfinite: what to do about a gradient that is not finite, on any rank; it enters u and v nowhere.
             ``"error"``: FloatingPointError on all ranks, which names rank and parameter. ``"skip"``: no rank takes
             this step, :meth:`report` counts it, and ``p.grad`` is None. To agree on it, nothing leaves before the
@@ -64,6 +69,7 @@ class Config:
     min_numel: int = 1024
     dense_dtype: torch.dtype | None = None
     apply_directly: bool = False
+    exchange: ExchangeName = "allgather"
     nonfinite: NonFinite = "error"
 
     def __post_init__(self) -> None:
@@ -71,8 +77,9 @@ class Config:
             check_sparsity(self.sparsity, "Config: sparsity")
         if self.selection not in get_args(Selection):
             raise ValueError(f"Config: selection is {self.selection!r}; accepted: {', '.join(get_args(Selection))}")
-        if self.nonfinite not in get_args(NonFinite):
-            raise ValueError(f"Config: nonfinite is {self.nonfinite!r}; accepted: {', '.join(get_args(NonFinite))}")
+        for name, accepted in (("exchange", get_args(ExchangeName)), ("nonfinite", get_args(NonFinite))):
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
         for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay",
                      "apply_directly"):
             if not isinstance(getattr(self, name), bool):

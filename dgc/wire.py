@@ -109,19 +109,27 @@ class Layout:
         Returns:
             The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
         """
-        valid = self.rank < used[self.owner]
+        valid = self.uses(used)
         exponent = _exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
         valid &= (exponent != NONFINITE)[self.owner]
         coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
-        local = torch.where(valid, index - self.base, 0)
-        first = torch.tensor(self.block_starts[:-1], device=self.device)
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
         into = self.sections(message)
-        into.counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
+        self.write_places(into.counts, into.positions, index, valid)
         into.values.copy_(coded)
-        into.positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
         into.exponents.copy_(exponent)
         return seal(message), _scaled(coded, exponent[self.owner], self.residual)
+
+    def uses(self, used: Tensor) -> Tensor:
+        """bool (K,): which slots are used."""
+        return self.rank < used[self.owner]
+
+    def write_places(self, counts: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> None:
+        """Fills in the counts of blocks, which are zero, and the positions within them."""
+        local = torch.where(valid, index - self.base, 0)
+        first = torch.tensor(self.block_starts[:-1], device=self.device)
+        counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
+        positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
 
     def confession(self, bad: Iterable[str]) -> Tensor:
         """A message of no entries, which says that the gradients of these parameters are not finite."""
@@ -137,30 +145,32 @@ class Layout:
             ValueError: it is not what a rank with this layout has written.
         """
         self.check(message, sender)
-        counts, _, _, exponents = self.sections(message)
+        counts, _, positions, exponents = self.sections(message)
         _check_finite(exponents, self.names, sender)
-        limit = torch.tensor(self.counts, device=self.device)
-        if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self._used(counts) > limit).any()):
-            raise self.corrupt(sender)
-        index, values, room = self._read(message)
-        if bool((room < 0).any()):
-            raise self.corrupt(sender)
-        return index, values
+        self.check_places(counts, positions, sender)
+        return self.read(message)
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """The same of a message of one's own, which needs no checks."""
-        return self._read(message)[:2]
-
-    def _read(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """And how many entries of its block are left behind each one."""
         counts, coded, positions, exponents = self.sections(message)
-        slot = (self.rank < self._used(counts)[self.owner]).nonzero().flatten()
+        slot, index, _ = self.read_places(counts, positions)
+        return index, _scaled(coded[slot], exponents[self.owner[slot]], self.residual)
+
+    def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
+        """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
+        limit = torch.tensor(self.counts, device=self.device)
+        if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self.used(counts) > limit).any()) or bool(
+                (self.read_places(counts, positions)[2] < 0).any()):
+            raise self.corrupt(sender)
+
+    def read_places(self, counts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each entry, int64 (E,): its slot, its position in the bucket, and how many entries of its block follow."""
+        slot = self.uses(self.used(counts)).nonzero().flatten()
         block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
         local = positions[slot].to(torch.int64) & (BLOCK - 1)
-        values = _scaled(coded[slot], exponents[self.owner[slot]], self.residual)
-        return local + self.block_bases[block], values, self.block_sizes[block] - 1 - local
+        return slot, local + self.block_bases[block], self.block_sizes[block] - 1 - local
 
-    def _used(self, counts: Tensor) -> Tensor:
+    def used(self, counts: Tensor) -> Tensor:
         """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
         parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
             torch.tensor(self.block_starts, device=self.device).diff())
@@ -176,6 +186,44 @@ class Layout:
 
     def corrupt(self, sender: int) -> ValueError:
         return _corrupt(sender, self.bucket)
+
+
+class Support:
+    """Messages of positions alone, which say where values are to be summed: counts of blocks, positions, and the
+    checksum, as above.
+
+    Args:
+        layout: of the bucket's messages.
+    """
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._ends = tuple(accumulate((4 * layout.block_starts[-1], 2 * layout.slots)))
+        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
+
+    def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self._ends
+        return message[:a].view(torch.int32), message[a:b].view(torch.int16)
+
+    def encode(self, index: Tensor, used: Tensor) -> Tensor:
+        """The message, uint8 (nbytes,), of what :meth:`Layout.encode` is given."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._layout.device)
+        self._layout.write_places(*self._sections(message), index, self._layout.uses(used))
+        return seal(message)
+
+    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
+        """Positions in the bucket, int64 (K,), those of unused slots being their parameter's first; and which slots
+        are used, bool (K,).
+
+        Raises:
+            ValueError: it is not what a rank with this layout has written.
+        """
+        layout = self._layout
+        check(message, self.nbytes, layout.bucket, sender)
+        counts, positions = self._sections(message)
+        layout.check_places(counts, positions, sender)
+        slot, places, _ = layout.read_places(counts, positions)
+        return layout.base.index_copy(0, slot, places), layout.uses(layout.used(counts))
 
 
 class Whole:

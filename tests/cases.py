@@ -32,6 +32,7 @@ CONFIGS = {
     "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1),
+    "shared": dgc.Config(sparsity=0.95, exchange="shared"),
 }
 
 

@@ -15,6 +15,8 @@ def walk(paths):
         assert {request.op for request in requests} == {op}
         if op == "gather":
             results = [torch.stack(tensors) for _ in paths]
+        elif op == "share":
+            results = [tensors[requests[0].root].clone() for _ in paths]
         else:
             results = [torch.stack(tensors).sum(0) for _ in paths]
         updates = []

@@ -187,11 +187,12 @@ def refusals(paths):
     """What each rank raises, when all of them raise after the same collective."""
     requests, errors = [next(path) for path in paths], []
     while not errors:
-        tensors, op = torch.stack([request.tensor for request in requests]), requests[0].op
+        tensors, (op, root) = torch.stack([request.tensor for request in requests]), (requests[0].op, requests[0].root)
         requests = []
         for path in paths:
+            result = {"gather": tensors.clone(), "sum": tensors.sum(0), "share": tensors[root].clone()}[op]
             try:
-                requests.append(path.send(tensors.clone() if op == "gather" else tensors.sum(0)))
+                requests.append(path.send(result))
             except FloatingPointError as error:
                 errors.append(str(error))
     assert not requests
