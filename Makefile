@@ -1,6 +1,6 @@
 # make setup       a .venv with pinned dependencies, Horovod built from source, and this package
-# make demo        the main job: ResNet-20 on CIFAR-10, two Horovod workers, dense and DGC (DATA=dir: cifar-10-batches-bin)
-# make reproduce   the paper's experiments, tables and figures (DATA=dir as above, PTB=dir: ptb.{train,valid,test}.txt)
+# make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
+# make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
 # make test        all tests
 # make lint        ruff and mypy
 PYTHON ?= python3

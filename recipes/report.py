@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import cifar10
+import job
 import numpy as np
 import ptb
 import typer
@@ -56,8 +58,15 @@ def label(result: Result) -> str:
 
 def settings(result: Result) -> Any:
     """The recipe's Config of a run; with Horovod's own methods, that of dense training."""
-    a = argparse.Namespace(**result["settings"])
-    return RECIPES[result["recipe"]].config(a, result["steps_per_epoch"])
+    recipe = RECIPES[result["recipe"]]
+    return recipe.config(argparse.Namespace(**complete(recipe, result["settings"])), result["steps_per_epoch"])
+
+
+def complete(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of those that are lacking, as the recipe may not have had them at the time."""
+    defaults = {key: option.default for key, option in inspect.signature(recipe.main).parameters.items()
+                if key not in job.NO_SETTINGS}
+    return {**defaults, **settings}
 
 
 def measured(result: Result) -> float:

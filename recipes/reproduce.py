@@ -15,10 +15,8 @@ there: those rows would be other rows once more. Seeds were fixed before anythin
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import fcntl
-import inspect
 import json
 import os
 import shlex
@@ -33,7 +31,6 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import data as cifar
-import job
 import ptb
 import report
 import torch
@@ -53,15 +50,15 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "dense": ("dense", {"method": "dense"}, ""),
         "naive": ("naive top-k", {"method": "naive"}, "-1.6"),
         "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, "(-1.00)"),
-        "momentum": ("+ momentum correction", {"method": "dgc", "factor_masking": False, "warmup_epochs": 0}, "-0.3"),
-        "masking": ("+ momentum factor masking", {"method": "dgc", "warmup_epochs": 0}, "-0.1"),
+        "momentum": ("+ momentum correction", {"method": "dgc", "factor_masking": False, "warmup_epochs": 0.0}, "-0.3"),
+        "masking": ("+ momentum factor masking", {"method": "dgc", "warmup_epochs": 0.0}, "-0.1"),
         "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "+0.37 (+0.12)"),
     },
     "ptb": {  # of perplexity, where less is better; the talk's row of masking, 0.5 worse than dense, is no row here
         "dense": ("dense", {"method": "dense"}, ""),
         "naive": ("naive top-k", {"method": "naive"}, "+3.3"),
         "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, ""),
-        "clipping": ("+ local clipping", {"method": "dgc", "warmup_epochs": 0}, "+2.0"),
+        "clipping": ("+ local clipping", {"method": "dgc", "warmup_epochs": 0.0}, "+2.0"),
         "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "-0.4"),
     },
 }
@@ -105,7 +102,7 @@ def _options(warmup: float, **options: Any) -> dict[str, Any]:
 _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
                          "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
-                         "warmups": (0, 1, 2, 4, 8)}
+                         "warmups": (0.0, 1.0, 2.0, 4.0, 8.0)}
 BUDGETS = {
     "cpu": Budget(**_FULL,
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
@@ -117,7 +114,7 @@ BUDGETS = {
     "quick": Budget(Path("runs/quick/results"), Path("runs/quick"), Path("runs/quick"),
                     Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2)),
                     Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1)),
-                    ((0, 1), (0, 1), (0, 1)), (4, 8), (0.99, 0.999), (0, 1)),
+                    ((0, 1), (0, 1), (0, 1)), (4, 8), (0.99, 0.999), (0.0, 1.0)),
 }
 
 
@@ -225,10 +222,8 @@ def unlike(run: Run, result: Result) -> list[str]:
     only make up the Config may differ where that is the same, as the warm-up may of dense training.
     """
     recipe = RECIPES[run.study.recipe]
-    defaults = {key: option.default for key, option in inspect.signature(recipe.main).parameters.items()
-                if key not in job.NO_SETTINGS}
-    has, asked = ({**defaults, **settings} for settings in (result["settings"], run.options))
-    mine, its = (recipe.config(argparse.Namespace(**a), result["steps_per_epoch"]) for a in (asked, has))
+    has, asked = (report.complete(recipe, settings) for settings in (result["settings"], run.options))
+    mine, its = (report.settings({**result, "recipe": run.study.recipe, "settings": a}) for a in (asked, has))
     facts = [(key, result[key], expected) for key, expected in (("recipe", run.study.recipe),
                                                                 ("dataset", run.study.dataset))]
     facts += [(key, has.get(key), asked.get(key)) for key in (has | asked) if not (mine == its and key in CONFIG)]
