@@ -111,10 +111,11 @@ BUDGETS = {
                   cifar10=Study("cifar10", "cifar10-resnet110", "ResNet-110", "cifar10",
                                 _options(4.0, depth=110, epochs=164)),
                   ptb=Study("ptb", "ptb-large", "LSTM of 2 x 1500", "ptb", _options(1.0, size="large", epochs=40))),
-    "quick": Budget(Path("runs/quick/results"), Path("runs/quick"), Path("runs/quick"),
-                    Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2)),
-                    Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1)),
-                    ((0, 1), (0, 1), (0, 1)), (4, 8), (0.99, 0.999), (0.0, 1.0)),
+    "quick": Budget(
+        results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
+        cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
+        ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
+        seeds=((0, 1), (0, 1), (0, 1)), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0)),
 }
 
 
@@ -315,7 +316,7 @@ def begin(budget: Budget, waiting: list[Run], folders: Mapping[str, str | None],
             log.close()
             continue
         start, command = log.tell(), run.command(budget, folders[run.study.recipe])
-        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.write(f"\n$ {shlex.join(command)}\n".encode())  # after a bar that was cut off
         log.flush()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if devices := gpus():
