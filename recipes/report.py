@@ -132,7 +132,12 @@ def panels(columns: int, width: float = 12, height: float = 3.6) -> tuple[Any, A
 
 def save(figure: Any, out: Path) -> None:
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter, LogFormatterSciNotation
     for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):  # 200, not 2 x 10^2
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +215,7 @@ def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable
 def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: Callable[[float], float],
                   tick: Callable[[float], str], dense: Result | None = None) -> None:
     """What is measured along an axis, and against the compression; only what has results."""
-    figure, panel = panels(2, 9)
+    figure, panel = panels(2, 11)
     places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
     for i, (name, line) in enumerate(lines.items()):
         found, colour = {x: result for x, result in line.items() if result}, COLOURS[i % len(COLOURS)]
@@ -226,7 +231,7 @@ def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: C
     panel[0].minorticks_off()
     panel[0].set(xlabel=xlabel)
     panel[1].set(xlabel="compression over all of training")
-    panel[0].legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right upper")
     save(figure, out)
 
 

@@ -62,6 +62,8 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "-0.4"),
     },
 }
+SOURCE = {"cifar10": "The paper's are of the authors' talk and, in brackets, of its table for ResNet-110.",
+          "ptb": "The paper's are of the authors' talk."}
 WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
 PAPER = {"dense": {4: 93.75, 8: 92.92, 16: 93.14, 32: 93.10},  # of ResNet-110, with these workers
          "topk": {4: 92.75, 8: 93.02, 16: 92.93, 32: 92.10},
@@ -412,8 +414,8 @@ def conditions(study: Study, rows: list[Row]) -> str:
     return (f"{study.title} on {' and '.join(sorted({result['dataset'] for result in results}))}, "
             f"{study.options['epochs']} epochs, {study.options['virtual_workers']} workers, "
             f"{100 * study.options['sparsity']:.5g} %, warm-up of {study.options['warmup_epochs']:g} epochs; "
-            f"{'; '.join(machines)}. The same seed gives the same weights and batches to begin with: differences are "
-            "between runs of one seed, their 95 % interval is Student's.")
+            f"{'; '.join(machines)}. Differences to dense training are between runs of one seed, their 95 % interval "
+            f"is Student's. {SOURCE[study.recipe]}")
 
 
 def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
@@ -435,7 +437,7 @@ def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
 
 def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table, or nothing; and the figure."""
-    lines = {f"warm-up of {warmup:g}": {sparsity: done.get(run.name) for sparsity, run in line.items()}
+    lines = {f"{warmup:g} warm-up epochs": {sparsity: done.get(run.name) for sparsity, run in line.items()}
              for warmup, line in by_sparsity(budget).items()}
     if not any(result for line in lines.values() for result in line.values()):
         return ""
@@ -447,7 +449,7 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
     report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-sparsity.png",
                          "entries sent (%)", lambda sparsity: 100 * (1 - sparsity),
                          lambda sparsity: f"{100 * (1 - sparsity):.2g}", dense)
-    return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
+    return (f"**Sparsity and warm-up**, seed 0; in brackets the compression over all of training. "
             f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
 
