@@ -1,16 +1,18 @@
-# make setup   a .venv with pinned dependencies, Horovod built from source, and this package
-# make demo    the main job: ResNet-20 on CIFAR-10, two Horovod workers, dense and DGC (DATA=dir: cifar-10-batches-bin)
-# make test    all tests
-# make soak    the tests of endurance at full size: 2,000 steps, 100,000 mutated messages (about half an hour)
-# make lint    ruff and mypy
+# make setup       a .venv with pinned dependencies, Horovod built from source, and this package
+# make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
+# make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
+# make test        all tests
+# make soak        the tests of endurance at full size: 2,000 steps, 100,000 mutated messages (about half an hour)
+# make lint        ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 DATA ?=
+PTB ?=
 
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo test soak lint clean
+.PHONY: setup demo reproduce test soak lint clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -49,6 +51,9 @@ lint: setup
 
 demo: setup
 	$(VENV)/bin/python recipes/demo.py $(if $(DATA),--data "$(DATA)")
+
+reproduce: setup
+	$(VENV)/bin/python recipes/reproduce.py $(if $(DATA),--data "$(DATA)") $(if $(PTB),--ptb "$(PTB)")
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -13,6 +13,7 @@ Training follows the paper and fb.resnet.torch: lr 0.1, divided by 10 after 81 a
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -32,6 +33,9 @@ MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
+
+loaded = functools.cache(load)  # all workers of a process share the images
+
 
 def normalised(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
@@ -96,7 +100,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method in ("dense", "fp16"):
         return dgc.Config(sparsity=0.0)
-    if a.method == "topk":  # gradient dropping (Aji and Heafield 2017)
+    if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
         return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
     quarter = max(1, round(warmup * steps / 4))  # the paper's has four stages
@@ -120,7 +124,7 @@ def train(a: Any) -> dict[str, Any]:
     """One rank's training; rank 0 reports."""
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dataset, (images, labels), (test_images, test_labels) = load(find_data(a.data, a.cache))
+    dataset, (images, labels), (test_images, test_labels) = loaded(find_data(a.data, a.cache))
     count, = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
         raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")

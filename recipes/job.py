@@ -16,8 +16,9 @@ from torch import nn
 import dgc
 
 # Options that mean the same in every recipe.
-Method = Annotated[Literal["dense", "fp16", "topk", "dgc"], typer.Option(
-    help="fp16: Horovod's compression. topk: gradient dropping (Aji and Heafield 2017).")]
+Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(
+    help="fp16: Horovod's compression. naive: top-k that forgets what it does not send. topk: gradient dropping (Aji "
+         "and Heafield 2017), which keeps it.")]
 Sparsity = Annotated[float, typer.Option(help="After the warm-up.")]
 Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
@@ -28,6 +29,7 @@ TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard."
 Out = Annotated[Path | None, typer.Option(help="JSON of the results.")]
 
 FILE = "epoch{:03d}-rank{}of{}.pt"
+NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 
 def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
@@ -74,7 +76,11 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, met
         return hvd.DistributedOptimizer(optimizer, named, compression)
     if method == "fp16":
         raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
-    return dgc.DistributedOptimizer(optimizer, named, config)
+    wrapped = dgc.DistributedOptimizer(optimizer, named, config)
+    if method == "naive":
+        nothing = wrapped.residual_state_dict()
+        wrapped.register_step_post_hook(lambda *_: wrapped.load_residual_state_dict(nothing))
+    return wrapped
 
 
 def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
@@ -130,8 +136,7 @@ def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: 
     return {"recipe": recipe, "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
             "parameters": sum(p.numel() for p in model.parameters()),
             "dense_bytes_per_step": dense_bytes(model, size), **measured, "history": history,
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()
-                         if k not in ("data", "cache", "out", "checkpoints", "tensorboard", "resume")},
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS},
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                         "device": str(next(model.parameters()).device), "torch": torch.__version__,
                         "python": platform.python_version()}}

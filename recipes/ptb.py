@@ -131,7 +131,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method in ("dense", "fp16"):  # the averaged gradient itself, to be clipped; SGD has the momentum
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    if a.method == "topk":  # gradient dropping (Aji and Heafield 2017)
+    if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
         return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
     quarter = max(1, round(warmup * steps / 4))  # the paper's has four stages

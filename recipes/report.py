@@ -1,4 +1,4 @@
-"""Results of a recipe side by side: a table, and a picture of the curves.
+"""Results of a recipe side by side: a table, and a picture of the curves. And what ``reproduce.py`` makes of many runs.
 
     python recipes/report.py recipes/results/cifar10-dense-0.json recipes/results/cifar10-dgc-0.json --out curves.png
 """
@@ -6,21 +6,27 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import cifar10
+import job
+import numpy as np
 import ptb
 import typer
 from rich.console import Console
 from rich.table import Table
 
+Result = dict[str, Any]  # what a recipe's --out wrote
+
 
 @dataclass(frozen=True)
 class Recipe:
+    main: Callable[..., None]
     config: Callable[[Any, int], Any]
     measure: str  # the key of what counts
     title: str  # of the table's column, where it is the last test
@@ -32,50 +38,76 @@ class Recipe:
 
 
 RECIPES = {
-    "cifar10": Recipe(cifar10.config, "accuracy", "test accuracy", "test accuracy", "top-1 (%)", " %"),
-    "ptb": Recipe(ptb.config, "perplexity", "test perplexity", "validation perplexity", "perplexity", scale="log",
-                  corner="upper right"),  # lower is better
+    "cifar10": Recipe(cifar10.main, cifar10.config, "accuracy", "test accuracy", "test accuracy", "top-1 (%)", " %"),
+    "ptb": Recipe(ptb.main, ptb.config, "perplexity", "test perplexity", "validation perplexity", "perplexity",
+                  scale="log", corner="upper right"),  # lower is better
 }
+NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off
 COLOURS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
-def label(result: dict[str, Any]) -> str:
+def label(result: Result) -> str:
     chosen = result["settings"]
+    if chosen["method"] != "dgc":
+        return NAMES[chosen["method"]]
     without = [f", no {part.replace('_', ' ')}" for part in PARTS if not chosen.get(part, True)]
-    return f"DGC {100 * chosen['sparsity']:.5g} %{''.join(without)}" if chosen["method"] == "dgc" else chosen["method"]
+    without += [", no warm-up"] if chosen.get("warmup_epochs") == 0 else []
+    return f"DGC {100 * chosen['sparsity']:.5g} %{''.join(without)}"
 
 
-def settings(result: dict[str, Any]) -> Any:
+def settings(result: Result) -> Any:
     """The recipe's Config of a run; with Horovod's own methods, that of dense training."""
-    a = argparse.Namespace(**result["settings"])
-    return RECIPES[result["recipe"]].config(a, result["steps_per_epoch"])
+    recipe = RECIPES[result["recipe"]]
+    return recipe.config(argparse.Namespace(**complete(recipe, result["settings"])), result["steps_per_epoch"])
 
 
-def table(results: list[dict[str, Any]]) -> Table:
+def complete(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of those that are lacking, as the recipe may not have had them at the time."""
+    defaults = {key: option.default for key, option in inspect.signature(recipe.main).parameters.items()
+                if key not in job.NO_SETTINGS}
+    return {**defaults, **settings}
+
+
+def measured(result: Result) -> float:
+    """What counts: the accuracy in per cent, or the perplexity."""
+    return result[RECIPES[result["recipe"]].measure]
+
+
+def shown(result: Result) -> str:
+    return f"{measured(result):.2f}{RECIPES[result['recipe']].unit}"
+
+
+def ratios(result: Result) -> tuple[float, float]:
+    """The bytes of dense training over those of this one: in all, warm-up included, and at its end."""
+    nbytes = [epoch["bytes_per_step"] for epoch in result["history"]]
+    return tuple(result["dense_bytes_per_step"] / n if n else np.nan for n in (np.mean(nbytes), min(nbytes)))
+
+
+def times(ratio: float) -> str:
+    return "-" if np.isnan(ratio) else f"{ratio:,.1f} x"  # one worker sends nothing
+
+
+# -- some runs ---------------------------------------------------------------------------------------------------------
+
+def table(results: list[Result]) -> Table:
     """Bytes and step time are means over all of training, warm-up included; the ratio is also given for its end."""
     recipe = RECIPES[results[0]["recipe"]]
-    shown = Table("", recipe.title, "bytes sent / worker / step", "compression", "after warm-up", "step time")
+    out = Table("", recipe.title, "bytes sent / worker / step", "compression", "after warm-up", "step time")
     for result in results:
-        epochs, dense = result["history"], result["dense_bytes_per_step"]
-        sent = sum(epoch["bytes_per_step"] for epoch in epochs) / len(epochs)
-        least = min(epoch["bytes_per_step"] for epoch in epochs)
-        seconds = sum(epoch["step_seconds"] for epoch in epochs) / len(epochs)
-        ratios = [f"{dense / nbytes:,.1f} x" if nbytes else "-" for nbytes in (sent, least)]  # one worker sends nothing
-        shown.add_row(label(result), f"{result[recipe.measure]:.2f}{recipe.unit}", f"{sent:,.0f}", *ratios,
-                      f"{1000 * seconds:,.0f} ms")
-    return shown
+        sent, seconds = (np.mean([epoch[key] for epoch in result["history"]])
+                         for key in ("bytes_per_step", "step_seconds"))
+        out.add_row(label(result), shown(result), f"{sent:,.0f}", *map(times, ratios(result)),
+                    f"{1000 * seconds:,.0f} ms")
+    return out
 
 
-def picture(results: list[dict[str, Any]], out: Path) -> None:
+def picture(results: list[Result], out: Path) -> None:
     """Training loss and what is measured over the epochs, and the sparsity over the steps."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     recipe = RECIPES[results[0]["recipe"]]
-    figure, (loss, measure, sparsity) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for result, colour in zip(results, COLOURS, strict=False):
-        epochs, style = result["history"], {"label": label(result), "color": colour}
+    figure, (loss, measure, sparsity) = panels(3)
+    for i, result in enumerate(results):
+        epochs, style = result["history"], {"label": label(result), "color": COLOURS[i % len(COLOURS)]}
         fine = [(i + j / len(epoch["losses"]), value) for i, epoch in enumerate(epochs)
                 for j, value in enumerate(epoch.get("losses", []))]
         points = fine if len(epochs) < 5 and fine else [(epoch["epoch"], epoch["loss"]) for epoch in epochs]
@@ -87,12 +119,124 @@ def picture(results: list[dict[str, Any]], out: Path) -> None:
     loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", ylim=(0, None))
     measure.set(xlabel="epoch", ylabel=recipe.axis, title=recipe.curve, xlim=(0, None), yscale=recipe.scale)
     sparsity.set(xlabel="step", ylabel="entries kept back (%)", title="sparsity", ylim=(-4, 104))
-    for axes in (loss, measure, sparsity):
+    measure.legend(frameon=False, loc=recipe.corner)
+    save(figure, out)
+
+
+def panels(columns: int, width: float = 12, height: float = 3.6) -> tuple[Any, Any]:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, out: Path) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter, LogFormatterSciNotation
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):  # 200, not 2 x 10^2
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    measure.legend(frameon=False, loc=recipe.corner)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+# -- a matrix of runs --------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Row:
+    """One line of an ablation."""
+
+    title: str
+    results: Mapping[int, Result]  # seed -> the run's, as far as there are any
+    asked: int  # number of seeds
+    paper: str  # the paper's difference to dense training
+
+
+Lines = Mapping[str, Mapping[float, "Result | None"]]  # line -> where on the axis -> the run's result, if there is one
+
+
+def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
+    """The mean difference between runs of the same seed, and the half-width of its 95 % interval (Student's t).
+
+    NaN where there is no such pair; the half-width also with one pair, which has no spread.
+    """
+    from scipy import stats
+    pairs = np.array([ours[seed] - dense[seed] for seed in sorted(ours.keys() & dense.keys())])
+    if len(pairs) < 2:
+        return (float(pairs[0]) if len(pairs) else np.nan), np.nan
+    return float(pairs.mean()), float(stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs)**0.5)
+
+
+def ablation(recipe: Recipe, rows: list[Row]) -> str:
+    """A Markdown table; the first row is that of dense training."""
+    values = [{seed: measured(result) for seed, result in row.results.items()} for row in rows]
+    lines = []
+    for row, ours in zip(rows, values, strict=True):
+        found, all_values = list(row.results.values()), np.array(list(ours.values()))
+        mean = f"{all_values.mean():.2f}{recipe.unit}" if found else "-"
+        spread = f"{all_values.std(ddof=1):.2f}" if len(found) > 1 else "-"
+        apart, half = (np.nan, np.nan) if row is rows[0] else difference(ours, values[0])
+        interval = "" if np.isnan(half) else f" [{apart - half:+.2f}, {apart + half:+.2f}]"
+        ratio = [times(np.mean([ratios(result)[i] for result in found])) if found else "-" for i in (0, 1)]
+        lines.append([row.title, f"{len(found)} of {row.asked}", mean, spread,
+                      "-" if np.isnan(apart) else f"{apart:+.2f}{interval}", row.paper or "-", *ratio])
+    return markdown(["", "seeds", recipe.title, "standard deviation", "to dense [95 %]", "the paper's", "compression",
+                     "after warm-up"], lines)
+
+
+def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:
+    """A dot for each seed, a bar for their mean; only rows that have results."""
+    rows = [row for row in rows if row.results]
+    figure, axes = panels(1, 8, 0.5 * len(rows) + 1.2)
+    for y, row in enumerate(rows):
+        values, colour = [measured(result) for result in row.results.values()], COLOURS[y % len(COLOURS)]
+        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.6)
+        axes.plot([np.mean(values)], [y], "|", color=colour, markersize=20, markeredgewidth=2)
+    titles = [f"{row.title}, {len(row.results)} of {row.asked} seeds" for row in rows]
+    axes.set_yticks(range(len(rows)), titles)
+    axes.set(xlabel=f"{recipe.title}{recipe.unit and f' ({recipe.unit.strip()})'}", xscale=recipe.scale,
+             ylim=(len(rows) - 0.4, -0.6))
+    save(figure, out)
+
+
+def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable[[str, float, Result | None], str],
+         ) -> str:
+    """A Markdown table with a column for each line."""
+    places = dict.fromkeys(x for line in lines.values() for x in line)
+    return markdown([corner, *lines], [[head(x), *(cell(name, x, line.get(x)) for name, line in lines.items())]
+                                       for x in places])
+
+
+def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: Callable[[float], float],
+                  tick: Callable[[float], str], dense: Result | None = None) -> None:
+    """What is measured along an axis, and against the compression; only what has results."""
+    figure, panel = panels(2, 11)
+    places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
+    for i, (name, line) in enumerate(lines.items()):
+        found, colour = {x: result for x, result in line.items() if result}, COLOURS[i % len(COLOURS)]
+        values, title = [measured(result) for result in found.values()], f"{name}, {len(found)} of {len(line)} runs"
+        panel[0].plot([where(x) for x in found], values, ".-", color=colour, label=title)
+        panel[1].plot([ratios(result)[0] for result in found.values()], values, ".-", color=colour)
+    for axes in panel:
+        if dense:
+            axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":",
+                         label="dense" if axes is panel[0] else None)
+        axes.set(ylabel=recipe.axis, yscale=recipe.scale, xscale="log")
+    panel[0].set_xticks(list(places), list(places.values()))
+    panel[0].minorticks_off()
+    panel[0].set(xlabel=xlabel)
+    panel[1].set(xlabel="compression over all of training")
+    figure.legend(frameon=False, loc="outside right upper")
+    save(figure, out)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
 
 
 def main(files: Annotated[list[Path], typer.Argument(help="JSON files that a recipe's --out wrote.", exists=True)],

@@ -168,6 +168,60 @@ def test_augmentation_crops_and_flips_within_four_pixels():
     assert len({int(image[16, 17] < image[16, 16]) for image in augmented(images, False, torch.Generator())[:, 0]}) == 1
 
 
+# -- naive top-k -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_naive_is_top_k_of_each_steps_gradient_and_momentum_sgd(nesterov):
+    """Against torch.optim.SGD on the average of what is left of each worker's gradient; nothing is kept."""
+    import job
+    from laws import difference, flat, loss, model
+    from oracle import top
+
+    import dgc
+    size, steps, rates = 3, 30, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": nesterov}
+    expected = model(dtype=torch.float64)
+    sgd = torch.optim.SGD(expected.parameters(), **rates)
+    for step in range(steps):
+        total = [torch.zeros_like(p) for p in expected.parameters()]
+        for rank in range(size):
+            for g, out in zip(torch.autograd.grad(loss(expected, rank, step, torch.float64), expected.parameters()),
+                              total, strict=True):
+                sparse = g.dim() > 1 and g.numel() >= 1024  # the others travel dense
+                out += (g * torch.from_numpy(top(g.numpy(), 0.9)) if sparse else g) / size
+        for p, g in zip(expected.parameters(), total, strict=True):
+            p.grad = g
+        sgd.step()
+
+    def worker(method):
+        rank, _, launcher = job.connect()
+        network = model(dtype=torch.float64)
+        config = dgc.Config(0.9, "exact", momentum_correction=False, factor_masking=False, wire_dtype=torch.float32)
+        optimizer = job.distributed(torch.optim.SGD(network.parameters(), **rates), network, launcher, method, config)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(network, rank, step, torch.float64).backward()
+            optimizer.step()
+        return network, optimizer.residual_state_dict()
+
+    for network, residuals in dgc.lockstep.run(lambda: worker("naive"), size):
+        assert difference(flat(network), flat(expected)) < 1e-6
+        assert len(residuals["v"]) == 2 and not any(v.any() for v in residuals["v"].values())
+    network, residuals = dgc.lockstep.run(lambda: worker("topk"), size)[0]
+    assert difference(flat(network), flat(expected)) > 1e-3 and all(v.any() for v in residuals["v"].values())
+
+
+@pytest.mark.parametrize("name", ["cifar10", "ptb"])
+def test_naive_has_the_settings_of_gradient_dropping(name):
+    import importlib
+
+    from dgc import Config
+    module = importlib.import_module(name)
+    settings = {key: option.default for key, option in inspect.signature(module.main).parameters.items()}
+    naive, topk = (module.config(argparse.Namespace(**{**settings, "method": method}), 100)
+                   for method in ("naive", "topk"))
+    assert naive == topk == Config(0.999, momentum_correction=False, factor_masking=False)
+
+
 # -- the language model ------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -230,13 +284,24 @@ def test_dense_training_of_the_language_model_is_that_of_one_process(language_mo
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("settings", [
-    {"method": "topk"}, {"local_clipping": False}, {"momentum_correction": False}, {"factor_masking": False},
-    {"momentum": 0.9, "lr": 2.0}, {"momentum": 0.9, "lr": 2.0, "momentum_correction": False},
+    {"method": "topk"}, {"method": "naive"}, {"local_clipping": False}, {"momentum_correction": False},
+    {"factor_masking": False}, {"momentum": 0.9, "lr": 2.0}, {"momentum": 0.9, "lr": 2.0, "momentum_correction": False},
     {"clip_norm": 0.0, "lr": 1.0},
 ], ids=str)
 def test_each_part_of_the_language_models_training_can_be_switched_off(language_model, settings):
     result = language_model(sparsity=0.9, **settings)
     assert 1 < result["perplexity"] < result["vocabulary"]
+
+
+@pytest.mark.timeout(60)
+def test_naive_flushes_nothing_and_is_dense_training_where_all_is_sent(language_model):
+    """With one worker, whose gradient is not compressed; with two, at a sparsity that keeps nothing back."""
+    flushed, kept = (language_model(method="naive", sparsity=0.99, flush=flush) for flush in (True, False))
+    assert flushed["perplexity"] == kept["perplexity"] != language_model(method="topk", sparsity=0.99)["perplexity"]
+    for workers in (1, 2):
+        naive, dense = (language_model(method=method, sparsity=0.99 if workers == 1 else 0.0, virtual_workers=workers)
+                        for method in ("naive", "dense"))
+        assert naive["perplexity"] == dense["perplexity"]
 
 
 @pytest.mark.timeout(60)
