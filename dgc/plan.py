@@ -32,7 +32,7 @@ from dgc.config import Config
 from dgc.cost import Cluster, Link, Sizes
 from dgc.optimizer import _compressed, _packed
 from dgc.residual import Bucket, residual_dtype
-from dgc.wire import Layout
+from dgc.wire import Layout, Support
 
 Shape = tuple[int, ...]
 
@@ -41,7 +41,7 @@ WORTH = 1.05  # times faster than dense exchange, from which on compression is s
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 LARGEST = 65_536  # workers
-BUILT = ("allgather",)  # of cost.EXCHANGES: the others are predicted, but cannot be chosen yet
+BUILT = ("allgather", "shared")  # of cost.EXCHANGES: the others are predicted, but cannot be chosen yet
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
 NETWORKS = {"1gbit": Link(50e-6, 0.125e9), "10gbit": Link(30e-6, 1.25e9), "25gbit": Link(20e-6, 3.125e9),
@@ -289,8 +289,8 @@ def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) 
     bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
     layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
     itemsize = residual_dtype(together[0].dtype).itemsize
-    support = layout.ends[0] + 2 * layout.slots + 8  # counts of blocks, positions, checksum
-    return Sizes(itemsize * bucket.numel, layout.nbytes, support, itemsize * layout.slots), layout.slots
+    return Sizes(itemsize * bucket.numel, layout.nbytes, Support(layout).nbytes,
+                 itemsize * (layout.slots + 1)), layout.slots
 
 
 # -- how long it takes -------------------------------------------------------------------------------------------------
@@ -486,7 +486,8 @@ def _words(cluster: Cluster, compute: float, pays: bool, dense: Prediction, dgc:
     else:
         yield f"On this cluster it pays up to {bits(below)} between nodes, and not above."
     if pays:
-        yield (f"Recommended: dgc.Config(sparsity={sparsity:g}), after a warm-up"
+        shared = ', exchange="shared"' if dgc.method.name == "shared" else ""
+        yield (f"Recommended: dgc.Config(sparsity={sparsity:g}{shared}), after a warm-up"
                + ("." if sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     lost = dgc.step_seconds - compute

@@ -182,8 +182,9 @@ def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     """Table -> name -> run; in the order of their importance. A run may be in several tables."""
     rows = ablations(budget)
-    tables = {"ablation": [runs for recipe in rows for row, runs in rows[recipe].items() if row in MAIN]
-              + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
+    # The main rows seed by seed, so that what is cut short compares methods.
+    main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
+    tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
               "workers": by_workers(budget).values(), "sparsity": by_sparsity(budget).values()}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 

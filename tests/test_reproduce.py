@@ -113,8 +113,8 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     runs = reproduce.chosen(reproduce.BUDGETS["cpu"], [])
     names = [run.name for run in runs]
     main, between = ("dense", "naive", "dgc"), ("topk", "momentum", "masking")
-    assert names[:9] == [f"cifar10-{row}-{seed}" for row in main for seed in range(3)]
-    assert names[9:15] == [f"ptb-{row}-{seed}" for row in main for seed in range(2)]
+    assert names[:9] == [f"cifar10-{row}-{seed}" for seed in range(3) for row in main]
+    assert names[9:15] == [f"ptb-{row}-{seed}" for seed in range(2) for row in main]
     assert set(names[15:25]) == {f"cifar10-{row}-{seed}" for row in between for seed in range(2)} | {
         f"ptb-{row}-{seed}" for row in ("topk", "clipping") for seed in range(2)}
     assert set(tables["workers"]) == {f"cifar10-{row}{n}-0" for row in ("dense", "topk", "dgc")
