@@ -3,7 +3,11 @@
 ``fully_shard`` averages within the node and leaves each rank the part of the gradient that belongs to its shard; it
 calls the hooks of ``Tensor.register_post_accumulate_grad_hook`` with it, as autograd does for a whole parameter. So a
 shard is a parameter like any other: u and v are those of the shard, and it is exchanged among the ranks that hold the
-same one, one in each node.
+same one, one in each node. Whether it travels compressed is decided by the size of the whole, alike for all shards.
+
+``FSDPModule.set_all_reduce_hook`` would be given a module's gradients as one padded buffer, in the dtype of the
+reduction and before the last division, and not be told whose they are; and it is refused where a module has several
+meshes.
 """
 
 from __future__ import annotations

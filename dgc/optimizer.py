@@ -119,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all processes.
             With parameters that ``fully_shard`` has split over the ranks of a node: the ranks that hold the same
             shard, one in each node. A rank then takes part with the gradient that its node has averaged, and has the
-            residuals of its shard.
+            residuals of its shard; ``FloatingPointError`` is raised where the shard has the bad gradient.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated without its scale,
             and an overflow on any rank makes every rank skip the step. The exchange then ends with ``backward()``,
             after which ``p.grad`` is the averaged update times the scale, as the scaler expects it.

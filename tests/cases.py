@@ -815,6 +815,7 @@ def on_the_average(steps, clip_norm=None, passes=1, momentum=0.9):
 
 def fsdp_dense():
     """Nothing is kept back: distance from torch.optim.SGD, in each manner."""
+    from torch.distributed.tensor import Shard
     results = {}
     for name, clip_norm in (("as it comes", None), ("clipped", 0.02)):
         config = dgc.Config(sparsity=0.0, min_numel=80, clip_norm=clip_norm)
@@ -841,6 +842,10 @@ def fsdp_dense():
     dgc.broadcast_parameters(network.state_dict(), process_set=across())
     network, _ = steps_in_shards(*in_shards(config, network), range(6))
     results["broadcast"] = difference(whole(network), on_the_average(range(6)))
+    network = uneven()
+    split(network, shard_placement_fn=lambda p: Shard(1) if p is network[0].weight else None)
+    network, _ = steps_in_shards(*in_shards(config, network), range(6))
+    results["columns"] = difference(whole(network), on_the_average(range(6)))
     return results
 
 

@@ -27,7 +27,8 @@ def ran(name):
     return results[name]
 
 
-@pytest.mark.parametrize("manner", ["as it comes", "clipped", "accumulated before", "accumulated after", "broadcast"])
+@pytest.mark.parametrize("manner", ["as it comes", "clipped", "accumulated before", "accumulated after", "broadcast",
+                                    "columns"])
 def test_with_nothing_kept_back_it_is_sgd_on_the_average_of_all_ranks(manner):
     assert max(results[manner] for results in ran("fsdp_dense")) < 1e-6
 
