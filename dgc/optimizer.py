@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc import agree, kernels
+from dgc import agree, fsdp, kernels
 from dgc.compressor import (
     Collective,
     Update,
@@ -33,6 +33,7 @@ from dgc.compressor import (
     settle,
 )
 from dgc.config import Config
+from dgc.fsdp import local
 from dgc.residual import Bucket, Gradient, clip_scale
 from dgc.transport import Exchange, find
 
@@ -116,6 +117,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups: how to bucket the gradients: a number of groups, or a list of lists of parameters. None: by size.
         sparse_as_dense: treat sparse gradients as dense ones (and so compress them).
         process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all processes.
+            With parameters that ``fully_shard`` has split over the ranks of a node: the ranks that hold the same
+            shard, one in each node. A rank then takes part with the gradient that its node has averaged, and has the
+            residuals of its shard; ``FloatingPointError`` is raised where the shard has the bad gradient.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated without its scale,
             and an overflow on any rank makes every rank skip the step. The exchange then ends with ``backward()``,
             after which ``p.grad`` is the averaged update times the scale, as the scaler expects it.
@@ -145,6 +149,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     config = Config() if compression is None else compression
     grad_scaler = checked(optimizer, config, op, grad_scaler)
     transport = find(process_set)
+    fsdp.check((p for group in optimizer.param_groups for p in group["params"]), process_set, config)
     # Horovod's broadcast_optimizer_state tells distributed optimizers by their module.
     module = "horovod.torch.optimizer" if type(transport).__name__ == "Horovod" else __name__
     cls = distributed_class(type(optimizer), module)
@@ -286,7 +291,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _register(self, parameters: list[Tensor], groups: Any) -> None:
         for names, together in _packed(parameters, self._names, groups, self._config.min_numel):
-            name, members = f"bucket {len(self._shipments)}", dict(zip(names, together, strict=True))
+            name, members = f"bucket {len(self._shipments)}", dict(zip(names, map(local, together), strict=True))
             shipment = _Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together)
             if _compressed(together[0], self._config.min_numel):
                 shipment.bucket = Bucket(name, members, velocity=self._config.momentum_correction)
@@ -344,7 +349,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         assert bucket is not None and bucket.u is not None
         share = (-1 if group["maximize"] else 1) / (1 if self._average else self._transport.world.size)
-        bucket.views(bucket.u)[self._names[parameter]].copy_(momentum).mul_(share)
+        bucket.views(bucket.u)[self._names[parameter]].copy_(local(momentum)).mul_(share)
 
     def _bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket of a parameter that travels compressed."""
@@ -358,6 +363,7 @@ class _Distributed(torch.optim.Optimizer):
         self._inner.add_param_group(self, param_group)
         try:
             _check_group(self.param_groups[-1], self._config)
+            fsdp.check(self._parameters(), self._arguments[4].value, self._config)
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
@@ -441,7 +447,10 @@ class _Distributed(torch.optim.Optimizer):
         agree.check({
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": [f"{key}={value}" for key, value in settings.items()],
-            "the model's parameters": [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in parameters],
+            "the model's parameters": [
+                f"{self._names[p]} {tuple(p.shape)} {p.dtype}" + ("" if (shard := fsdp.shard(p)) is None else
+                                                                  f", shard {shard[0]} of {shard[1]}")
+                for p in parameters],
             "the parameters that travel together": [
                 " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
             "the optimizer's settings": [f"group {i}: {key}={float(value) if isinstance(value, Tensor) else value}"
@@ -450,7 +459,7 @@ class _Distributed(torch.optim.Optimizer):
                 step, *(step + 2 ** i for i in range(20)))],
             "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
                 f"bits of {self._names[p]} add up to {bits}"
-                for p, bits in zip(parameters, agree.sums_of_bits(parameters), strict=True)],
+                for p, bits in zip(parameters, agree.sums_of_bits(map(local, parameters)), strict=True)],
         }, self._transport, parameters[0].device)
         self._agreed = True
 
@@ -481,7 +490,7 @@ class _Distributed(torch.optim.Optimizer):
         self._agreed = False
 
     def _dense_bytes(self, world: World) -> float:
-        return 2 * (world.size - 1) / world.size * 4 * sum(p.numel() for p in self._delay if p.requires_grad)
+        return 2 * (world.size - 1) / world.size * 4 * sum(local(p).numel() for p in self._delay if p.requires_grad)
 
     def _launch_ready(self) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
@@ -531,9 +540,9 @@ class _Distributed(torch.optim.Optimizer):
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """A parameter's local gradient; zero where this rank has none but another may."""
-        g = parameter.grad
+        g = local(parameter.grad)
         if g is None:
-            g = torch.zeros_like(parameter)
+            g = torch.zeros_like(local(parameter))
         elif g.is_sparse:
             g = g.to_dense()
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
@@ -541,14 +550,14 @@ class _Distributed(torch.optim.Optimizer):
             g = g if scale is None else g * scale.to(g)
             group = self._group_of[parameter]
             decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
-            g = g.add(parameter.detach(), alpha=-decay if group["maximize"] else decay)
+            g = g.add(local(parameter).detach(), alpha=-decay if group["maximize"] else decay)
         return g.detach()
 
     def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         taking_part, gradients = set(parameters), {}
         for parameter in shipment.parameters:
             takes_part = parameter in taking_part
-            g = self._gradient(parameter) if takes_part else torch.zeros_like(parameter)
+            g = self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
                 scale = self._unscaled(scale)
@@ -634,13 +643,13 @@ class _Distributed(torch.optim.Optimizer):
 
     def _all_finite(self) -> bool:
         """Whether all gradients are, on all ranks."""
-        gradients = [p.grad.detach() for p in self._delay if p.grad is not None and (
+        gradients = [local(p.grad).detach() for p in self._delay if p.grad is not None and (
             p.requires_grad or p in self._fired)]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         finite = all(math.isfinite(torch.linalg.vector_norm(v, math.inf)) for v in values if v.numel())
         bad = Collective("sum", torch.tensor([not finite], dtype=torch.float32, device=self._parameters()[0].device))
         self._count(bad)
-        return not self._transport.start(bad, "dgc.finite")().item()
+        return not fsdp.sum_of_shards(self._transport.start(bad, "dgc.finite")(), self._parameters()[0]).item()
 
     def _skip(self) -> None:
         """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
@@ -658,10 +667,12 @@ class _Distributed(torch.optim.Optimizer):
                 (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
 
     def _clip_scale(self, clip_norm: float) -> Tensor:
-        norms = [self._norm(p.grad) for p in self._parameters() if p.grad is not None and (
+        norms = [self._norm(local(p.grad)) for p in self._parameters() if p.grad is not None and (
             p.requires_grad or p in self._fired)]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
+        if fsdp.shard(self._parameters()[0]) is not None:
+            norm = fsdp.sum_of_shards(norm.square(), self._parameters()[0]).sqrt()
         return clip_scale(norm, clip_norm, self._world.size, self._average)
 
     def _clip_alone(self) -> None:
@@ -669,7 +680,7 @@ class _Distributed(torch.optim.Optimizer):
         clip_norm = self._config.clip_norm
         if clip_norm is None or self._outside:
             return
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in self._parameters() if p.grad is not None]
         self._world = World(0, 1)
         scale = None if self._config.clip_per_tensor else self._clip_scale(clip_norm)
         for g in gradients:
@@ -689,22 +700,23 @@ class _Distributed(torch.optim.Optimizer):
             for parameter in parameters:
                 parameter.grad = None
             return
-        targets, others = _targets(shipment, parameters, lambda p: p.grad)
+        targets, others = _targets(shipment, parameters, lambda p: local(p.grad))
         update.write(targets)
         if self._inverse is not None and shipment.kept is not None:
             torch._foreach_div_([target for target in targets if target is not None], float(self._inverse))
         for parameter, target in others:
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(target)
+                parameter.grad = torch.empty_like(parameter)
+                local(parameter.grad).copy_(target)
             elif parameter.grad.is_sparse:
                 parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
             else:
-                parameter.grad.copy_(target)
+                local(parameter.grad).copy_(target)
 
     def _add(self, shipment: _Shipment, parameters: list[Tensor], update: Update,
              group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Adds an update to the parameters, times their learning rates."""
-        targets, others = _targets(shipment, parameters, lambda p: p.detach())
+        targets, others = _targets(shipment, parameters, lambda p: local(p).detach())
         rates = {p: float(group_of[p]["lr"]) * (1 if group_of[p]["maximize"] else -1) for p in shipment.parameters}
         fits = set(parameters).difference(p for p, _ in others)
         update.add([target if p in fits else None for p, target in zip(shipment.parameters, targets, strict=True)],
@@ -713,19 +725,19 @@ class _Distributed(torch.optim.Optimizer):
             update.write([None if p in fits else target
                           for p, target in zip(shipment.parameters, targets, strict=True)])
             for p, target in others:
-                p.add_(target.mul_(rates[p]).to(p.dtype))
+                local(p).add_(target.mul_(rates[p]).to(p.dtype))
 
     def _close(self) -> None:
         """All updates are there: counts them, and readies the next step."""
         self._steps += 1
         self.param_groups[0][STEP] += 1
         buckets = self._buckets()
-        dense = sum(p.numel() for p in self._delay) - sum(bucket.numel for bucket in buckets)
+        dense = sum(local(p).numel() for p in self._delay) - sum(bucket.numel for bucket in buckets)
         self._last["dense_entries"] = dense
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._totals["dense_bytes"] += self._last["dense_bytes"]
         self._totals["dense_entries"] += dense
-        self._totals["numel"] += sum(p.numel() for p in self._delay)
+        self._totals["numel"] += sum(local(p).numel() for p in self._delay)
         direct = self._direct
         self._reset()
         self._synchronized, self._direct = True, direct
@@ -828,9 +840,9 @@ class _Distributed(torch.optim.Optimizer):
                 continue
             if buffer is None:
                 buffer = state["decay_buffer"] = torch.zeros_like(parameter)
-            flat = parameter.is_contiguous() and buffer.is_contiguous()
-            kernel = kernels.find(parameter.device.type if flat else "any", parameter.dtype)
-            kernel.decay(parameter, buffer, m, decay, lr, group["nesterov"])
+            p, buffer = local(parameter), local(buffer)
+            kernel = kernels.find(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
+            kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
@@ -865,7 +877,11 @@ class _Distributed(torch.optim.Optimizer):
         world = self._transport.world or World(0, 1)
         kept = {letter: {name: view.clone() for name, view in views.items()}
                 for letter, views in self._residuals().items()}
-        return {"version": 1, "rank": world.rank, "size": world.size, **kept}
+        return {"version": 1, "rank": world.rank, "size": world.size, **self._shard(), **kept}
+
+    def _shard(self) -> dict[str, tuple[int, int]]:
+        shard = fsdp.shard(self._parameters()[0])
+        return {} if shard is None else {"shard": shard}
 
     def _residuals(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name."""
@@ -883,7 +899,8 @@ class _Distributed(torch.optim.Optimizer):
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
         """
         world = self._transport.world or World(0, 1)
-        for key, own in (("version", 1), ("rank", world.rank), ("size", world.size)):
+        shard = self._shard().get("shard")
+        for key, own in (("version", 1), ("rank", world.rank), ("size", world.size), ("shard", shard)):
             if state_dict.get(key) != own:
                 raise ValueError(f"residual_state_dict: {key} is {state_dict.get(key)!r}; expected {own!r}")
         for letter, expected in self._residuals().items():
@@ -940,7 +957,7 @@ class _Distributed(torch.optim.Optimizer):
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
         self._settle()
         buckets, last, totals = self._buckets(), self._last, self._totals
-        numel = sum(parameter.numel() for parameter in self._delay)
+        numel = sum(local(parameter).numel() for parameter in self._delay)
         return Report(
             steps=self._steps,
             bytes_sent=last.get("bytes_sent", 0.0),
@@ -1089,7 +1106,7 @@ def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Te
         if p in wanted:
             target = of(p)
             if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
-                target = torch.empty(p.shape, dtype=dtype, device=p.device)
+                target = torch.empty(local(p).shape, dtype=dtype, device=p.device)
                 others.append((p, target))
         targets.append(target)
     return targets, others
@@ -1154,7 +1171,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: Any = Non
         waits = []
         for name, p in items:
             if isinstance(p, Tensor):
-                copy = p.detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
+                copy = local(p).detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
                 waits.append((p, transport.start(Collective("share", copy, root_rank), f"dgc.share.{name}")))
         for p, wait in waits:
-            p.copy_(wait())
+            local(p).copy_(wait())
