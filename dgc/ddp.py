@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.config import Config
-from dgc.optimizer import Average, _Distributed, checked, distributed_class
+from dgc.optimizer import Average, _Distributed, _Shared, checked, checked_scaler, distributed_class
 from dgc.transport import find
 
 
@@ -48,19 +49,33 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
     if ddp_model.mixed_precision is not None:
         raise ValueError("ddp_model has mixed_precision, which changes gradients in a hook of its own; accepted: "
                          "torch.autocast instead")
-    config = Config() if config is None else config
     if getattr(config, "apply_directly", False):
         raise ValueError("Config: apply_directly is True; with DistributedDataParallel, which fills p.grad itself, "
                          "accepted: False")
-    again = isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_receive")  # unpickled
-    if not again:
+    known: Any = optimizer if hasattr(optimizer, "_receive") else None  # from before: pickled, or with another model
+    if known is None:
+        config = Config() if config is None else config
         grad_scaler = checked(optimizer, config, Average, grad_scaler)
+    else:
+        config, grad_scaler = _checked_again(known, config, grad_scaler)
     _check_parameters(ddp_model, optimizer)
     ddp_model.register_comm_hook(optimizer, exchange)  # first of all, as it may refuse
-    if again:
-        optimizer._transport = find(ddp_model.process_group)  # type: ignore[attr-defined]
-    else:
+    if known is None:
         _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler)
+    else:
+        known._transport, known._config, known._scaler = find(ddp_model.process_group), config, grad_scaler
+
+
+def _checked_again(optimizer: Any, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
+    """The config and the scaler of an optimizer that is registered once more: what it has been packed for stays."""
+    config = optimizer._config if config is None else config
+    if replace(config, sparsity=0.0) != replace(optimizer._config, sparsity=0.0):
+        raise ValueError(f"config is {config!r}, but the optimizer was registered with {optimizer._config!r}; "
+                         "accepted: the same, but for the sparsity")
+    grad_scaler = checked_scaler(config, grad_scaler)
+    if (grad_scaler is None) != (optimizer._scaler is None):
+        raise ValueError("grad_scaler was given once and once not; accepted: each time, or never")
+    return config, grad_scaler
 
 
 def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
@@ -103,10 +118,10 @@ def _follow(optimizer: Any) -> None:
 
 
 def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, grad_scaler: Any, residuals: Any) -> Any:
+             config: Config, grad_scaler: _Shared, residuals: Any) -> Any:
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
-    _change(optimizer, names, config, None, grad_scaler)
+    _change(optimizer, names, config, None, grad_scaler.value)
     optimizer.load_residual_state_dict(residuals)
     return optimizer
 
@@ -120,6 +135,12 @@ class _InDDP(_Distributed):
 
     def _hook(self, parameter: Tensor) -> None:
         """DDP has one."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """DDP has ``no_sync()`` for it."""
+        if passes != 1:
+            raise ValueError(f"passes is {passes!r}; accepted with DistributedDataParallel: 1. To accumulate "
+                             "gradients, call all but the last backward() within no_sync()")
 
     def _at_end(self, call: Callable[[], None]) -> None:
         """DDP's last bucket is the end."""
@@ -141,12 +162,17 @@ class _InDDP(_Distributed):
             for p in parameters:
                 self._on_gradient(p)
             if bucket.is_last():
+                if strange := [self._names[p] for p in self._delay if p.requires_grad and p not in self._fired]:
+                    raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
+                                       "was made it did not hold them, or they were frozen. Make it anew, and register "
+                                       "it with dgc.register_comm_hook")
                 _Distributed.synchronize(self)
                 self._hand_back()
         except BaseException as error:
             for p, grad in self._lent:
                 p.grad = grad
             self._lent.clear()
+            self._reset()
             for waiting, _, _ in self._futures[:-1]:  # or DDP would wait for them
                 waiting.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
             self._futures.clear()
@@ -158,7 +184,10 @@ class _InDDP(_Distributed):
         if self._synchronized and not self._skipping and not joined:
             raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
                                  "exchanged already. To accumulate gradients, call all but the last backward() within "
-                                 "no_sync().")
+                                 "no_sync(); so too a backward() whose gradients of this model are not to be applied, "
+                                 "as where another model's loss runs through it.")
+        if joined:  # it does not step
+            self._synchronized = False
         self._lent, self._futures, self._updates = [], [], []
 
     def _hand_back(self) -> None:
@@ -186,7 +215,7 @@ class _InDDP(_Distributed):
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
         return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
-                          self._scaler, self.residual_state_dict())
+                          _Shared(self._scaler), self.residual_state_dict())
 
     def synchronize(self) -> None:
         """Has been done by ``backward()``."""
@@ -206,9 +235,10 @@ class _InDDP(_Distributed):
                 loss = closure()
         self.synchronize()
         for p, grad, version, update in self._updates:
-            if p.grad is None or (p.grad is grad and grad._version == version):
+            if p.grad is grad and (grad is None or grad._version == version):
                 # No rank used it in this pass, so DDP left p.grad alone: but there is an update of what was pending.
-                p.grad = update.clone() if self._inverse is None else update * self._inverse.to(update)
+                inverse = None if hasattr(self, "grad_scale") else self._inverse  # a fused step unscales for itself
+                p.grad = update.clone() if inverse is None else update * inverse.to(update)
                 self._versions.pop(p, None)
         self._updates = []
         if self._skipping:

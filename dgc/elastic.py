@@ -47,6 +47,10 @@ class _Handler(stock.OptimizerStateHandler):
     def _keep(self) -> None:
         self._residuals = {"size": self.value._shared_by, **copy.deepcopy(self.value._residuals())}
 
+    def set_value(self, value: Any) -> None:
+        value._regroup_at_next_step()
+        super().set_value(value)
+
     def save(self) -> None:
         super().save()
         self._keep()

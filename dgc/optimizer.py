@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from dgc import agree, fsdp, kernels
 from dgc.compressor import (
@@ -173,6 +175,11 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str,
 def checked(optimizer: torch.optim.Optimizer, config: Any, op: int, grad_scaler: Any) -> Any:
     """Refuses what can be refused before anything is touched. Returns the scaler, if there is one and it is enabled."""
     _check(optimizer, config, op)
+    return checked_scaler(config, grad_scaler)
+
+
+def checked_scaler(config: Config, grad_scaler: Any) -> Any:
+    """The scaler, if there is one and it is enabled."""
     if grad_scaler is None:
         return None
     if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
@@ -260,6 +267,7 @@ class _Distributed(torch.optim.Optimizer):
         self._last: dict[str, Any] = {}
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._inverse: Tensor | None = None  # of the loss's scale, in this step
+        self._task = -1  # torch's number of the last backward pass
         self._residuals_missing = False
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
@@ -270,6 +278,7 @@ class _Distributed(torch.optim.Optimizer):
         if not self._plain or self._outside:
             self.param_groups[0].setdefault(STEP, 0)
             self._fill_state()
+            self._residuals_missing = not self._plain and self.param_groups[0][STEP] > 0
 
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
@@ -357,7 +366,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
-        if self._fired:
+        if self._between:
             raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
         before = len(self.param_groups)
         self._inner.add_param_group(self, param_group)
@@ -394,22 +403,26 @@ class _Distributed(torch.optim.Optimizer):
             if self._scaler is not None and self._synchronized and not self._skipping:
                 raise AssertionError(
                     "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
-                    "backward() ends. Increase backward_passes_per_step to accumulate gradients locally.")
+                    "backward() ends, and their update waits for step(), which cannot be left out. Increase "
+                    "backward_passes_per_step to accumulate gradients locally.")
             self._open()
         self._fired.add(parameter)
         self._delay[parameter] -= 1
         if self._delay[parameter] == 0:
             self._missing[self._shipment_of[parameter]] -= 1
             self._launch_ready()
-        if self._scaler is not None:  # scaler.step() looks at p.grad before it calls step()
-            self._at_end(self._on_end)
+        if self._scaler is not None and (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._at_end(self._on_end)  # as scaler.step() looks at p.grad before it calls step()
 
     def _at_end(self, call: Callable[[], None]) -> None:
         """Has torch call this when the backward pass has ended."""
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
     def _on_end(self) -> None:
-        """The backward pass has ended; called once for each of its gradients."""
+        """A backward pass has ended."""
+        if any(frame.f_code is BackwardCFunction.apply.__code__ for frame in _frames()):
+            return  # it was within another one, which goes on: torch.utils.checkpoint(use_reentrant=True)
         if any(self._delay[parameter] == 0 for parameter in self._fired):
             self.synchronize()
 
@@ -438,9 +451,10 @@ class _Distributed(torch.optim.Optimizer):
         from dgc import __version__
         parameters, config = self._parameters(), self._config
         op, predivide, groups, sparse_as_dense, *_ = self._arguments
+        scale = None if self._scaler is None else self._scaler.get_scale()
         settings = {**{key: value for key, value in vars(config).items() if key != "sparsity"}, "op": op,
                     "gradient_predivide_factor": predivide, "sparse_as_dense": sparse_as_dense,
-                    "backward_passes_per_step": self.backward_passes_per_step, "grad_scaler": self._scaler is not None}
+                    "backward_passes_per_step": self.backward_passes_per_step, "grad_scaler, its scale": scale}
         groups = [{key: value for key, value in group.items() if key not in ("params", "foreach", "fused")}
                   for group in self.param_groups]
         step = self.param_groups[0][STEP]
@@ -453,8 +467,8 @@ class _Distributed(torch.optim.Optimizer):
                 for p in parameters],
             "the parameters that travel together": [
                 " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
-            "the optimizer's settings": [f"group {i}: {key}={float(value) if isinstance(value, Tensor) else value}"
-                                         for i, group in enumerate(groups) for key, value in sorted(group.items())],
+            "the optimizer's settings": [f"group {i}: {key}={_said(value)}" for i, group in enumerate(groups)
+                                         for key, value in sorted(group.items(), key=lambda item: str(item[0]))],
             "the schedule of the sparsity": [f"step {at}: {_sparsity(config, at)}" for at in (
                 step, *(step + 2 ** i for i in range(20)))],
             "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
@@ -637,6 +651,11 @@ class _Distributed(torch.optim.Optimizer):
         self._close()
 
     @property
+    def _between(self) -> bool:
+        """Whether gradients or an update wait for step()."""
+        return bool(self._fired) or (self._synchronized and not self._skipping)
+
+    @property
     def _waits(self) -> bool:
         """Whether nothing leaves before all ranks have agreed that all of their gradients are finite."""
         return self._scaler is not None or self._config.nonfinite == "skip"
@@ -646,7 +665,10 @@ class _Distributed(torch.optim.Optimizer):
         gradients = [local(p.grad).detach() for p in self._delay if p.grad is not None and (
             p.requires_grad or p in self._fired)]
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        finite = all(math.isfinite(torch.linalg.vector_norm(v, math.inf)) for v in values if v.numel())
+        # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
+        room = 1.0 if self._scaler is None else 2.0 ** -24
+        finite = all(torch.linalg.vector_norm(v, math.inf) <= torch.finfo(v.dtype).max * (
+            room if v.dtype != torch.float16 else 1.0) for v in values if v.numel())
         bad = Collective("sum", torch.tensor([not finite], dtype=torch.float32, device=self._parameters()[0].device))
         self._count(bad)
         return not fsdp.sum_of_shards(self._transport.start(bad, "dgc.finite")(), self._parameters()[0]).item()
@@ -661,7 +683,7 @@ class _Distributed(torch.optim.Optimizer):
         for parameter in taking_part:
             if self._scaler is None:
                 parameter.grad = None
-            elif parameter.grad is None:
+            elif parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
                 parameter.grad = torch.full_like(parameter, math.inf)
             else:
                 (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
@@ -769,6 +791,13 @@ class _Distributed(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._scaler is not None and self._fired and not self._plain:
+            raise RuntimeError(
+                "scaler.step() has looked at gradients that were not exchanged yet, as there were fewer backward "
+                "passes than backward_passes_per_step; call optimizer.synchronize() before it, and before unscale_()")
+        if not self._plain and (scaler := _calling_scaler()) is not None and scaler is not self._scaler:
+            raise RuntimeError("step() is called by a GradScaler that this optimizer does not know, so that gradients "
+                               "were kept with its scale; give it as grad_scaler=")
         if self._should_synchronize:
             if self._synchronized and self._scaler is None:
                 warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -937,7 +966,7 @@ class _Distributed(torch.optim.Optimizer):
         if not isinstance(self, torch.optim.SGD):
             raise TypeError(f"flush() is accepted for torch.optim.SGD only; for {type(self).__name__} end the training "
                             "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
-        if self._fired:
+        if self._between:
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
         self._settle()
         self._world = self._transport.world
@@ -1087,6 +1116,15 @@ def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
     return [([names[p] for p in together], together) for together in packed]
 
 
+def _said(value: Any) -> Any:
+    """Of a setting what is alike on ranks that are: not where an object lies, on which device, or in what order."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_said(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value).__name__
+
+
 def _sparsity(config: Config, step: int) -> Any:
     """At a step that is still to come, where even a schedule's error is something to compare."""
     try:
@@ -1132,6 +1170,22 @@ def _beside(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
+
+
+def _frames() -> Iterator[Any]:
+    """Of the functions that are being called in this thread, from within."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _calling_scaler() -> Any:
+    """The GradScaler whose step() calls this, if one does that scales."""
+    for frame in _frames():
+        if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
+            return frame.f_locals["self"]
+    return None
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -553,6 +553,58 @@ def ddp_join():
     return torch.equal(flat(network), flat(reference)), all(residuals)
 
 
+def ddp_join_scaled():
+    """The same with a loss scale."""
+    rank = find().world.rank
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10)
+    network, optimizer = in_ddp(model(), CONFIGS["default"], scaler=scaler)
+    with network.join():
+        for step in range(2 if rank == 0 else 5):
+            optimizer.zero_grad()
+            scaler.scale(loss(network, rank, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return flat(network)
+
+
+def ddp_user():
+    """What a user takes away stays away; what DDP does not know of, or another config at a second time, is refused."""
+    rank, results = find().world.rank, {}
+    for view in (True, False):
+        network, optimizer = in_ddp(model(), CONFIGS["default"], gradient_as_bucket_view=view)
+        before = network.module[8].weight.detach().clone()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(network, rank, step).backward()
+            network.module[8].weight.grad = None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it was changed
+                optimizer.step()
+        results["cancelled", view] = torch.equal(before, network.module[8].weight)
+    inner = model()
+    inner[0].requires_grad_(False)
+    network, optimizer = in_ddp(inner, CONFIGS["default"])
+    train([0], None, network, optimizer)
+    inner[0].requires_grad_(True)
+    try:
+        train([1], None, network, optimizer)
+    except RuntimeError as error:
+        results["thawed"] = str(error)
+    network, optimizer = in_ddp(model(), dgc.Config(0.9))
+    for wrong in (lambda: optimizer.set_backward_passes_per_step(2),
+                  lambda: dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer,
+                                                 dgc.Config(0.9, factor_masking=False)),
+                  lambda: dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer,
+                                                 grad_scaler=torch.amp.GradScaler("cpu"))):
+        try:
+            wrong()
+        except ValueError as error:
+            results.setdefault("refused", []).append(str(error))
+    dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer, dgc.Config(0.5))
+    results["sparsity"] = optimizer._config.sparsity
+    return results
+
+
 def ddp_pickled():
     """Pickled after three steps, loaded, registered anew, gone on: as if never stopped."""
     config = CONFIGS["default"]

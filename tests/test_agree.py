@@ -75,6 +75,21 @@ def test_a_rank_that_goes_on_from_a_checkpoint_alone():
     assert "the optimizer's settings. Rank 1 has: group 0: dgc_step=3; rank 0 has: group 0: dgc_step=0" in error
 
 
+def test_settings_that_only_look_different_are_no_difference():
+    """Objects at other addresses, sets in another order, tensors, keys of other types."""
+    def worker():
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=torch.tensor(0.05), momentum=0.9)
+        odd = rank() == 1
+        optimizer.param_groups[0].update({
+            "call": lambda: odd, "object": object(), "names": {"a", "b"} if odd else {"b", "a"}, 7: torch.ones(3),
+            "pair": (1.0, 2.0) if odd else [1.0, 2.0], "complex": torch.tensor(1j)})
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+        train([0], None, network, optimizer)
+
+    dgc.lockstep.run(worker, 2)
+
+
 def test_ranks_that_are_alike_are_asked_once():
     def worker():
         network, optimizer = train(range(1), dgc.Config(0.9))

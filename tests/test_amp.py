@@ -231,3 +231,114 @@ def test_a_scaler_that_is_off_or_is_none():
                 wrapped(config, scaler)
 
     dgc.lockstep.run(worker, 2)
+
+
+def test_fewer_passes_than_said_are_an_error():
+    """The last batches of an epoch: the scaler would take its scale out of what was not exchanged yet."""
+    def worker():
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler, backward_passes_per_step=2)
+        scaler.scale(loss(network, rank(), 0)).backward()
+        with pytest.raises(RuntimeError, match=r"fewer backward passes than backward_passes_per_step; call "):
+            scaler.step(optimizer)
+
+    dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
+    def worker():
+        network, optimizer = wrapped(SPARSE, scaler_of() if given else None)
+        another = scaler_of()
+        if given:
+            optimizer._scaler.scale(loss(network, rank(), 0))  # so that it has a scale
+        another.scale(loss(network, rank(), 0)).backward()
+        with pytest.raises(RuntimeError, match=r"by a GradScaler that this optimizer does not know.*grad_scaler="):
+            another.step(optimizer)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_one_that_does_not_scale_need_not_be_given():
+    def worker():
+        network, optimizer = wrapped(SPARSE)
+        off = torch.amp.GradScaler("cpu", enabled=False)
+        off.scale(loss(network, rank(), 0)).backward()
+        off.step(optimizer)
+        off.update()
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_scales_that_differ_are_told_before_anything_is_exchanged():
+    """As when one rank alone loads the scaler's state."""
+    def worker():
+        scaler = scaler_of(2.0 ** (10 + rank()))
+        network, _alive = wrapped(SPARSE, scaler)
+        scaler.scale(loss(network, rank(), 0)).backward()
+
+    with pytest.raises(ValueError, match=r"Rank 1 has: grad_scaler, its scale=2048\.0; rank 0 has: .*=1024\.0"):
+        dgc.lockstep.run(worker, 2)
+
+
+def test_between_backward_and_step_nothing_else_is_done():
+    def worker():
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler)
+        scaler.scale(loss(network, rank(), 0)).backward()
+        for wrong in (optimizer.flush, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})):
+            with pytest.raises(RuntimeError, match=r"was called between backward\(\) and step\(\)"):
+                wrong()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.flush()
+
+    dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    """To the bit as without. A reentrant one runs a backward pass within the other."""
+    class Network(nn.Module):
+        def __init__(self, checkpointed):
+            super().__init__()
+            self.layers, self.checkpointed = model(), checkpointed
+
+        def forward(self, x):
+            for start, end in ((0, 1), (1, 5), (5, 8), (8, 9)):
+                part = self.layers[start:end]
+                if self.checkpointed and start in (1, 5):
+                    x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant)
+                else:
+                    x = part(x)
+            return x
+
+    def worker():
+        ends = []
+        for checkpointed in (False, True):
+            scaler = scaler_of()
+            network, optimizer = wrapped(SPARSE, scaler, Network(checkpointed))
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss(network, rank(), step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            ends.append(flat(network))
+        assert torch.equal(*ends)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_a_scale_near_the_largest_number_is_lowered_before_an_update_overflows():
+    """Gradients of float32 hardly ever overflow, so the scale grows until the update would."""
+    def worker():
+        scaler = scaler_of(2.0 ** 112, interval=1)
+        network, optimizer = wrapped(SPARSE, scaler)
+        for step in range(12):
+            optimizer.zero_grad()
+            scaler.scale(loss(network, rank(), step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert 0 < optimizer.report().skipped < 12 and scaler.get_scale() < 2.0 ** 112
+
+    dgc.lockstep.run(worker, 2)

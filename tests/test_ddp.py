@@ -12,7 +12,7 @@ from torch import nn
 import dgc
 
 NAMES = ["ddp_trajectories", "ddp_accumulation", "ddp_unused", "ddp_join", "ddp_pickled", "ddp_scaled", "scaled",
-         "ddp_skipped", "ddp_refusals", "ddp_changed"]
+         "ddp_skipped", "ddp_refusals", "ddp_changed", "ddp_join_scaled", "ddp_user"]
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -58,6 +58,24 @@ def test_a_rank_that_has_no_more_data_joins(size):
     """It goes on sending what it has kept; in the end it has the parameters of the others."""
     for parameters, residuals in ran(size, "ddp_join"):
         assert parameters and residuals
+
+
+@sizes
+def test_a_rank_joins_with_a_loss_scale(size):
+    parameters = ran(size, "ddp_join_scaled")
+    assert all(torch.equal(p, parameters[0]) and p.isfinite().all() for p in parameters)
+
+
+@sizes
+def test_what_a_user_does_with_it(size):
+    for results in ran(size, "ddp_user"):
+        assert results["cancelled", True] and results["cancelled", False]
+        assert results["thawed"].startswith("DistributedDataParallel does not exchange 0.weight, 0.bias: when it was")
+        passes, config, scaler = results["refused"]
+        assert "accepted with DistributedDataParallel: 1" in passes
+        assert "accepted: the same, but for the sparsity" in config
+        assert scaler == "grad_scaler was given once and once not; accepted: each time, or never"
+        assert results["sparsity"] == 0.5
 
 
 @sizes

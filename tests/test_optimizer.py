@@ -942,6 +942,20 @@ def test_dense_dtype_is_float16_bfloat16_or_none():
         dgc.Config(dense_dtype=torch.float32)
 
 
+def test_a_checkpoint_loaded_before_wrapping_lacks_residuals_too():
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        plain.load_state_dict(optimizer.state_dict())
+        again = dgc.DistributedOptimizer(plain, network.named_parameters(), SPARSE)
+        del optimizer
+        train([3], None, network, again)
+
+    with pytest.warns(UserWarning, match="goes on at step 3 without the residuals") as told:
+        in_lockstep(worker)
+    assert len(told) == 2  # each rank
+
+
 # -- unusual models ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shapes", [[(40, 50)], [(1, 1)], [(0, 7), (3,), (30, 40)], [(0,), (1,), ()],
