@@ -182,7 +182,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
         with _blamed(_file(folder, "common", files)):
             _check_same("model", common["model"], model.state_dict())
             _check_optimizer(optimizer, common["optimizer"])
-        expected = _kept(optimizer) if keeps else {letter: _names(optimizer, model) for letter in "uv"}
+        expected = optimizer._residuals() if keeps else {letter: _names(optimizer, model) for letter in "uv"}
         for name, rank in needed.items():
             if rank is None:
                 continue
@@ -216,6 +216,31 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     together(read)
     together(apply)
     return common["extras"] if mine is None else own["extras"]
+
+
+class Residuals:
+    """An optimizer's residuals of this rank, for ``torch.distributed.checkpoint``: beside ``optimizer.state_dict()`` in
+    the dict that is saved and loaded, say as ``{"model": ..., "optimizer": ..., "residuals": Residuals(optimizer)}``.
+
+    That takes entries of one name for copies and writes one of them, so each rank's have a name of their own. It loads
+    with the same number of ranks only, and is as safe as its files: their index is a pickle, without a checksum.
+
+    Args:
+        optimizer: a :func:`DistributedOptimizer`.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+
+    def state_dict(self) -> Tree:
+        """Called by ``torch.distributed.checkpoint``."""
+        state = self._optimizer.residual_state_dict()
+        return {f"rank-{state['rank']}-of-{state['size']}": state}
+
+    def load_state_dict(self, state_dict: Tree) -> None:
+        """Called by ``torch.distributed.checkpoint``."""
+        state, = state_dict.values()
+        self._optimizer.load_residual_state_dict(state)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -364,8 +389,9 @@ def _manifest(folder: Path) -> Tree:
     file = folder / MANIFEST
     if not file.exists():
         raise FileNotFoundError(f"{folder} holds no checkpoint: there is no {MANIFEST}")
+    data = file.read_bytes()
     with _blamed(file):
-        content = json.loads(file.read_bytes())
+        content = json.loads(data)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError("it is not the manifest of a dgc checkpoint")
         if content.get("version") != VERSION:
@@ -385,33 +411,38 @@ def _manifest(folder: Path) -> Tree:
 def _content(file: Path, nbytes: int) -> bytes:
     if not file.exists():
         raise FileNotFoundError(f"{file} is gone, which belongs to the checkpoint")
-    with _blamed(file):
-        if (found := file.stat().st_size) != nbytes:
-            raise ValueError(f"it has {found} bytes; expected {nbytes}")
-        return file.read_bytes()
+    content = file.read_bytes()
+    if len(content) != nbytes:
+        raise ValueError(f"{file}: it has {len(content)} bytes; expected {nbytes}")
+    return content
 
 
 def _read(folder: Path, name: str, files: Mapping[str, Any], sent: Mapping[str, bytes]) -> Tree:
     """A file's tree, with tensors on the CPU, once the file is known to be the one that was written."""
     path, (nbytes, sha) = _file(folder, name, files), files[name]
-    with _blamed(path), (io.BytesIO(sent[name]) if name in sent else path.open("rb")) as file:
+    with (io.BytesIO(sent[name]) if name in sent else path.open("rb")) as file:
         found = _measure(file)
-        if found != (nbytes, sha):
-            raise ValueError(f"it has {found[0]} bytes; expected {nbytes}" if found[0] != nbytes else
-                             f"its SHA-256 is {found[1]}; expected {sha}")
-        file.seek(0)
-        if file.read(4) != b"PK\x03\x04":  # torch's older formats could run code in older torch, weights_only or not
-            raise ValueError("it is not a zip archive, which torch.save writes")
-        file.seek(0)
-        tree = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(tree, dict) or tree.get("version") != VERSION or tree.get("name") != name:
-            raise ValueError(f"it is not a file {name!r} of version {VERSION}")
-        parts = {"model", "optimizer"} if name == "common" else {"residuals", "buffers", "random"}
-        if missing := sorted(key for key in {*parts, "extras"} if not isinstance(tree.get(key), dict)):
-            raise ValueError(f"it lacks {missing}")
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                _check_tensor(leaf)
+        with _blamed(path):
+            if found != (nbytes, sha):
+                raise ValueError(f"it has {found[0]} bytes; expected {nbytes}" if found[0] != nbytes else
+                                 f"its SHA-256 is {found[1]}; expected {sha}")
+            return _tree(file, name)
+
+
+def _tree(file: Any, name: str) -> Tree:
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":  # torch's older formats could run code in older torch, weights_only or not
+        raise ValueError("it is not a zip archive, which torch.save writes")
+    file.seek(0)
+    tree = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(tree, dict) or tree.get("version") != VERSION or tree.get("name") != name:
+        raise ValueError(f"it is not a file {name!r} of version {VERSION}")
+    parts = {"model", "optimizer"} if name == "common" else {"residuals", "buffers", "random"}
+    if missing := sorted(key for key in {*parts, "extras"} if not isinstance(tree.get(key), dict)):
+        raise ValueError(f"it lacks {missing}")
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            _check_tensor(leaf)
     return tree
 
 
@@ -430,8 +461,6 @@ def _blamed(file: Path) -> Iterator[None]:
     """Whatever goes wrong within is this file's fault."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:  # damaged pickles raise all sorts
         raise ValueError(f"{file}: {str(error) or type(error).__name__}") from error
 
@@ -469,10 +498,15 @@ def _check_optimizer(optimizer: Any, state: Tree) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(f"the optimizer's groups have {sizes[0]} parameters; expected {sizes[1]}")
     for i, (given, expected) in enumerate(zip(groups, own, strict=True)):
+        # Others that torch has added since then get their defaults.
+        steady = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}
+        if missing := sorted(expected.keys() & steady - given.keys()):
+            raise ValueError(f"group {i} of the optimizer lacks {missing}")
         for key in (expected.keys() & given.keys()) - {"params"}:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))
             alike = isinstance(value, numbers if isinstance(expected[key], numbers) else type(expected[key]))
-            if not alike or (key == STEP and (type(value) is not int or value < 0)):
+            if not alike or (isinstance(value, Tensor) and value.numel() != 1) or (
+                    key == STEP and (type(value) is not int or value < 0)):
                 raise ValueError(f"{key} of group {i} is {value!r}; expected something like {expected[key]!r}")
     parameters = _by_index(optimizer, state)
     for index, buffers in state["state"].items():
@@ -514,12 +548,6 @@ def _residuals(optimizer: Any) -> Tree:
     """This rank's u and v; Horovod's own optimizer has none."""
     state = optimizer.residual_state_dict() if hasattr(optimizer, "residual_state_dict") else {"u": {}, "v": {}}
     return {letter: state[letter] for letter in "uv"}
-
-
-def _kept(optimizer: Any) -> Tree:
-    """The same, not copied."""
-    return {letter: {name: view for bucket in optimizer._kept() if (flat := getattr(bucket, letter)) is not None
-                     for name, view in bucket.views(flat).items()} for letter in "uv"}
 
 
 def _weights(size: int, average: bool, new_rank: int | None, new_size: int, new_average: bool) -> dict[int, float]:

@@ -8,10 +8,15 @@ import io
 import math
 import os
 import pickle
+import random
+import shutil
 import signal
 import sys
+import time
 import warnings
+from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from laws import flat, loss, model, train
@@ -721,3 +726,147 @@ def join():
     else:
         train(range(2, 4), None, network, optimizer)
         hvd.join()
+
+
+# -- checkpoints: in a folder of the launch ----------------------------------------------------------------------------
+
+def normalised():
+    """With a batch norm, whose running statistics are each rank's own."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Dropout(0.2), nn.Flatten(),
+                         nn.Linear(16 * 36, 10))
+
+
+def drawing(steps, network, optimizer):
+    """Steps that draw from every generator; what was drawn."""
+    rank, draws = find().world.rank, []
+    for step in steps:
+        draws.append([torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()])
+        optimizer.zero_grad()
+        (loss(network, rank, step) * sum(draws[-1])).backward()
+        optimizer.step()
+    return draws
+
+
+def made(network=None, **config):
+    network = normalised() if network is None else network
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
+        **{"sparsity": dgc.warmup(2, steps_per_epoch=4, end=0.99), "dense_dtype": torch.float16, **config}))
+
+
+def everything(network, optimizer):
+    residuals = optimizer.residual_state_dict()
+    return [*network.state_dict().values(), *residuals["u"].values(), *residuals["v"].values(),
+            *(x for state in optimizer.state.values() for x in state.values() if x is not None)]
+
+
+def alike(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def seeded(rank):
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+
+
+def checkpoint_resume(separate=False):
+    """Stop, save, load, go on, against never having stopped; and all raise what one meets."""
+    rank = find().world.rank
+    folder = Path(sys.argv[2]) / (f"disk {rank}" if separate else "shared")
+    seeded(rank)
+    network, optimizer = made()
+    draws = drawing(range(6), network, optimizer)
+    dgc.save_checkpoint(folder, network, optimizer, {"epoch": 6, "rank": rank})
+    draws = drawing(range(6, 12), network, optimizer)
+    expected = everything(network, optimizer)
+    if separate and rank == 1:  # another machine than before
+        shutil.rmtree(folder)
+    seeded(99)
+    network, optimizer = made()
+    extras = dgc.load_checkpoint(folder, network, optimizer)
+    drawn = drawing(range(6, 12), network, optimizer)
+    return {"same": alike(everything(network, optimizer), expected), "draws": draws == drawn, "extras": extras,
+            "residual": optimizer.report().residual_norm, "buffers": network[1].running_mean,
+            "files": sorted(file.name.split("-")[0] for file in folder.iterdir()) if folder.exists() else []}
+
+
+def checkpoint_separate():
+    """Without a common file system."""
+    return checkpoint_resume(separate=True)
+
+
+def checkpoint_failure():
+    """Rank 1's disk is full."""
+    import resource
+    rank, folder = find().world.rank, Path(sys.argv[2]) / "full"
+    network, optimizer = made()
+    drawing(range(3), network, optimizer)
+    dgc.save_checkpoint(folder, network, optimizer)
+    before, files = everything(network, optimizer), sorted(folder.iterdir())
+    before = [x.clone() for x in before]
+    drawing(range(3, 6), network, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    began, message = time.monotonic(), ""
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        dgc.save_checkpoint(folder, network, optimizer)
+    except OSError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    seconds, left = time.monotonic() - began, sorted(folder.iterdir()) == files
+    dgc.load_checkpoint(folder, network, optimizer)
+    return message, seconds, left, alike(everything(network, optimizer), before)
+
+
+def checkpoint_damage():
+    """One byte of rank 1's file."""
+    rank, folder = find().world.rank, Path(sys.argv[2]) / "damaged"
+    network, optimizer = made()
+    drawing(range(3), network, optimizer)
+    dgc.save_checkpoint(folder, network, optimizer)
+    before = [x.clone() for x in everything(network, optimizer)]
+    if rank == 1:
+        file = next(folder.glob("rank-1-*"))
+        content = bytearray(file.read_bytes())
+        content[5000] ^= 4
+        file.write_bytes(content)
+    drawing(range(3, 4), network, optimizer)
+    after, message = [x.clone() for x in everything(network, optimizer)], ""
+    try:
+        dgc.load_checkpoint(folder, network, optimizer)
+    except ValueError as error:
+        message = str(error)
+    return message, alike(everything(network, optimizer), after) and not alike(before, after)
+
+
+def stateful():
+    """With ``torch.distributed.checkpoint``, against never having stopped."""
+    import torch.distributed.checkpoint as dcp
+    folder, rank = Path(sys.argv[2]) / "dcp", find().world.rank
+
+    def steps(some):
+        for step in some:
+            optimizer.zero_grad()
+            x = torch.randn(4, 500, generator=torch.Generator().manual_seed(2 * step + rank))
+            network(x).square().sum().backward()
+            optimizer.step()
+        return everything(network, optimizer)
+
+    def states():
+        return {"model": network.state_dict(), "optimizer": optimizer.state_dict(),
+                "residuals": dgc.Residuals(optimizer)}
+
+    torch.manual_seed(0)
+    network, optimizer = made(nn.Linear(500, 10))
+    steps(range(6))
+    dcp.save(states(), checkpoint_id=folder)
+    expected = steps(range(6, 12))
+    network, optimizer = made(nn.Linear(500, 10))
+    loaded = states()
+    dcp.load(loaded, checkpoint_id=folder)
+    network.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return alike(steps(range(6, 12)), expected), optimizer.report().residual_norm
