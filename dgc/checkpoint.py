@@ -68,7 +68,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     Raises:
         OSError: a file could not be written on some rank, named in the message.
         TypeError: something is not plain data, so that it could not be loaded without running code.
-        ValueError: a parameter or the optimizer's state differs between ranks.
+        ValueError: a parameter or the optimizer's state differs between ranks, or a residual has overflowed.
         RuntimeError: called between ``backward()`` and ``step()``, or outside the process set.
 
     All ranks raise what one of them meets. The checkpoint that was at ``path`` before is then still there.
@@ -486,9 +486,18 @@ def _check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any]
         raise ValueError(f"{what} lacks {sorted(expected.keys() - given.keys())} and has unknown "
                          f"{sorted(given.keys() - expected.keys())}")
     for name, tensor in expected.items():
-        if isinstance(tensor, Tensor) and (not isinstance(given[name], Tensor) or given[name].shape != tensor.shape):
-            raise ValueError(f"{what}: {name} has shape {tuple(getattr(given[name], 'shape', ()))}; expected "
-                             f"{tuple(tensor.shape)}")
+        if isinstance(tensor, Tensor):
+            _check_like(f"{what}: {name}", given[name], tensor)
+
+
+def _check_like(what: str, given: Any, expected: Tensor) -> None:
+    """That one tensor can be copied into the other."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{what} is not a tensor; expected one of shape {tuple(expected.shape)}")
+    if given.shape != expected.shape:
+        raise ValueError(f"{what} has shape {tuple(given.shape)}; expected {tuple(expected.shape)}")
+    if given.layout != expected.layout or not torch.can_cast(given.dtype, expected.dtype):
+        raise ValueError(f"{what} is {given.layout}, {given.dtype}; expected {expected.layout}, {expected.dtype}")
 
 
 def _check_optimizer(optimizer: Any, state: Tree) -> None:
@@ -513,9 +522,9 @@ def _check_optimizer(optimizer: Any, state: Tree) -> None:
         if index not in parameters:
             raise ValueError(f"the optimizer has a state of parameter {index!r}, which is in no group")
         for key in ("momentum_buffer", "decay_buffer"):
-            buffer, shape = buffers.get(key), parameters[index].shape
-            if buffer is not None and (not isinstance(buffer, Tensor) or buffer.shape != shape):
-                raise ValueError(f"{key} of parameter {index} is not a tensor of shape {tuple(shape)}")
+            if (buffer := buffers.get(key)) is not None:
+                sparse = isinstance(buffer, Tensor) and key == "momentum_buffer" and buffer.is_sparse  # of an embedding
+                _check_like(f"{key} of parameter {index}", buffer.to_dense() if sparse else buffer, parameters[index])
 
 
 def _by_index(optimizer: Any, state: Tree) -> dict[int, Tensor]:
@@ -534,8 +543,10 @@ def _check_residuals(given: Tree, expected: Tree, keeps: bool) -> None:
     """Args: ``expected``: what the optimizer keeps; or, if it keeps nothing, all that it could be given."""
     for letter in "uv":
         for name, tensor in given[letter].items():
-            if not isinstance(tensor, Tensor) or tensor.is_sparse or tensor.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{letter} of {name} is not a dense tensor of float32 or float64")
+            if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{letter} of {name} is not a tensor of float32 or float64")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{letter} of {name} is not finite")
         some = expected[letter]
         if keeps and not (given["u"] or given["v"]):
             continue  # it was saved without
@@ -546,7 +557,14 @@ def _check_residuals(given: Tree, expected: Tree, keeps: bool) -> None:
 
 def _residuals(optimizer: Any) -> Tree:
     """This rank's u and v; Horovod's own optimizer has none."""
-    state = optimizer.residual_state_dict() if hasattr(optimizer, "residual_state_dict") else {"u": {}, "v": {}}
+    if not hasattr(optimizer, "residual_state_dict"):
+        return {"u": {}, "v": {}}
+    state = optimizer.residual_state_dict()
+    for letter in "uv":
+        for name, tensor in state[letter].items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"save_checkpoint: {letter} of {name} is not finite; accepted: a training whose sums "
+                                 "have not overflowed")
     return {letter: state[letter] for letter in "uv"}
 
 
