@@ -875,3 +875,65 @@ def stateful():
     network.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     return alike(steps(range(6, 12)), expected), optimizer.report().residual_norm
+
+
+def checkpoint_ddp():
+    """With DistributedDataParallel's hook."""
+    folder, rank = Path(sys.argv[2]) / "ddp", find().world.rank
+
+    def start():
+        torch.manual_seed(0)
+        network = nn.Linear(500, 10)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-2)
+        wrapped = nn.parallel.DistributedDataParallel(network)
+        dgc.register_comm_hook(wrapped, optimizer, dgc.Config(sparsity=0.95))
+        return wrapped, optimizer
+
+    def steps(some):
+        for step in some:
+            optimizer.zero_grad()
+            x = torch.randn(4, 500, generator=torch.Generator().manual_seed(2 * step + rank))
+            network(x).square().sum().backward()
+            optimizer.step()
+        return everything(network, optimizer)
+
+    network, optimizer = start()
+    steps(range(4))
+    dgc.save_checkpoint(folder, network, optimizer)
+    expected = steps(range(4, 8))
+    network, optimizer = start()
+    dgc.load_checkpoint(folder, network, optimizer)
+    return alike(steps(range(4, 8)), expected), optimizer.report().residual_norm
+
+
+def checkpoint_stock():
+    """From compressed to Horovod's own optimizer and back, after ``flush()``: how far from compressed at density 1."""
+    import horovod.torch as hvd
+    folder, rank = Path(sys.argv[2]) / "stock", hvd.rank()
+    config = dgc.Config(sparsity=dgc.piecewise({0: 0.95, 4: 0.0}))
+
+    def steps(some):
+        for step in some:
+            optimizer.zero_grad()
+            loss(network, rank, step).backward()
+            optimizer.step()
+        return flat(network)
+
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
+    steps(range(4))
+    optimizer.flush()
+    dgc.save_checkpoint(folder, network, optimizer)
+    expected = steps(range(4, 10))
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = hvd.DistributedOptimizer(inner, network.named_parameters())
+    dgc.load_checkpoint(folder, network, optimizer)
+    steps(range(4, 7))
+    dgc.save_checkpoint(folder, network, optimizer)
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
+    dgc.load_checkpoint(folder, network, optimizer)
+    return ((steps(range(7, 10)) - expected).norm() / expected.norm()).item()

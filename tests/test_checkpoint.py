@@ -231,12 +231,13 @@ def test_small_parameters_that_travel_rounded_and_float32(tmp_path):
 # -- the same number of ranks, on real processes -----------------------------------------------------------------------
 
 CASES = ["checkpoint_resume", "checkpoint_separate", "checkpoint_failure", "checkpoint_damage"]
+ONLY = {"horovod": ["checkpoint_stock"], "torch": ["stateful", "checkpoint_ddp"]}
 
 
 @functools.cache
 def ran(launcher):
     try:
-        return launch(launcher, 2, CASES + (["stateful"] if launcher == "torch" else []), limit=200)[0]
+        return launch(launcher, 2, CASES + ONLY[launcher], limit=200)[0]
     except BaseException as error:
         return error
 
@@ -272,10 +273,16 @@ def test_a_damaged_file_of_one_rank_is_an_error_on_all(results):
         assert untouched
 
 
-def test_torch_distributed_checkpoint():
-    if isinstance(outcome := ran("torch"), BaseException):
-        raise outcome
-    assert all(same and residual > 0 for same, residual in outcome["stateful"])
+@pytest.mark.parametrize("case", ONLY["torch"])
+@pytest.mark.parametrize("results", ["torch"], indirect=True)
+def test_torchs_own_places(results, case):
+    """``torch.distributed.checkpoint`` with :class:`dgc.Residuals`; DistributedDataParallel's hook. To the bit."""
+    assert all(same and residual > 0 for same, residual in results[case])
+
+
+@pytest.mark.parametrize("results", ["horovod"], indirect=True)
+def test_to_horovods_own_optimizer_and_back(results):
+    assert max(results["checkpoint_stock"]) < 1e-6
 
 
 # -- in one process ----------------------------------------------------------------------------------------------------
