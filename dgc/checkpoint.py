@@ -79,7 +79,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     common: Tree = {}
 
     def look() -> str:
-        if getattr(optimizer, "_fired", None) or getattr(optimizer, "_synchronized", False):
+        taken = getattr(optimizer, "_synchronized", False) and not getattr(optimizer, "_skipping", False)
+        if getattr(optimizer, "_fired", None) or taken:  # what was sent is in no residual, and not yet applied
             raise RuntimeError("save_checkpoint() was called between backward() and step(); accepted: after step()")
         common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}))
         _check_plain(common)

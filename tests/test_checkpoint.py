@@ -377,6 +377,33 @@ def test_nothing_is_saved_within_a_step(tmp_path):
     in_lockstep(worker, 2)
 
 
+def test_a_loss_scaler_that_skipped_the_last_step(tmp_path):
+    """It never called the optimizer's ``step()``, and there is nothing to wait for."""
+    def worker():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12)
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
+                                             grad_scaler=scaler)
+
+        def steps(some, bad=None):
+            for step in some:
+                optimizer.zero_grad()
+                scaler.scale(loss(network, current_rank(), step) * (1e38 if step == bad else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return flat(network)
+
+        steps(range(4), bad=3)
+        assert scaler.get_scale() == 2.0 ** 11
+        dgc.save_checkpoint(tmp_path, network, optimizer, {"scaler": scaler.state_dict()})
+        expected = steps(range(4, 8))
+        scaler.load_state_dict(dgc.load_checkpoint(tmp_path, network, optimizer)["scaler"])
+        return torch.equal(steps(range(4, 8)), expected)
+
+    assert in_lockstep(worker, 2) == [True, True]
+
+
 def test_ranks_that_differ_are_told(tmp_path):
     def worker():
         network, optimizer = made(network=model(seed=current_rank() // 2, dtype=DOUBLE))
