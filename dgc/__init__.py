@@ -1,5 +1,6 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018) for PyTorch, over Horovod or torch.distributed."""
 
+from dgc.checkpoint import Residuals, load_checkpoint, save_checkpoint
 from dgc.config import Config
 from dgc.ddp import register_comm_hook
 from dgc.optimizer import Average, DistributedOptimizer, Report, Sum, broadcast_parameters
@@ -8,5 +9,6 @@ from dgc.transport import lockstep
 
 __version__ = "0.1.0"
 
-__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Sum", "broadcast_parameters", "constant",
-           "dense_until", "lockstep", "piecewise", "register_comm_hook", "warmup"]
+__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "broadcast_parameters",
+           "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise", "register_comm_hook",
+           "save_checkpoint", "warmup"]

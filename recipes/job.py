@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +29,7 @@ Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")]
 Out = Annotated[Path | None, typer.Option(help="JSON of the results.")]
 
-FILE = "epoch{:03d}-rank{}of{}.pt"
+FOLDER = "epoch{:03d}"
 NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 
@@ -84,34 +85,24 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, met
 
 
 def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
-    """Takes up the last epoch of which every rank has a checkpoint, and returns the history up to there."""
-    done = [e for e in range(a.epochs, 0, -1) if all((a.checkpoints / FILE.format(e, r, size)).exists()
-                                                     for r in range(size))]
+    """Takes up the last epoch of which there is a checkpoint, and returns the history up to there."""
+    done = max((e for e in range(1, a.epochs + 1) if (a.checkpoints / FOLDER.format(e) / "manifest.json").exists()),
+               default=0)
+    done = int(of_rank_0([done], next(model.parameters()).device)[0])  # whose disk counts
     if not done:
         return []
-    device = next(model.parameters()).device
-    state = torch.load(a.checkpoints / FILE.format(done[0], rank, size), map_location=device)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if state["residuals"] is not None:
-        optimizer.load_residual_state_dict(state["residuals"])
-    scheduler.load_state_dict(state["scheduler"])
-    return state["history"]
+    extras = dgc.load_checkpoint(a.checkpoints / FOLDER.format(done), model, optimizer)
+    scheduler.load_state_dict(extras["scheduler"])
+    return extras["history"]
 
 
 def checkpoint(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any,
                history: list[dict[str, Any]]) -> None:
-    """Saves the epoch that has just ended, on every rank: residuals differ. It is written whole or not at all."""
-    epoch = len(history)
-    path = a.checkpoints / FILE.format(epoch, rank, size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    torch.save({
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history,
-        "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "optimizer"},
-        "residuals": optimizer.residual_state_dict() if hasattr(optimizer, "residual_state_dict") else None}, part)
-    part.replace(path)
-    (a.checkpoints / FILE.format(epoch - 2, rank, size)).unlink(missing_ok=True)  # two are enough
+    """Saves the epoch that has just ended, whole or not at all."""
+    dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
+                        {"scheduler": scheduler.state_dict(), "history": history})
+    if rank == 0:
+        shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough
 
 
 def board(a: Any, rank: int) -> Any:

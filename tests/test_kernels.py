@@ -119,6 +119,22 @@ def test_accumulate(velocity):
         assert all(float(bucket.gradient_square) == pytest.approx(float(norm), rel=1e-4) for bucket in buckets)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("entries", [1, 300, 40_000])
+def test_what_overflowed_to_no_number_is_chosen_within_bounds(exact, entries):
+    """Sums can: infinity less infinity. Comparisons with it are all false, which must not lead outside of v."""
+    bucket, _ = pair(shapes={"a": (200, 200)})
+    bucket.v.normal_(generator=torch.Generator().manual_seed(0))[:entries] = float("nan")
+    layout = Layout(bucket, [500], torch.float16)
+    zeros = {"a": Gradient(torch.zeros(200, 200), 0.0)}
+    _, index, used = cpu.select(bucket, zeros, None, layout, exact, 0)
+    chosen = index[:int(used[0])]
+    assert len(chosen) == 500 and chosen.diff().gt(0).all()
+    assert chosen[0] >= 0 and chosen[-1] < bucket.numel
+    if exact:
+        assert bucket.v[chosen].isnan().sum() == min(entries, len(chosen))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_counts_as_zero(bad):
     buckets = pair()

@@ -8,7 +8,7 @@ from pathlib import Path
 import dgc
 
 ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "kernels", "compressor", "transport", "agree",
-         "fsdp", "optimizer", "ddp", "elastic", "plan", "doctor", "cli", "__main__"]
+         "fsdp", "optimizer", "checkpoint", "ddp", "elastic", "plan", "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 

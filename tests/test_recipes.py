@@ -60,19 +60,26 @@ def test_resuming_is_bit_for_bit(tmp_path):
     arguments = ("--epochs", "2", "--virtual-workers", "2", "--batch-size", "64", "--sparsity", "0.99", "--no-flush")
     folder = tmp_path / "checkpoints"
     assert recipe(*arguments, "--checkpoints", str(folder), launcher=LAUNCHERS["python"])[0] == 0
-    straight = torch.load(folder / "epoch002-rank1of2.pt")
-    assert len(list(folder.iterdir())) == 4
-    for file in folder.glob("epoch002*"):
-        file.unlink()
-    (folder / "epoch002-rank0of2.pt.part").write_bytes(b"cut off")
+    straight = saved(folder / "epoch002", 1)
+    assert sorted(file.name for file in folder.iterdir()) == ["epoch001", "epoch002"]
+    (folder / "epoch002" / "manifest.json").unlink()
+    (folder / "epoch002" / "rank-0.part").write_bytes(b"cut off")
     status, output = recipe(*arguments, "--checkpoints", str(folder), "--resume", launcher=LAUNCHERS["python"])
     assert status == 0, output
-    resumed = torch.load(folder / "epoch002-rank1of2.pt")
+    resumed = saved(folder / "epoch002", 1)
     assert all(v.any() for v in straight["residuals"]["v"].values())
-    assert [epoch["losses"] for epoch in straight["history"]] == [epoch["losses"] for epoch in resumed["history"]]
+    losses = [[epoch["losses"] for epoch in state["extras"]["history"]] for state in (straight, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
     for part in ("model", "residuals"):
         for (name, a), b in zip(flattened(straight[part]), flattened(resumed[part]), strict=True):
             assert torch.equal(a, b[1]), name
+
+
+def saved(folder, rank):
+    """A rank's part of a checkpoint, with what is common."""
+    files = [next(folder.glob(f"{name}-*.pt")) for name in ("common", f"rank-{rank}")]
+    common, own = (torch.load(file, weights_only=True) for file in files)
+    return {**common, **own}
 
 
 def flattened(tree, name=""):
@@ -311,20 +318,19 @@ def test_resuming_the_language_model_is_bit_for_bit(language_model, monkeypatch,
     monkeypatch.setitem(ptb.SIZES, "small", (32, 0.5))
     settings = {"epochs": 4, "sparsity": 0.99, "momentum": 0.9, "lr": 40.0, "checkpoints": tmp_path}
     straight_result = language_model(**settings)
-    straight = [torch.load(tmp_path / f"epoch004-rank{rank}of2.pt") for rank in range(2)]
-    for file in tmp_path.glob("epoch004*"):
-        file.unlink()
+    straight = [saved(tmp_path / "epoch004", rank) for rank in range(2)]
+    (tmp_path / "epoch004" / "manifest.json").unlink()
     resumed_result = language_model(**settings, resume=True)
     rates = [epoch["lr"] for epoch in straight_result["history"]]
     assert rates[0] == 40.0 and rates[3] < 40.0
     assert straight_result["perplexity"] == resumed_result["perplexity"]
     for rank, before in enumerate(straight):
-        after = torch.load(tmp_path / f"epoch004-rank{rank}of2.pt")
+        after = saved(tmp_path / "epoch004", rank)
         assert any(u.any() for u in before["residuals"]["u"].values())
         for state in (before, after):
-            for epoch in state["history"]:
+            for epoch in state["extras"]["history"]:
                 del epoch["step_seconds"]
-        assert before["history"] == after["history"] and before["scheduler"] == after["scheduler"]
+        assert before["extras"] == after["extras"]
         for part in ("model", "optimizer", "residuals"):
             for (name, a), (_, b) in zip(flattened(before[part]), flattened(after[part]), strict=True):
                 assert torch.equal(a, b), name

@@ -318,7 +318,8 @@ def _largest(offset, n, k, v, bits, shift, index, start):
     count = 0
     for i in range(offset, offset + n):
         if (bits[i] >> shift) & (BINS - 1) >= b and v[i] != 0:
-            candidates[count], magnitudes[count] = i, abs(v[i])
+            size = abs(v[i])  # of what is not a number, infinity: sums of infinities, which are to be sent and told
+            candidates[count], magnitudes[count] = i, size if size <= np.inf else np.inf
             count += 1
     if count <= k:
         index[start:start + count] = candidates[:count]
