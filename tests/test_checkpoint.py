@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import launch
+from launch import end, launch
 from laws import batch, current_rank, difference, flat, loss, model
 from torch import nn
 
@@ -527,3 +527,19 @@ def test_damaged_files_give_an_error_or_the_right_value(tmp_path):
              for kind in ("file", "manifest", "sealed file", "record", "leaf")}
     assert sum(kinds.values()) == count and min(kinds.values()) >= count // 7
     assert outcomes["file: error"] > 0.99 * kinds["file"] and outcomes["record: error"] > kinds["record"] / 2
+
+
+def test_a_job_that_is_restarted_goes_on_from_the_last_checkpoint(tmp_path):
+    """torchrun --max-restarts: a worker is killed in an exchange; nothing is lost, to the bit."""
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
+             "1", str(Path(__file__).parent / "restart_job.py"), str(tmp_path)], stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            status = process.wait(200)
+        finally:
+            end(process.pid)
+    assert status == 0, log.read_text()
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [(1, 4, True)] * 2
