@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dgc import fsdp
 from dgc.compressor import Collective
 from dgc.optimizer import STEP
 from dgc.transport import Transport, find
@@ -67,7 +68,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
 
     Raises:
         OSError: a file could not be written on some rank, named in the message.
-        TypeError: something is not plain data, so that it could not be loaded without running code.
+        TypeError: something is not plain data, so that it could not be loaded without running code; or the parameters
+            are sharded (``fully_shard``), for which there is :class:`Residuals`.
         ValueError: a parameter or the optimizer's state differs between ranks, or a residual has overflowed.
         RuntimeError: called between ``backward()`` and ``step()``, or outside the process set.
 
@@ -152,6 +154,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
         FileNotFoundError: there is no checkpoint, or a file of it is gone.
         ValueError: a file is damaged, cut short, from elsewhere or of another version, or does not fit the model or
             the optimizer; the message names it and what is wrong. Nothing is loaded then, on any rank.
+        TypeError: the parameters are sharded.
         RuntimeError: called outside the process set.
 
     Nothing in a file is ever executed (``torch.load(weights_only=True)``). The checksums guard against accidents, not
@@ -236,7 +239,7 @@ class Residuals:
     def state_dict(self) -> Tree:
         """Called by ``torch.distributed.checkpoint``."""
         state = self._optimizer.residual_state_dict()
-        return {f"rank-{state['rank']}-of-{state['size']}": state}
+        return {"-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state}
 
     def load_state_dict(self, state_dict: Tree) -> None:
         """Called by ``torch.distributed.checkpoint``."""
@@ -251,6 +254,9 @@ def _connected(optimizer: Any) -> tuple[Transport, torch.device, Callable[[Calla
     transport = getattr(optimizer, "_transport", None) or find()
     if transport.world is None:
         raise RuntimeError("this process is outside the process set of the optimizer: save and load on its ranks only")
+    if any(fsdp.shard(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        raise TypeError("the parameters are sharded, so that no rank has a whole model to save; accepted: whole ones. "
+                        "Save sharded ones by torch.distributed.checkpoint, with dgc.Residuals(optimizer)")
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     return transport, device, partial(_together, transport, device)
 

@@ -1002,6 +1002,34 @@ def fsdp_resumed():
         return torch.equal(whole(network), whole(other)), shapes, str(error)
 
 
+def fsdp_saved():
+    """By torch.distributed.checkpoint, to the bit; what save_checkpoint and load_checkpoint say."""
+    import torch.distributed.checkpoint as dcp
+    folder, told = Path(sys.argv[2]) / "sharded", []
+
+    def states():
+        return {"model": network.state_dict(), "optimizer": optimizer.state_dict(),
+                "residuals": dgc.Residuals(optimizer)}
+
+    network, optimizer = steps_in_shards(*in_shards(SHARDED["default"]), range(3))
+    dcp.save(states(), checkpoint_id=folder)
+    steps_in_shards(network, optimizer, range(3, 6))
+    expected = whole(network)
+    network, optimizer = in_shards(SHARDED["default"], split(uneven(seed=5)))
+    loaded = states()
+    dcp.load(loaded, checkpoint_id=folder)
+    network.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    steps_in_shards(network, optimizer, range(3, 6))
+    for verb in (dgc.save_checkpoint, dgc.load_checkpoint):
+        try:
+            verb(folder, network, optimizer)
+        except TypeError as error:
+            told.append(str(error).split(";")[0])
+    residuals = torch.cat([v.flatten() for v in optimizer.residual_state_dict()["v"].values()])
+    return torch.equal(whole(network), expected), residuals.norm().item(), told
+
+
 def fsdp_skipped():
     """One shard of one node has a gradient that is not finite: no rank takes the step, with and without a scaler."""
     results = []

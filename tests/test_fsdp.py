@@ -8,7 +8,8 @@ import torch
 from cases import SHARDED
 from launch import launch
 
-NAMES = ["fsdp_dense", "fsdp_sparse", "fsdp_conservation", "fsdp_resumed", "fsdp_skipped", "fsdp_refusals"]
+NAMES = ["fsdp_dense", "fsdp_sparse", "fsdp_conservation", "fsdp_resumed", "fsdp_skipped", "fsdp_refusals",
+         "fsdp_saved"]
 
 
 @functools.cache
@@ -63,6 +64,13 @@ def test_stopped_and_resumed():
     for rank, (same, shapes, told) in enumerate(ran("fsdp_resumed")):
         assert same and shapes == {**weights, **dense}
         assert told == f"residual_state_dict: shard is {(1 - rank % 2, 2)}; expected {(rank % 2, 2)}"
+
+
+def test_saved_by_torch_distributed_checkpoint():
+    """Each rank gets its own shard's residuals back; whole files are refused."""
+    for same, pending, told in ran("fsdp_saved"):
+        assert same and pending > 0
+        assert told == ["the parameters are sharded, so that no rank has a whole model to save"] * 2
 
 
 def test_a_step_that_one_shard_cannot_take_is_skipped_by_all():
