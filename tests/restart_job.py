@@ -14,8 +14,9 @@ import dgc
 FOLDER, FATAL, LAST = sys.argv[1], 4, 7
 CONFIG = dgc.Config(sparsity=0.95)
 
-torch.distributed.init_process_group("gloo")
-rank, attempt = torch.distributed.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+# A meeting place for each attempt: at the agent's, gloo's processes do not always meet again (torch 2.13).
+torch.distributed.init_process_group("gloo", f"file://{FOLDER}/meeting-{attempt}", rank=rank, world_size=2)
 network = model()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
 optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), CONFIG)
