@@ -8,25 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from dgc import plan
+from dgc.plan import Shape
 
-
-def resnet50() -> list[Shape]:
-    """Shapes of the parameters of ImageNet's ResNet-50 in forward order: 53 convolutions, each with the weight and the
-    bias of its batch normalisation, and the last layer: 161 tensors, 25,557,032 entries in all.
-    """
-    convolutions: list[Shape] = [(64, 3, 7, 7)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions += [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            if block == 0:
-                convolutions.append((4 * width, inputs, 1, 1))  # of the shortcut
-            inputs = 4 * width
-    shapes: list[Shape] = [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
-    shapes += [(1000, 2048), (1000,)]
-    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
-    return shapes
+resnet50 = plan.resnet50  # 161 tensors, 25,557,032 entries in all
 
 
 def lstm() -> list[Shape]:

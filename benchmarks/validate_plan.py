@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,19 +48,8 @@ FITS = {"copying": ("1gbit", "resnet50", "torch-dense"), "start": ("1gbit", "res
 Cell = dict[str, Any]
 
 
-def resnet110_wide() -> list[Shape]:
-    """network.py's: the last stage has 256 channels instead of 64."""
-    convolutions: list[Shape] = [(16, 3, 3, 3)]
-    inputs = 16
-    for width in (16, 32, 256):
-        for _ in range(18):
-            convolutions += [(width, inputs, 3, 3), (width, width, 3, 3)]
-            inputs = width
-    return [*plan._normalised(convolutions), (10, 256), (10,)]
-
-
 SHAPES: dict[str, Callable[[], list[Shape]]] = {
-    "resnet50": gradients.resnet50, "lstm": gradients.lstm, "resnet110-wide": resnet110_wide}
+    "resnet50": gradients.resnet50, "lstm": gradients.lstm, "resnet110-wide": partial(plan.resnet110, last=256)}
 
 
 def cells(files: list[Path]) -> list[Cell]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgc.compressor import Collective
+from dgc.transport import gather_bytes
 
 LINE = 256  # bytes of a line that an error shows
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,26 +49,18 @@ def _differing_lines(text: bytes, transport: Any, device: torch.device) -> list[
     """Of each rank, the first line in which it differs from rank 0, and rank 0's."""
     length = torch.tensor([len(text)], device=device)
     longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
-    reference = transport.start(Collective("share", _padded(text, longest, device)), "dgc.agree.text")()
+    padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
+    reference = transport.start(Collective("share", padded), "dgc.agree.text")()
     theirs = bytes(reference.tolist()).rstrip(b"\0").split(b"\n")
     ours = text.split(b"\n")
     end = [b"nothing"] * (max(len(ours), len(theirs)) + 1 - min(len(ours), len(theirs)))
     pair = next(((a, b) for a, b in zip(ours + end, theirs + end, strict=False) if a != b), (b"", b""))
-    shown = torch.cat([_padded(line[:LINE], LINE, device) for line in pair])
-    everyones = transport.start(Collective("gather", shown), "dgc.agree.lines")().tolist()
-    return [(_text(both[:LINE]), _text(both[LINE:])) for both in everyones]
+    everyones = gather_bytes(transport, b"\n".join(line[:LINE] for line in pair), "dgc.agree.lines", device)
+    return [(here, there) for here, there in (both.decode(errors="replace").split("\n") for both in everyones)]
 
 
 def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-
-
-def _padded(text: bytes, length: int, device: torch.device) -> Tensor:
-    return torch.tensor(list(text.ljust(length, b"\0")), dtype=torch.uint8, device=device)
-
-
-def _text(line: list[int]) -> str:
-    return bytes(line).rstrip(b"\0").decode(errors="replace")
 
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:

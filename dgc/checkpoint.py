@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dgc import fsdp
 from dgc.compressor import Collective
 from dgc.optimizer import STEP
-from dgc.transport import Transport, find
+from dgc.transport import Transport, find, gather_bytes
 
 T = TypeVar("T")
 FORMAT, VERSION, MANIFEST = "dgc checkpoint", 1, "manifest.json"
@@ -81,8 +81,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     common: Tree = {}
 
     def look() -> str:
-        taken = getattr(optimizer, "_synchronized", False) and not getattr(optimizer, "_skipping", False)
-        if getattr(optimizer, "_fired", None) or taken:  # what was sent is in no residual, and not yet applied
+        # What was sent is in no residual, and not yet applied; stock Horovod's optimizer has the second.
+        if getattr(optimizer, "_between", getattr(optimizer, "_synchronized", False)):
             raise RuntimeError("save_checkpoint() was called between backward() and step(); accepted: after step()")
         common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}))
         _check_plain(common)
@@ -278,17 +278,11 @@ def _together(transport: Transport, device: torch.device, action: Callable[[], T
         result = str(error) if kind and str(error) else f"{type(error).__name__}: {error}"
         kind = kind or "RuntimeError"
     mine = json.dumps([kind, result]).encode()
-    lengths = _gather(transport, torch.tensor([len(mine)]), device).flatten().tolist()
-    text = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
-    all_ = [json.loads(bytes(row)) for row in _gather(transport, text, device).tolist()]
+    all_ = [json.loads(theirs) for theirs in gather_bytes(transport, mine, "dgc.checkpoint", device)]
     for rank, (kind, result) in enumerate(all_):
         if kind:
             raise getattr(builtins, kind)(f"{result} (on rank {rank})" if len(all_) > 1 else result) from cause
     return [result for _, result in all_]
-
-
-def _gather(transport: Transport, tensor: Tensor, device: torch.device) -> Tensor:
-    return transport.start(Collective("gather", tensor.to(device)), "dgc.checkpoint")().cpu()
 
 
 def _sent(transport: Transport, device: torch.device, together: Callable[[Callable[[], Any]], Any], file: Path,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dgc import cost, kernels, select
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
-from dgc.wire import Layout, Support, Whole, not_finite
+from dgc.wire import Layout, Whole, not_finite
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         return (yield from _on_support(bucket, layout, None, leader, config.factor_masking, divisor, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
     if exchange == "shared" and not dense:
-        message = Support(layout).encode(index, used)
+        message = layout.support.encode(index, used)
         return (yield from _on_support(bucket, layout, message, leader, config.factor_masking, divisor,
                                        bad or bucket.not_finite()))
     if dense:
         bad = bad or bucket.not_finite()
-        index = index[layout.rank < used[layout.owner]][:0 if bad else None]
+        index = index[layout.uses(used)][:0 if bad else None]
         values = bucket.v[index]
         bucket.take(index, values, config.factor_masking)
         return (yield from _summed(bucket, index, values, divisor, bad))
@@ -281,8 +281,7 @@ def _cheapest(exchange: str, layout: Layout, bucket: Bucket, world: World) -> tu
     sum. Both depend on sizes alone, and so are alike on every rank.
     """
     itemsize = bucket.v.element_size()
-    support = 0 if exchange == "allgather" else Support(layout).nbytes
-    sizes = cost.Sizes(itemsize * bucket.numel, layout.nbytes, support, itemsize * (layout.slots + 1))
+    sizes = cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes, itemsize * (layout.slots + 1))
     if exchange == "auto":
         exchange = min(("allgather", "shared"),
                        key=lambda name: cost.port_bytes(cost.exchange(name, sizes, world.size, 1)))
@@ -297,10 +296,9 @@ def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: 
     Args:
         message: the leader's; the others have none.
     """
-    support = Support(layout)
     if message is None:
-        message = torch.zeros(support.nbytes, dtype=torch.uint8, device=layout.device)
-    index, used = support.decode((yield Collective("share", message, leader)), leader)
+        message = torch.zeros(layout.support.nbytes, dtype=torch.uint8, device=layout.device)
+    index, used = layout.support.decode((yield Collective("share", message, leader)), leader)
     values = torch.where(used & (not bad), bucket.v[index], 0)
     bucket.take(index, values, masking)
     try:

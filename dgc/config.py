@@ -99,6 +99,11 @@ class Config:
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
             raise ValueError(f"Config: min_numel is {self.min_numel!r}; accepted: an integer >= 0")
 
+    @property
+    def clips_globally(self) -> bool:
+        """Whether clipping needs the norm of all gradients, and so the end of the backward pass."""
+        return self.clip_norm is not None and not self.clip_per_tensor
+
     def sparsity_at(self, step: int) -> float:
         """The sparsity in [0, 1) of an optimizer step (int, from 0).
 

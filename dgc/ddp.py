@@ -101,6 +101,7 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
     optimizer.__class__ = distributed_class(type(optimizer), __name__, _InDDP)
     optimizer._patch_step_function()
     optimizer._set_up(names, config, 1, Average, 1.0, None, False, group, transport, grad_scaler)
+    optimizer._lent, optimizer._futures, optimizer._updates = [], [], []
     if scheduled is not None:
         _follow(optimizer)
 
@@ -181,7 +182,7 @@ class _InDDP(_Distributed):
 
     def _begin_pass(self) -> None:
         joined = torch._C._current_graph_task_id() == -1  # DDP itself calls, for a rank that has no more data
-        if self._synchronized and not self._skipping and not joined:
+        if self._between and not joined:
             raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
                                  "exchanged already. To accumulate gradients, call all but the last backward() within "
                                  "no_sync(); so too a backward() whose gradients of this model are not to be applied, "
@@ -225,14 +226,11 @@ class _InDDP(_Distributed):
             raise RuntimeError("nothing was exchanged since the last step(): backward() was not called, or within "
                                "no_sync() only")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the update. A closure is evaluated first."""
-        if self._plain:
-            return _Distributed.step(self, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    @property
+    def _ends_with_backward(self) -> bool:
+        return True
+
+    def _apply(self) -> None:
         self.synchronize()
         for p, grad, version, update in self._updates:
             if p.grad is grad and (grad is None or grad._version == version):
@@ -241,10 +239,4 @@ class _InDDP(_Distributed):
                 p.grad = update.clone() if inverse is None else update * inverse.to(update)
                 self._versions.pop(p, None)
         self._updates = []
-        if self._skipping:
-            self.zero_grad()
-        else:
-            self._warn_of_change()
-            self._apply()
-        self._synchronized = self._skipping = False
-        return loss
+        _Distributed._apply(self)

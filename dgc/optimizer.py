@@ -400,7 +400,7 @@ class _Distributed(torch.optim.Optimizer):
                 "backward_passes_per_step to accumulate gradients locally.")
         assert parameter.grad is not None and not parameter.grad.requires_grad
         if not self._fired:
-            if self._scaler is not None and self._synchronized and not self._skipping:
+            if self._scaler is not None and self._between:
                 raise AssertionError(
                     "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
                     "backward() ends, and their update waits for step(), which cannot be left out. Increase "
@@ -508,14 +508,14 @@ class _Distributed(torch.optim.Optimizer):
 
     def _launch_ready(self) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
-        if self._waits or (self._config.clip_norm is not None and not self._config.clip_per_tensor):
+        if self._waits or self._config.clips_globally:
             return  # whether all are finite, and the global norm, need all gradients
         while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
             self._launch(self._shipments[self._next])
 
     def _launch(self, shipment: _Shipment) -> None:
         self._next += 1
-        present = [p for p in shipment.parameters if p.requires_grad or p in self._fired]
+        present = self._taking_part(shipment.parameters)
         for parameter in present:
             if parameter.grad is not None and parameter.grad.is_sparse and not self._sparse_as_dense:
                 self._sparse.setdefault(parameter, parameter.grad.sparse_dim())
@@ -624,8 +624,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         if self._scaler is not None:
             self._inverse = torch.tensor(1 / self._scaler.get_scale(), device=self._parameters()[0].device)
-        if self._config.clip_norm is not None and not self._config.clip_per_tensor:
-            self._scale = self._clip_scale(self._config.clip_norm)
+        if self._config.clips_globally:
+            self._scale = self._clip_scale()
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
         with torch.no_grad():
@@ -656,26 +656,31 @@ class _Distributed(torch.optim.Optimizer):
         return bool(self._fired) or (self._synchronized and not self._skipping)
 
     @property
+    def _ends_with_backward(self) -> bool:
+        """Whether the exchange does, rather than with synchronize() or step()."""
+        return self._scaler is not None
+
+    @property
     def _waits(self) -> bool:
         """Whether nothing leaves before all ranks have agreed that all of their gradients are finite."""
         return self._scaler is not None or self._config.nonfinite == "skip"
 
     def _all_finite(self) -> bool:
         """Whether all gradients are, on all ranks."""
-        gradients = [local(p.grad).detach() for p in self._delay if p.grad is not None and (
-            p.requires_grad or p in self._fired)]
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        values = [g.coalesce().values() if g.is_sparse else g for g in self._gradients()]
         # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
         room = 1.0 if self._scaler is None else 2.0 ** -24
-        finite = all(torch.linalg.vector_norm(v, math.inf) <= torch.finfo(v.dtype).max * (
-            room if v.dtype != torch.float16 else 1.0) for v in values if v.numel())
-        bad = Collective("sum", torch.tensor([not finite], dtype=torch.float32, device=self._parameters()[0].device))
+        device = self._parameters()[0].device
+        fits = [torch.linalg.vector_norm(v, math.inf) <= torch.finfo(v.dtype).max * (
+            room if v.dtype != torch.float16 else 1.0) for v in values if v.numel()]
+        none_is_bad = torch.stack([fit.to(device) for fit in fits]).all() if fits else torch.ones((), device=device)
+        bad = Collective("sum", 1 - none_is_bad.float().view(1))  # the device is asked once, for all ranks' answers
         self._count(bad)
         return not fsdp.sum_of_shards(self._transport.start(bad, "dgc.finite")(), self._parameters()[0]).item()
 
     def _skip(self) -> None:
         """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
-        taking_part = [p for p in self._delay if p.requires_grad or p in self._fired]
+        taking_part = self._taking_part(self._parameters())
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._reset()
         self._skipped += 1
@@ -688,14 +693,22 @@ class _Distributed(torch.optim.Optimizer):
             else:
                 (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
 
-    def _clip_scale(self, clip_norm: float) -> Tensor:
-        norms = [self._norm(local(p.grad)) for p in self._parameters() if p.grad is not None and (
-            p.requires_grad or p in self._fired)]
+    def _taking_part(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those that are exchanged in this step: frozen ones only if they have had a gradient."""
+        return [p for p in parameters if p.requires_grad or p in self._fired]
+
+    def _gradients(self) -> list[Tensor]:
+        """All that this rank has in this step."""
+        return [local(p.grad).detach() for p in self._taking_part(self._parameters()) if p.grad is not None]
+
+    def _clip_scale(self) -> Tensor:
+        assert self._config.clip_norm is not None
+        norms = [self._norm(gradient) for gradient in self._gradients()]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         if fsdp.shard(self._parameters()[0]) is not None:
             norm = fsdp.sum_of_shards(norm.square(), self._parameters()[0]).sqrt()
-        return clip_scale(norm, clip_norm, self._world.size, self._average)
+        return clip_scale(norm, self._config.clip_norm, self._world.size, self._average)
 
     def _clip_alone(self) -> None:
         """With one process nothing is exchanged, but a bound on the gradient's norm still holds."""
@@ -704,7 +717,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         gradients = [local(p.grad) for p in self._parameters() if p.grad is not None]
         self._world = World(0, 1)
-        scale = None if self._config.clip_per_tensor else self._clip_scale(clip_norm)
+        scale = self._clip_scale() if self._config.clips_globally else None
         for g in gradients:
             g.mul_((clip_scale(_norm(g), clip_norm, 1, True) if scale is None else scale).to(g.device))
 
@@ -754,12 +767,13 @@ class _Distributed(torch.optim.Optimizer):
         self._steps += 1
         self.param_groups[0][STEP] += 1
         buckets = self._buckets()
-        dense = sum(local(p).numel() for p in self._delay) - sum(bucket.numel for bucket in buckets)
+        numel = sum(local(p).numel() for p in self._delay)
+        dense = numel - sum(bucket.numel for bucket in buckets)
         self._last["dense_entries"] = dense
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._totals["dense_bytes"] += self._last["dense_bytes"]
         self._totals["dense_entries"] += dense
-        self._totals["numel"] += sum(local(p).numel() for p in self._delay)
+        self._totals["numel"] += numel
         direct = self._direct
         self._reset()
         self._synchronized, self._direct = True, direct
@@ -799,14 +813,15 @@ class _Distributed(torch.optim.Optimizer):
             raise RuntimeError("step() is called by a GradScaler that this optimizer does not know, so that gradients "
                                "were kept with its scale; give it as grad_scaler=")
         if self._should_synchronize:
-            if self._synchronized and self._scaler is None:
+            if self._synchronized and not self._ends_with_backward:
                 warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
                               "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
                               "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
                               "code.", stacklevel=3)
             self.synchronize()
-        if not self._skipping:
-            self._warn_of_change()
+        if self._skipping:
+            self.zero_grad()
+        else:
             self._apply()
         self._synchronized = self._skipping = False
         return loss
@@ -820,7 +835,7 @@ class _Distributed(torch.optim.Optimizer):
                 warnings.warn(
                     f"the gradient of {self._names[p]} was changed between synchronize() and step(). What was sent is "
                     "no longer in the residual, so the difference is lost; to clip, give Config(clip_norm=...), which "
-                    "clips before anything is accumulated", stacklevel=4)
+                    "clips before anything is accumulated", stacklevel=5)
                 return
 
     def _apply(self) -> None:
@@ -828,6 +843,7 @@ class _Distributed(torch.optim.Optimizer):
 
         A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off.
         """
+        self._warn_of_change()
         original = self.param_groups
         try:
             if isinstance(self, torch.optim.SGD) and not self._plain:
@@ -904,13 +920,11 @@ class _Distributed(torch.optim.Optimizer):
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
         self._settle()
         world = self._transport.world or World(0, 1)
+        shard = fsdp.shard(self._parameters()[0])
         kept = {letter: {name: view.clone() for name, view in views.items()}
                 for letter, views in self._residuals().items()}
-        return {"version": 1, "rank": world.rank, "size": world.size, **self._shard(), **kept}
-
-    def _shard(self) -> dict[str, tuple[int, int]]:
-        shard = fsdp.shard(self._parameters()[0])
-        return {} if shard is None else {"shard": shard}
+        return {"version": 1, "rank": world.rank, "size": world.size, **({} if shard is None else {"shard": shard}),
+                **kept}
 
     def _residuals(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name."""
@@ -928,7 +942,7 @@ class _Distributed(torch.optim.Optimizer):
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
         """
         world = self._transport.world or World(0, 1)
-        shard = self._shard().get("shard")
+        shard = fsdp.shard(self._parameters()[0])
         for key, own in (("version", 1), ("rank", world.rank), ("size", world.size), ("shard", shard)):
             if state_dict.get(key) != own:
                 raise ValueError(f"residual_state_dict: {key} is {state_dict.get(key)!r}; expected {own!r}")

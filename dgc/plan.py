@@ -32,7 +32,7 @@ from dgc.config import Config
 from dgc.cost import Cluster, Link, Sizes
 from dgc.optimizer import _compressed, _packed
 from dgc.residual import Bucket, residual_dtype
-from dgc.wire import Layout, Support
+from dgc.wire import Layout
 
 Shape = tuple[int, ...]
 
@@ -64,15 +64,17 @@ def resnet50() -> list[Shape]:
     return [*_normalised(convolutions), (1000, 2048), (1000,)]
 
 
-def resnet110() -> list[Shape]:
-    """CIFAR-10's, with shortcuts that have no weights: 1,727,962 parameters (recipes/cifar10.py --depth 110)."""
+def resnet110(last: int = 64) -> list[Shape]:
+    """CIFAR-10's, with shortcuts that have no weights: 1,727,962 parameters (recipes/cifar10.py --depth 110). ``last``
+    is the number of channels of the last stage.
+    """
     convolutions: list[Shape] = [(16, 3, 3, 3)]
     inputs = 16
-    for width in (16, 32, 64):
+    for width in (16, 32, last):
         for _ in range(18):
             convolutions += [(width, inputs, 3, 3), (width, width, 3, 3)]
             inputs = width
-    return [*_normalised(convolutions), (10, 64), (10,)]
+    return [*_normalised(convolutions), (10, last), (10,)]
 
 
 def vgg16() -> list[Shape]:
@@ -289,7 +291,7 @@ def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) 
     bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
     layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
     itemsize = residual_dtype(together[0].dtype).itemsize
-    return Sizes(itemsize * bucket.numel, layout.nbytes, Support(layout).nbytes,
+    return Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
                  itemsize * (layout.slots + 1)), layout.slots
 
 
@@ -365,7 +367,7 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         backward: the share of ``compute`` that is the backward pass.
     """
     n, g = cluster.nodes, cluster.gpus
-    clips = method.kind == "dgc" and config.clip_norm is not None and not config.clip_per_tensor
+    clips = method.kind == "dgc" and config.clips_globally
     forward = compute * (1 - backward) if overlap and not clips else compute
     width = 2 if method.kind == "float16" else cost.FLOAT32
     worked = idle = exchanged = received = port = 0.0  # idle: when the network is free again

@@ -120,6 +120,11 @@ class Layout:
         into.exponents.copy_(exponent)
         return seal(message), _scaled(coded, exponent[self.owner], self.residual)
 
+    @cached_property
+    def support(self) -> Support:
+        """Messages of positions alone."""
+        return Support(self)
+
     def uses(self, used: Tensor) -> Tensor:
         """bool (K,): which slots are used."""
         return self.rank < used[self.owner]

@@ -209,13 +209,8 @@ def loopback():
         return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
 
 
-def scaled():
-    """A loss scale that grows, and overflows on rank 1: parameters, scales, skipped steps, as in the usual script."""
-    network = model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
-                                         grad_scaler=scaler)
+def overflowing(network, optimizer, scaler):
+    """Eight steps, of which the sixth overflows on rank 1."""
     rank, scales = find().world.rank, []
     for step in range(8):
         optimizer.zero_grad()
@@ -225,6 +220,16 @@ def scaled():
         scaler.update()
         scales.append(scaler.get_scale())
     return flat(network), scales, optimizer.report().skipped
+
+
+def scaled():
+    """A loss scale that grows, and overflows on rank 1: parameters, scales, skipped steps, as in the usual script."""
+    network = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
+                                         grad_scaler=scaler)
+    return overflowing(network, optimizer, scaler)
 
 
 def soak():
@@ -623,15 +628,7 @@ def ddp_scaled():
     """Loss scale and an overflow on rank 1, as `scaled`."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
     network, optimizer = in_ddp(model(), dgc.Config(sparsity=0.9), scaler=scaler)
-    rank, scales = find().world.rank, []
-    for step in range(8):
-        optimizer.zero_grad()
-        factor = 1e38 if rank == 1 and step == 5 else 1.0
-        scaler.scale(loss(network, rank, step) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return flat(network), scales, optimizer.report().skipped
+    return overflowing(network, optimizer, scaler)
 
 
 def ddp_skipped():

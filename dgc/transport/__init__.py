@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dgc.compressor import Collective, Path, World
@@ -60,6 +61,22 @@ def find(process_set: Any = None) -> Transport:
                         "or a torch.distributed.ProcessGroup")
     raise RuntimeError("nothing to exchange gradients over: call hvd.init() of horovod.torch, or "
                        "torch.distributed.init_process_group(), or run inside dgc.lockstep.run(), before this")
+
+
+def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, in the order of ranks; they may be of different lengths.
+
+    Args:
+        transport: among whose ranks.
+        content: this rank's.
+        name: of the collectives.
+        device: of the tensors that travel.
+    """
+    own = torch.tensor([len(content)], device=device)
+    lengths = transport.start(Collective("gather", own), f"{name}.lengths")().flatten().tolist()
+    padded = torch.tensor(list(content.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=device)
+    rows = transport.start(Collective("gather", padded), name)().tolist()
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 class Exchange:
