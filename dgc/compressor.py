@@ -6,7 +6,7 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -32,15 +32,51 @@ class Collective:
 
     op: Literal["gather", "sum", "share"]
     tensor: Tensor
-    root: int = 0  # a rank within the world; the transport translates it
+    root: int = 0  # a rank within the group; the transport translates it
+    group: Literal["world", "node", "across"] = "world"  # all | those of this rank's node | its like, one of each node
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that exchange gradients: this one's, and how many there are (the paper's N)."""
+    """The ranks that exchange gradients, numbered node by node.
+
+    A node's ranks average their gradients before these are compressed: then each of them has the same u and v, and one
+    contributes what one rank does otherwise. Of ``node_size`` 1, the default, each rank is a node of its own.
+    """
 
     rank: int
     size: int
+    node_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """How many contributors there are: the paper's N."""
+        return self.size // self.node_size
+
+    @property
+    def node(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.rank // self.node_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.node_size
+
+    @property
+    def flat(self) -> World:
+        """The same ranks, each on its own."""
+        return World(self.rank, self.size)
+
+    def divisor(self, average: bool) -> float:
+        """Of the sum over nodes; where ranks are to be added up, a node's average counts as often as it has ranks."""
+        return self.nodes if average else 1 / self.node_size
+
+    def members(self, group: str) -> list[int]:
+        """The ranks of a group of a :class:`Collective`."""
+        if group == "node":
+            return list(range(self.node * self.node_size, (self.node + 1) * self.node_size))
+        return list(range(self.local_rank if group == "across" else 0, self.size,
+                          self.node_size if group == "across" else 1))
 
 
 class Update(Protocol):
@@ -91,9 +127,26 @@ Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a 
 
 def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M, tree share M."""
-    nbytes = collective.tensor.numel() * collective.tensor.element_size()
-    factor = {"gather": world.size - 1, "sum": 2 * (world.size - 1) / world.size, "share": 1}
-    return factor[collective.op] * nbytes
+    nbytes, n = collective.tensor.numel() * collective.tensor.element_size(), len(world.members(collective.group))
+    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": min(1, n - 1)}[collective.op] * nbytes
+
+
+def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[
+        Collective, Tensor, dict[str, Tensor]]:
+    """What precedes the path of a bucket whose nodes exchange as one: the mean of their ranks' gradients.
+
+    Args:
+        gradients: parameter -> this rank's, of one device; they are not changed.
+        dtype: in which they are added up.
+        world: this rank and its node.
+
+    Returns:
+        parameter -> mean, of its gradient's shape, to the bit alike on all ranks of the node.
+    """
+    flat = torch.cat([g.detach().to(dtype).reshape(-1) for g in gradients.values()])
+    total = (yield Collective("sum", flat, group="node")).div_(world.node_size)
+    parts = total.split([g.numel() for g in gradients.values()])
+    return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
@@ -108,7 +161,8 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         gradients: parameter -> local gradient. A parameter without one sits this step out: its slots stay empty.
         config: the settings.
         step: the optimizer's step, from 0; alike on every rank.
-        world: this rank and how many there are; all of them walk this path.
+        world: this rank and how many there are; all of them walk this path. Those of a node have the same gradients,
+            from :func:`average_in_node`, and the same u and v.
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale.
 
@@ -121,35 +175,35 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         ValueError: a message is corrupt; raised on all ranks that received it so.
     """
     sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
-    layout = _layout(bucket, sparsity, config.wire_dtype)
+    layout = _layout(bucket, sparsity, config.wire_dtype, world.node_size)
     clip: Tensor | Mapping[str, Tensor] | None = scale
     if config.clip_norm is not None and config.clip_per_tensor:
         once = 1.0 if scale is None else scale.to(bucket.v)
         norms = {name: torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)) * once
                  for name, gradient in gradients.items()}
-        clip = {name: once * clip_scale(norm, config.clip_norm, world.size, average) for name, norm in norms.items()}
-    kernel, divisor = _kernel(bucket), world.size if average else 1
+        clip = {name: once * clip_scale(norm, config.clip_norm, world.nodes, average, world.node_size)
+                for name, norm in norms.items()}
+    kernel = _kernel(bucket)
     if sparsity == 0.0:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
-        return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), divisor, bad))
+        return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
     exchange, dense = _cheapest(config.exchange, layout, bucket, world)
-    leader = step % world.size
-    if exchange == "shared" and not dense and world.rank != leader:
+    if exchange == "shared" and not dense and world.node != step % world.nodes:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
-        return (yield from _on_support(bucket, layout, None, leader, config.factor_masking, divisor, bad))
+        return (yield from _on_support(bucket, layout, None, step, config.factor_masking, world, average, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
     if exchange == "shared" and not dense:
         message = layout.support.encode(index, used)
-        return (yield from _on_support(bucket, layout, message, leader, config.factor_masking, divisor,
+        return (yield from _on_support(bucket, layout, message, step, config.factor_masking, world, average,
                                        bad or bucket.not_finite()))
     if dense:
         bad = bad or bucket.not_finite()
         index = index[layout.uses(used)][:0 if bad else None]
         values = bucket.v[index]
         bucket.take(index, values, config.factor_masking)
-        return (yield from _summed(bucket, index, values, divisor, bad))
+        return (yield from _summed(bucket, index, values, world, average, bad))
     message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, config.factor_masking)
-    return (yield from _gathered(bucket, layout, message, divisor))
+    return (yield from _gathered(bucket, layout, message, world, average))
 
 
 def settle(bucket: Bucket) -> None:
@@ -213,9 +267,9 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         FloatingPointError, ValueError: as :func:`reduce`.
     """
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
-    layout, divisor = _kept(bucket, dtype, lambda: Whole(bucket, dtype)), world.size if average else 1
+    layout = _kept(bucket, dtype, lambda: Whole(bucket, dtype))
     if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
-        return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), divisor, bad))
+        return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), world, average, bad))
     message, sent = layout.encode(bucket.v, bad)
     if not bad:
         bucket.v -= sent
@@ -228,7 +282,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         if not bad:
             bucket.v += sent
         raise
-    return Dense(total.div_(divisor), bucket.numels)
+    return Dense(total.div_(world.divisor(average)), bucket.numels)
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True,
@@ -252,7 +306,7 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     rows = yield Collective("gather", values)
     wrong = [rank for rank, finite in enumerate(torch.isfinite(rows).flatten(1).all(1).tolist()) if not finite]
     if wrong:
-        raise FloatingPointError("; ".join(str(not_finite(rank, [name])) for rank in wrong))
+        raise FloatingPointError("; ".join(str(not_finite(f"rank {rank}", [name])) for rank in wrong))
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
@@ -261,12 +315,12 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
 
 def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
     """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world.size if average else 1))
+    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world, average))
 
 
-def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype) -> Layout:
-    return _kept(bucket, (sparsity, dtype),
-                 lambda: Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype))
+def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int) -> Layout:
+    return _kept(bucket, (sparsity, dtype, node_size), lambda: Layout(
+        bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype, node_size))
 
 
 def _kept(bucket: Bucket, key: Any, make: Callable[[], Any]) -> Any:
@@ -284,12 +338,29 @@ def _cheapest(exchange: str, layout: Layout, bucket: Bucket, world: World) -> tu
     sizes = cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes, itemsize * (layout.slots + 1))
     if exchange == "auto":
         exchange = min(("allgather", "shared"),
-                       key=lambda name: cost.port_bytes(cost.exchange(name, sizes, world.size, 1)))
-    return exchange, cost.sends_dense(exchange, sizes, world.size, 1)
+                       key=lambda name: cost.port_bytes(cost.exchange(name, sizes, world.nodes, 1)))
+    return exchange, cost.sends_dense(exchange, sizes, world.nodes, 1)
 
 
-def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: int, masking: bool, divisor: int,
-                bad: Sequence[str]) -> Path:
+def _among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: World,
+                 root: int = 0) -> Generator[Collective, Tensor, Tensor]:
+    """A collective with one contributor from each node, of what all ranks of a node have alike. Each of them carries a
+    stripe of it, so that no byte passes between two nodes twice.
+    """
+    if world.node_size == 1:
+        return (yield Collective(op, tensor, root))
+    numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
+    padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
+    own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
+    part = yield Collective(op, own, root, "across")
+    parts = yield Collective("gather", part, group="node")
+    if op == "gather":
+        return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :numel].contiguous()
+    return parts.view(-1)[:numel]
+
+
+def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, step: int, masking: bool, world: World,
+                average: bool, bad: Sequence[str]) -> Path:
     """This step's leader names the positions, and all ranks' values there are summed, in the residual's dtype: bytes
     that do not grow with their number (Chen et al., "ScaleCom", 2020). A last value says whose gradient is not finite.
 
@@ -298,26 +369,29 @@ def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: 
     """
     if message is None:
         message = torch.zeros(layout.support.nbytes, dtype=torch.uint8, device=layout.device)
-    index, used = layout.support.decode((yield Collective("share", message, leader)), leader)
+    leader = step % world.nodes
+    index, used = layout.support.decode((yield from _among_nodes("share", message, world, leader)), leader)
     values = torch.where(used & (not bad), bucket.v[index], 0)
     bucket.take(index, values, masking)
+    flagged = torch.cat([values, values.new_full((1,), torch.nan if bad else 0.0)])
     try:
-        total = yield Collective("sum", torch.cat([values, values.new_full((1,), torch.nan if bad else 0.0)]))
+        total = yield from _among_nodes("sum", flagged, world)
         yield from _refuse_not_finite(total, [*bucket.names, ""], [*layout.counts, 1], lambda: bad)
     except BaseException:
         bucket.v.index_add_(0, index, values)
         raise
-    summed = total[:-1] if divisor == 1 else total[:-1].div_(divisor)
+    summed = total[:-1].div_(world.divisor(average))
     return Dense(torch.zeros_like(bucket.v).index_add_(0, index, summed), bucket.numels)
 
 
-def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, divisor: int, bad: Sequence[str] = ()) -> Path:
+def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool,
+            bad: Sequence[str] = ()) -> Path:
     """The sum over ranks of what was taken, as one dense tensor. A rank with a bad gradient takes part to say so."""
     flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
     for name in bad:
         bucket.views(flat)[name].view(-1)[0] = torch.nan
     try:
-        total = yield Collective("sum", flat)
+        total = yield from _among_nodes("sum", flat, world)
         yield from _refuse_not_finite(total, bucket.names, bucket.numels, lambda: bad)
     except BaseException:  # abandoned, also by being closed, or refused: nothing may be lost
         if index is None:
@@ -325,14 +399,15 @@ def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, divisor: int, b
         else:
             bucket.v.index_add_(0, index, taken)
         raise
+    divisor = world.divisor(average)
     return Dense(total if divisor == 1 else total.div_(divisor), bucket.numels)
 
 
-def _gathered(bucket: Bucket, layout: Layout, message: Tensor, divisor: int) -> Path:
+def _gathered(bucket: Bucket, layout: Layout, message: Tensor, world: World, average: bool) -> Path:
     """What all ranks' messages say, and their sum."""
     try:
-        messages = yield Collective("gather", message)
-        update = _kernel(bucket).Received(layout, messages, divisor)
+        messages = yield from _among_nodes("gather", message, world)
+        update = _kernel(bucket).Received(layout, messages, world.divisor(average))
         update.own(bucket, message)  # on a device that runs ahead they may still prove to be bad
         return update
     except BaseException:
@@ -352,12 +427,18 @@ def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int
     """
     if torch.isfinite(total).all():
         return
-    own = set(bad())
-    everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=total.device))
-    blame = [str(not_finite(rank, [name for name, mark in zip(names, marks, strict=True) if mark]))
-             for rank, marks in enumerate(everyones.tolist()) if any(marks)]
+    blame = yield from who_is_not_finite(names, bad(), total.device)
     if not blame:  # each addend was finite
         parts = zip(names, total.split(list(numels)), strict=True)
         wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
-        blame = [f"the sum over ranks of their gradients is not finite, in: {wrong}"]
-    raise FloatingPointError("; ".join(blame))
+        blame = f"the sum over ranks of their gradients is not finite, in: {wrong}"
+    raise FloatingPointError(blame)
+
+
+def who_is_not_finite(names: Sequence[str], bad: Iterable[str], device: torch.device) -> Generator[
+        Collective, Tensor, str]:
+    """Which ranks, and in what, when each knows its own."""
+    own = set(bad)
+    everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=device))
+    return "; ".join(str(not_finite(f"rank {rank}", [name for name, mark in zip(names, marks, strict=True) if mark]))
+                     for rank, marks in enumerate(everyones.tolist()) if any(marks))

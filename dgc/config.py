@@ -49,6 +49,12 @@ class Config:
             bytes that a rank sends grow with the number of ranks. ``"shared"``: one rank, another one each step, says
             which entries are its largest, and those of all ranks are summed; the bytes stay the same. ``"auto"``: what
             is fewer bytes, for each bucket and step.
+        hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
+            machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
+            a network between these that is slower than what is within. u and v are then alike on all ranks of a
+            machine. On a single machine nothing is compressed. ``"auto"``: True where there are several machines with
+            the same number of ranks, at least two, and the transport can group them; else False. With Horovod it needs
+            process sets; what to give ``hvd.init`` is said in the error.
         nonfinite: what to do about a gradient that is not finite, on any rank; it enters u and v nowhere.
             ``"error"``: FloatingPointError on all ranks, which names rank and parameter. ``"skip"``: no rank takes
             this step, :meth:`report` counts it, and ``p.grad`` is None. To agree on it, nothing leaves before the
@@ -70,6 +76,7 @@ class Config:
     dense_dtype: torch.dtype | None = None
     apply_directly: bool = False
     exchange: ExchangeName = "allgather"
+    hierarchical: bool | Literal["auto"] = False
     nonfinite: NonFinite = "error"
 
     def __post_init__(self) -> None:
@@ -84,6 +91,8 @@ class Config:
                      "apply_directly"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} is {getattr(self, name)!r}; accepted: True or False")
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
+            raise ValueError(f"Config: hierarchical is {self.hierarchical!r}; accepted: True, False or 'auto'")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a finite number > 0")
         if self.clip_per_tensor and self.clip_norm is None:

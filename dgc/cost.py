@@ -242,12 +242,16 @@ def sends_dense(exchange: str, sizes: Sizes, n: int, g: int) -> bool:
 
 
 def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
-    """The rounds of one bucket: those of the exchange of this name, or of a dense sum where that is fewer bytes."""
+    """The rounds of one bucket: those of the exchange of this name, or of a dense sum where that is fewer bytes. With
+    nodes that goes on from the mean that all ranks of a node have, and so ends with a gather within it.
+    """
     if n * g == 1:
         return ()
-    if sends_dense(name, sizes, n, g):
-        return (hierarchical_ring if name.startswith("hierarchical") else ring)(sizes.dense, n, g)
-    return EXCHANGES[name](sizes, n, g)
+    if not sends_dense(name, sizes, n, g):
+        return EXCHANGES[name](sizes, n, g)
+    if not name.startswith("hierarchical"):
+        return ring(sizes.dense, n, g)
+    return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
 
 
 def cheapest(sizes: Sizes, cluster: Cluster, names: Iterable[str] = tuple(EXCHANGES)) -> str:

@@ -65,6 +65,9 @@ def check(parameters: Iterable[Tensor], process_set: Any, config: Config) -> Non
     if config.clip_per_tensor:
         raise ValueError("Config: clip_per_tensor is True and the parameters are sharded, so that no rank has a whole "
                          "one's norm; accepted: clip_norm alone, a bound on the norm of all gradients")
+    if config.hierarchical is True:
+        raise ValueError("Config: hierarchical is True and the parameters are sharded, so that each node averages its "
+                         "gradients already; accepted: False or 'auto', which is False there")
     groups = torch.distributed
     if process_set is groups.GroupMember.NON_GROUP_MEMBER:
         return

@@ -26,6 +26,7 @@ from dgc.compressor import (
     Collective,
     Update,
     World,
+    average_in_node,
     flush,
     reduce,
     reduce_dense,
@@ -33,6 +34,7 @@ from dgc.compressor import (
     reduce_sparse,
     sent_bytes,
     settle,
+    who_is_not_finite,
 )
 from dgc.config import Config
 from dgc.fsdp import local
@@ -54,7 +56,8 @@ class Report:
     """
 
     steps: int
-    bytes_sent: float  # in the last step
+    bytes_sent: float  # in the last step; where it is hierarchical, to other nodes
+    node_bytes: float  # and those within the node
     dense_bytes: float  # that a ring allreduce of all gradients in float32 would have sent
     message_bytes: int  # that this rank contributed, whatever the number of ranks: what the paper counts
     density: float  # entries sent / entries of all parameters
@@ -200,6 +203,9 @@ def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
                          "give compression=hvd.Compression.none")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}; accepted: a torch.optim.Optimizer")
+    if config.hierarchical is True and os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ValueError("Config: hierarchical is True in an elastic job, whose machines come and go; accepted: False "
+                         "or 'auto', which is False there")
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError("optimizer is a DistributedOptimizer already; wrap the plain optimizer once")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -256,6 +262,8 @@ class _Distributed(torch.optim.Optimizer):
         # What has no meaning to torch's optimizer is done by the road, also by one process.
         needed = config.nonfinite == "skip" or (grad_scaler is not None and config.clip_norm is not None)
         self._plain = self._outside or (world.size == 1 and not self._elastic and not needed)
+        self._node_size = 1  # ranks whose gradients are averaged before they are compressed
+        self._alone = False  # hierarchical, but all ranks are on one machine
         self._agreed = self._elastic  # new ranks cannot ask those that have been asked already
         self._shipments: list[_Shipment] = []
         self._shipment_of: dict[Tensor, _Shipment] = {}
@@ -290,6 +298,7 @@ class _Distributed(torch.optim.Optimizer):
         self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._of_node: dict[Tensor, Tensor] = {}  # parameters -> the mean of its ranks' gradients
         self._scale: Tensor | None = None  # from clipping
         self._synchronized = False
         self._skipping = False  # this step
@@ -431,20 +440,62 @@ class _Distributed(torch.optim.Optimizer):
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
-        world = self._transport.world
-        self._world: World = world
-        if not self._agreed:
-            self._agree()
-            if self._elastic:
-                self._regroup()
+        self._meet()
         self._skipping = False
         self._residuals_loaded = False
-        self._last = {"bytes_sent": 0.0, "message_bytes": 0, "dense_bytes": self._dense_bytes(world)}
+        self._last = {"bytes_sent": 0.0, "node_bytes": 0.0, "message_bytes": 0,
+                      "dense_bytes": self._dense_bytes(self._world)}
         if self._residuals_missing:
             self._residuals_missing = False
             warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
                           "before: save optimizer.residual_state_dict() on every rank, and load it there with "
                           "load_residual_state_dict()", stacklevel=4)
+
+    def _meet(self) -> None:
+        """Before anything is exchanged."""
+        self._world: World = replace(self._transport.world, node_size=self._node_size)
+        if not self._agreed:
+            self._agree()
+            if self._elastic:
+                self._regroup()
+            elif self._config.hierarchical:
+                self._group_by_node()
+        if self._residuals_loaded and self._world.node_size > 1:
+            self._level()
+
+    def _group_by_node(self) -> None:
+        """From now on nodes take part, rather than ranks."""
+        automatic = self._config.hierarchical == "auto"
+        if automatic and fsdp.shard(self._parameters()[0]) is not None:
+            return
+        try:
+            size = self._transport.by_node()
+        except ValueError:
+            if not automatic:
+                raise
+            return
+        if size < self._world.size:
+            self._node_size = size
+            self._world = replace(self._world, node_size=size)
+        else:  # nothing is left to compress; but who leaves it to us wants it compressed
+            self._alone = not automatic
+
+    @torch.no_grad()
+    def _level(self) -> None:
+        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another grouping. What they
+        are worth in total stays the same.
+        """
+        for shipment in self._shipments:
+            flats = [] if shipment.bucket is None else [shipment.bucket.v, shipment.bucket.u]
+            for letter, flat in zip("vu", flats, strict=False):
+                if flat is None:
+                    continue
+                bits = torch.tensor(agree.sums_of_bits([flat]), device=flat.device)
+                name = f"{shipment.name}.{letter}"
+                everyones = self._transport.start(Collective("gather", bits, group="node"), f"{name}.bits")()
+                if (everyones != everyones[0]).any():
+                    total = self._transport.start(Collective("sum", flat.clone(), group="node"), name)()
+                    flat.copy_(total.div_(self._world.node_size))
 
     def _agree(self) -> None:
         """Compares with the other ranks what an exchange depends on."""
@@ -522,7 +573,8 @@ class _Distributed(torch.optim.Optimizer):
         alone = [p for p in present if p in self._sparse]
         dense = [p for p in present if p not in self._sparse]
         if dense:
-            path = self._compressed_path(shipment, dense) if shipment.bucket else self._dense_path(shipment, dense)
+            by_node = self._world.node_size > 1 and (shipment.bucket is not None or self._config.clip_per_tensor)
+            path = self._by_node_path(shipment, dense) if by_node else self._path(shipment, dense)
             self._begin(shipment, dense, path, shipment.name)
         for parameter in alone:
             gradient = parameter.grad if parameter.grad is not None else torch.sparse_coo_tensor(
@@ -534,10 +586,34 @@ class _Distributed(torch.optim.Optimizer):
             path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter))
             self._begin(shipment, [parameter], path, f"dgc.sparse.{name}")
 
+    def _path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+        make = self._dense_path if shipment.bucket is None else self._compressed_path
+        return make(shipment, parameters)
+
+    def _by_node_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+        """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is."""
+        try:
+            yield from self._in_node(shipment, parameters)
+            return (yield from self._path(shipment, parameters))
+        except FloatingPointError:  # found by all ranks in a node's message
+            names = [self._names[p] for p in parameters]
+            bad = [self._names[p] for p in parameters if not torch.isfinite(self._own(p)).all()]
+            if blame := (yield from who_is_not_finite(names, bad, parameters[0].device)):
+                raise FloatingPointError(blame) from None
+            raise
+
+    def _in_node(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+        """Fills in the mean of the node's gradients, for the parameters of a shipment where that has not been done."""
+        of_name = {self._names[p]: p for p in parameters if p not in self._of_node}
+        if of_name:
+            gradients = {name: self._own(p) for name, p in of_name.items()}
+            means = yield from average_in_node(gradients, shipment.dtype, self._world)
+            self._of_node.update({p: means[name] for name, p in of_name.items()})
+
     def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None
         config = self._config
-        if self._world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
+        if self._alone or self._world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
             config = replace(config, sparsity=0.0)
         gradients = {}
         for parameter in parameters:
@@ -553,12 +629,10 @@ class _Distributed(torch.optim.Optimizer):
                       average=self._average, scale=scale)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
-        """A parameter's local gradient; zero where this rank has none but another may."""
-        g = local(parameter.grad)
-        if g is None:
-            g = torch.zeros_like(local(parameter))
-        elif g.is_sparse:
-            g = g.to_dense()
+        """What is exchanged of a parameter: its local gradient, or the mean of the node's, and the decay if that is
+        sent.
+        """
+        g = self._of_node[parameter] if parameter in self._of_node else self._own(parameter)
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
             scale = self._unscaled(self._scale_of(parameter))
             g = g if scale is None else g * scale.to(g)
@@ -566,6 +640,13 @@ class _Distributed(torch.optim.Optimizer):
             decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
             g = g.add(local(parameter).detach(), alpha=-decay if group["maximize"] else decay)
         return g.detach()
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """A parameter's local gradient; zero where this rank has none but another may."""
+        g = local(parameter.grad)
+        if g is None:
+            return torch.zeros_like(local(parameter))
+        return (g.to_dense() if g.is_sparse else g).detach()
 
     def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         taking_part, gradients = set(parameters), {}
@@ -579,15 +660,21 @@ class _Distributed(torch.optim.Optimizer):
         if shipment.rest is not None and self._world.size > 1:
             dtype = self._config.dense_dtype
             assert dtype is not None
-            return reduce_rounded(shipment.rest, gradients, dtype, self._world, average=self._average)
-        return reduce_dense(gradients, self._world, average=self._average, predivide=self._predivide)
+            return reduce_rounded(shipment.rest, gradients, dtype, self._world.flat, average=self._average)
+        return reduce_dense(gradients, self._world.flat, average=self._average, predivide=self._predivide)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""
         if self._config.clip_norm is None or not self._config.clip_per_tensor:
             return self._scale
-        return None if parameter.grad is None else clip_scale(
-            self._norm(parameter.grad), self._config.clip_norm, self._world.size, self._average)
+        if parameter in self._of_node:
+            return self._clipped(self._norm(self._of_node[parameter]), self._world)
+        return None if parameter.grad is None else self._clipped(self._norm(parameter.grad), self._world.flat)
+
+    def _clipped(self, norm: Tensor, world: World) -> Tensor:
+        """The clipping factor for a gradient of this norm."""
+        assert self._config.clip_norm is not None
+        return clip_scale(norm, self._config.clip_norm, world.nodes, self._average, world.node_size)
 
     def _norm(self, gradient: Tensor) -> Tensor:
         """A gradient's norm, without the loss's scale."""
@@ -599,11 +686,18 @@ class _Distributed(torch.optim.Optimizer):
         return scale if self._inverse is None else self._inverse if scale is None else scale * self._inverse.to(scale)
 
     def _begin(self, shipment: _Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
+        for _, others, earlier in self._exchanges:
+            if earlier.under_way.group == "node":  # so that it goes on to the other nodes during the backward pass
+                with _beside(others[0].device):
+                    earlier.advance()
         with _beside(parameters[0].device):
             self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
     def _count(self, collective: Collective) -> None:
         nbytes = collective.tensor.numel() * collective.tensor.element_size()
+        if collective.group == "node":
+            self._last["node_bytes"] += sent_bytes(collective, self._world)
+            return
         self._last["message_bytes"] += nbytes
         self._last["bytes_sent"] += sent_bytes(collective, self._world)
 
@@ -625,6 +719,8 @@ class _Distributed(torch.optim.Optimizer):
         if self._scaler is not None:
             self._inverse = torch.tensor(1 / self._scaler.get_scale(), device=self._parameters()[0].device)
         if self._config.clips_globally:
+            if self._world.node_size > 1:
+                self._average_all_in_node()
             self._scale = self._clip_scale()
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
@@ -698,17 +794,36 @@ class _Distributed(torch.optim.Optimizer):
         return [p for p in parameters if p.requires_grad or p in self._fired]
 
     def _gradients(self) -> list[Tensor]:
-        """All that this rank has in this step."""
-        return [local(p.grad).detach() for p in self._taking_part(self._parameters()) if p.grad is not None]
+        """All that this rank, or its node, has in this step."""
+        return [self._of_node[p] if p in self._of_node else local(p.grad).detach()
+                for p in self._taking_part(self._parameters()) if p in self._of_node or p.grad is not None]
+
+    def _average_all_in_node(self) -> None:
+        """As the norm of all gradients is wanted before any of them is exchanged among nodes."""
+        exchanges = []
+        for shipment in self._shipments:
+            present = self._taking_part(shipment.parameters)
+            if strange := [self._names[p] for p in present if p in self._sparse or (
+                    p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense)]:
+                raise ValueError(f"the gradient of {strange[0]} is sparse, Config: hierarchical is in force, and "
+                                 "clip_norm needs the norm of the node's mean of it; accepted: sparse_as_dense=True")
+            if present:
+                with _beside(present[0].device):
+                    exchanges.append((present[0].device, Exchange(
+                        self._in_node(shipment, present), self._transport, f"{shipment.name}.node", self._count)))
+        for device, exchange in exchanges:
+            with _beside(device):
+                exchange.finish()
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).wait_stream(_stream(device))
 
     def _clip_scale(self) -> Tensor:
-        assert self._config.clip_norm is not None
         norms = [self._norm(gradient) for gradient in self._gradients()]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         if fsdp.shard(self._parameters()[0]) is not None:
             norm = fsdp.sum_of_shards(norm.square(), self._parameters()[0]).sqrt()
-        return clip_scale(norm, self._config.clip_norm, self._world.size, self._average)
+        return self._clipped(norm, self._world)
 
     def _clip_alone(self) -> None:
         """With one process nothing is exchanged, but a bound on the gradient's norm still holds."""
@@ -983,18 +1098,19 @@ class _Distributed(torch.optim.Optimizer):
         if self._between:
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
         self._settle()
-        self._world = self._transport.world
-        self._last.setdefault("bytes_sent", 0.0)
-        self._last.setdefault("message_bytes", 0)
+        self._meet()
+        before, self._last = self._last, {"bytes_sent": 0.0, "node_bytes": 0.0, "message_bytes": 0}
         group_of = self._groups()
-        before = self._last["bytes_sent"], self._last["message_bytes"]
-        exchanges = [(shipment, Exchange(flush(shipment.kept, self._world, average=self._average), self._transport,
-                                         f"{shipment.name}.flush", self._count))
-                     for shipment in self._shipments if shipment.kept is not None]
-        self._totals["bytes_sent"] += self._last["bytes_sent"] - before[0]
-        self._last["bytes_sent"], self._last["message_bytes"] = before  # they are those of the last step
+        exchanges = []
+        for shipment in self._shipments:
+            if shipment.kept is not None:
+                world = self._world.flat if shipment.bucket is None else self._world
+                exchanges.append((shipment, Exchange(flush(shipment.kept, world, average=self._average),
+                                                     self._transport, f"{shipment.name}.flush", self._count)))
         for shipment, exchange in exchanges:
             self._add(shipment, shipment.parameters, exchange.finish(), group_of)
+        self._totals["bytes_sent"] += self._last["bytes_sent"]
+        self._last = before  # what is reported is the last step's
 
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
@@ -1004,6 +1120,7 @@ class _Distributed(torch.optim.Optimizer):
         return Report(
             steps=self._steps,
             bytes_sent=last.get("bytes_sent", 0.0),
+            node_bytes=last.get("node_bytes", 0.0),
             dense_bytes=last.get("dense_bytes", 0.0),
             message_bytes=last.get("message_bytes", 0),
             density=(sum(int(bucket.entries_sent) for bucket in buckets) + last.get("dense_entries", 0))

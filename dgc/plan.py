@@ -374,10 +374,8 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
     message = 0
     for bucket in shipments(shapes, config) if method.kind == "dgc" else dense_shipments(shapes):
         if bucket.sizes is None:
-            own, name = width * bucket.numel, "ring" if method.kind == "dgc" else method.name
-            if method.kind == "dgc" and method.name.startswith("hierarchical"):
-                name = "hierarchical ring"
-            rounds = cost.DENSE[name](own, n, g)
+            own = width * bucket.numel
+            rounds = cost.DENSE["ring" if method.kind == "dgc" else method.name](own, n, g)
             seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
         else:
             rounds = cost.exchange(method.name, bucket.sizes, n, g)

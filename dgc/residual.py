@@ -139,14 +139,15 @@ def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False
         v.add_(u)
 
 
-def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool) -> Tensor:
+def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool, each: int = 1) -> Tensor:
     """The factor, at most 1, by which a rank's gradient of this norm is clipped (paper, section 3.2).
 
     The paper clips a gradient that already carries 1/N to N^(-1/2) of the threshold. Ours does not carry it, hence
     threshold * N^(1/2) when the sum will be divided by N. N gradients of that norm, orthogonal to each other,
-    combine to a norm of exactly ``clip_norm``.
+    combine to a norm of exactly ``clip_norm``. A contributor that is the mean of several ranks, ``each``, counts so
+    often in the sum.
     """
-    bound = clip_norm * math.sqrt(contributors) if average else clip_norm / math.sqrt(contributors)
+    bound = clip_norm * math.sqrt(contributors) if average else clip_norm / math.sqrt(contributors) / each
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 

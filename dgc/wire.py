@@ -48,10 +48,12 @@ class Layout:
         bucket: whose messages.
         counts: k of each parameter, in the bucket's order.
         dtype: of the values.
+        node_size: how many ranks send one message together; errors name them.
     """
 
-    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype):
+    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype, node_size: int = 1):
         self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
+        self.node_size = node_size
         self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
@@ -151,7 +153,7 @@ class Layout:
         """
         self.check(message, sender)
         counts, _, positions, exponents = self.sections(message)
-        _check_finite(exponents, self.names, sender)
+        _check_finite(exponents, self.names, self.named(sender))
         self.check_places(counts, positions, sender)
         return self.read(message)
 
@@ -184,13 +186,18 @@ class Layout:
 
     def check(self, message: Tensor, sender: int) -> None:
         """Raises ValueError unless a message has the bytes that this layout gives it and its checksum is right."""
-        check(message, self.nbytes, self.bucket, sender)
+        check(message, self.nbytes, self.bucket, self.named(sender))
+
+    def named(self, sender: int) -> str:
+        """What errors call it."""
+        first = sender * self.node_size
+        return f"rank {sender}" if self.node_size == 1 else f"ranks {first} to {first + self.node_size - 1}"
 
     def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
-        return not_finite(sender, [self.names[i] for i in parameters])
+        return not_finite(self.named(sender), [self.names[i] for i in parameters])
 
     def corrupt(self, sender: int) -> ValueError:
-        return _corrupt(sender, self.bucket)
+        return _corrupt(self.named(sender), self.bucket)
 
 
 class Support:
@@ -224,7 +231,7 @@ class Support:
             ValueError: it is not what a rank with this layout has written.
         """
         layout = self._layout
-        check(message, self.nbytes, layout.bucket, sender)
+        check(message, self.nbytes, layout.bucket, layout.named(sender))
         counts, positions = self._sections(message)
         layout.check_places(counts, positions, sender)
         slot, places, _ = layout.read_places(counts, positions)
@@ -263,9 +270,9 @@ class Whole:
 
     def decode(self, message: Tensor, sender: int) -> Tensor:
         """The values, flat. Raises as :meth:`Layout.decode`."""
-        check(message, self.nbytes, self.bucket, sender)
+        check(message, self.nbytes, self.bucket, f"rank {sender}")
         exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        _check_finite(exponents, self.names, sender)
+        _check_finite(exponents, self.names, f"rank {sender}")
         return _scaled(message[:self._ends[0]].view(self.dtype), exponents[self._owner], self.residual)
 
 
@@ -275,28 +282,29 @@ def seal(message: Tensor) -> Tensor:
     return message
 
 
-def check(message: Tensor, nbytes: int, bucket: str, sender: int) -> None:
+def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
     """Raises ValueError unless a message has so many bytes and its checksum is right."""
     if message.numel() != nbytes:
-        raise ValueError(f"the message of rank {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
+        raise ValueError(f"the message of {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
                          "do all ranks have the same model, Config and schedule?")
     if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
         raise _corrupt(sender, bucket)
 
 
-def not_finite(sender: int, names: Iterable[str]) -> FloatingPointError:
-    return FloatingPointError(f"rank {sender} has a gradient that is not finite, in: {', '.join(names)}")
+def not_finite(sender: str, names: Iterable[str]) -> FloatingPointError:
+    verb = "have" if sender.startswith("ranks") else "has"
+    return FloatingPointError(f"{sender} {verb} a gradient that is not finite, in: {', '.join(names)}")
 
 
-def _check_finite(exponents: Tensor, names: Sequence[str], sender: int) -> None:
+def _check_finite(exponents: Tensor, names: Sequence[str], sender: str) -> None:
     """Raises FloatingPointError where the exponents say that a gradient is not finite."""
     wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
     if wrong:
         raise not_finite(sender, [names[i] for i in wrong])
 
 
-def _corrupt(sender: int, bucket: str) -> ValueError:
-    return ValueError(f"the message of rank {sender} for {bucket} is corrupt: it is not what a rank with the same "
+def _corrupt(sender: str, bucket: str) -> ValueError:
+    return ValueError(f"the message of {sender} for {bucket} is corrupt: it is not what a rank with the same "
                       "model, Config and schedule has written")
 
 

@@ -426,6 +426,29 @@ def started_anew():
     return flat(network), flat(train(range(6), config)[0])
 
 
+# -- two machines ------------------------------------------------------------------------------------------------------
+
+def hierarchical():
+    """Some configurations by node, on twice two processes. Horovod is begun anew as its error says."""
+    configs = {name: replace(CONFIGS[name], hierarchical=True) for name in (
+        "default", "shared", "clipped", "warm-up", "dense fallback")}
+    if find().__class__.__name__ == "Horovod":
+        import horovod.torch as hvd
+        try:
+            train(range(1), configs["default"])
+        except ValueError as error:
+            assert "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks" in str(error)
+            begin = str(error).split(" or ")[-1]
+        hvd.shutdown()
+        eval(begin, {"hvd": hvd})
+    results = {}
+    for name, config in configs.items():
+        network, optimizer = train(range(6), config)
+        residuals = optimizer.residual_state_dict()
+        results[name] = flat(network), torch.cat([x.flatten() for x in residuals["v"].values()])
+    return results
+
+
 # -- torch.distributed only --------------------------------------------------------------------------------------------
 
 def process_group():

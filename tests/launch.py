@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 PROCESS_SETS = []  # of Horovod, made when it is initialised
 
 
-def launch(launcher, size, names, limit=240, check=True):
-    """Runs the named cases on each of ``size`` processes.
+def launch(launcher, size, names, limit=240, check=True, node_size=None):
+    """Runs the named cases on each of ``size`` processes, ``node_size`` of which count as being on one machine.
 
     Returns (results, output): case -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
@@ -25,9 +25,13 @@ def launch(launcher, size, names, limit=240, check=True):
     command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size), sys.executable],
                "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)],
                }[launcher]
+    if node_size is not None and launcher == "horovod":  # which tells machines by what they are called
+        called = ["localhost", *(f"127.0.0.{i + 1}" for i in range(size // node_size - 1))]
+        command[2:2] = ["-H", ",".join(f"{name}:{node_size}" for name in called)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-                       "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30"}
+                       "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+                       "DGC_NODE_SIZE": str(node_size or size)}
         log = Path(folder) / "log"
         began = time.monotonic()
         with log.open("w") as file:
@@ -73,6 +77,7 @@ def main():
     else:
         torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
+        os.environ["GROUP_RANK"] = str(rank // int(os.environ["DGC_NODE_SIZE"]))  # as if by an agent on each machine
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
     import cases
     results = {name: getattr(cases, name)() for name in names}

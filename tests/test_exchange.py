@@ -124,31 +124,33 @@ def test_a_support_is_read_as_it_was_written(numel):
     assert torch.equal(valid, layout.uses(used)) and torch.equal(got[valid], index[valid])
 
 
+def counted_sizes(sparsity):
+    """Of the model's only bucket; and how many entries travel dense."""
+    compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
+    bucket = Bucket("", dict(reversed(compressed.items())))
+    layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
+    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, Support(layout).nbytes, 4 * (layout.slots + 1))
+    return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel
+
+
 def counted(exchange, size):
     """Bytes that a rank sends in a step, counted collective by collective, without those of dense parameters."""
     config = dgc.Config(0.99, exchange=exchange)
     reports = dgc.lockstep.run(lambda: train(range(2), config, model())[1].report(), size)
     assert len({report.bytes_sent for report in reports}) == 1
-    dense = sum(p.numel() for p in model().parameters() if p.dim() == 1 or p.numel() < 1024)
-    return reports[0].bytes_sent - 2 * (size - 1) / size * 4 * dense
+    return reports[0].bytes_sent - 2 * (size - 1) / size * 4 * counted_sizes(0.99)[1]
 
 
 def test_gathering_grows_with_the_ranks_and_sharing_does_not():
     """And auto changes its mind where the cost model says."""
     sizes = [2, 4, 8, 16, 32, 64]
     gathered, shared, chosen = ({n: counted(name, n) for n in sizes} for name in ("allgather", "shared", "auto"))
-    message = gathered[2]
-    compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
-    bucket = Bucket("", dict(reversed(compressed.items())))
-    layout = Layout(bucket, [select.count(0.99, n) for n in bucket.numels], torch.float16)
-    assert message == layout.nbytes
-    dense = {n: 2 * (n - 1) / n * 4 * bucket.numel for n in sizes}
-    support, values = Support(layout).nbytes, 4 * (layout.slots + 1)
+    given, _ = counted_sizes(0.99)
+    assert gathered[2] == given.message
     for n in sizes:
-        assert gathered[n] == pytest.approx(min((n - 1) * message, dense[n]))
-        assert shared[n] == pytest.approx(support + 2 * (n - 1) / n * values)
-    assert shared[64] < 1.15 * shared[8] and gathered[32] == pytest.approx(31 * message)
-    given = cost.Sizes(4 * bucket.numel, layout.nbytes, support, values)
+        assert gathered[n] == pytest.approx(min((n - 1) * given.message, 2 * (n - 1) / n * given.dense))
+        assert shared[n] == pytest.approx(given.support + 2 * (n - 1) / n * given.values)
+    assert shared[64] < 1.15 * shared[8] and gathered[32] == pytest.approx(31 * given.message)
     for n in sizes:
         predicted = {name: cost.port_bytes(cost.exchange(name, given, n, 1)) for name in ("allgather", "shared")}
         expected = {"allgather": gathered, "shared": shared}[min(predicted, key=predicted.get)][n]

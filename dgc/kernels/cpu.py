@@ -701,7 +701,7 @@ def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
 class Received:
     """As :class:`dgc.kernels.plain.Received`."""
 
-    def __init__(self, layout: Layout, messages: Tensor, divisor: int):
+    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
         self.layout, self._divisor, messages = layout, divisor, messages.contiguous()
         if messages.shape[1] != layout.nbytes:
             layout.check(messages[0], 0)  # raises

@@ -953,7 +953,7 @@ class Received:
     come from torch's allocator and go back there.
     """
 
-    def __init__(self, layout: Layout, messages: Tensor, divisor: int):
+    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
         if messages.shape[1] != layout.nbytes:
             layout.check(messages[0], 0)  # raises
         settle(layout)

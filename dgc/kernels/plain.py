@@ -78,7 +78,7 @@ class Received:
         FloatingPointError, ValueError: see :meth:`dgc.wire.Layout.decode`.
     """
 
-    def __init__(self, layout: Layout, messages: Tensor, divisor: int):
+    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
         self.layout, self._divisor = layout, divisor
         self._entries = [layout.decode(message, sender) for sender, message in enumerate(messages)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +23,19 @@ class Transport(Protocol):
         """This rank and the live number of ranks; None for a process outside the process set."""
 
     def start(self, collective: Collective, name: str) -> Wait:
-        """Begins a collective. Every rank begins the same ones, under the same names, in the same order."""
+        """Begins a collective. Every rank of its group begins the same ones, under the same names, in the same order.
+        """
+
+    def by_node(self) -> int:
+        """Groups the ranks by machine, after which collectives within a node and across nodes can be started. All ranks
+        call it.
+
+        Returns:
+            How many ranks each machine has.
+
+        Raises:
+            ValueError: on all ranks alike, if they cannot be grouped.
+        """
 
 
 def find(process_set: Any = None) -> Transport:
@@ -79,33 +92,64 @@ def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.
     return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
+def node_size(transport: Transport, machine: str, device: torch.device) -> int:
+    """How many ranks each machine has, for :meth:`Transport.by_node`.
+
+    Args:
+        transport: whose ranks are asked.
+        machine: what this rank's is called; no two are called the same.
+        device: of the tensors that travel.
+
+    Raises:
+        ValueError: some machines have more than others, or ranks are not numbered machine by machine.
+    """
+    machines = gather_bytes(transport, machine.encode(), "dgc.machines", device)
+    runs = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
+    if len(runs) > len(set(machines)):
+        raise ValueError(f"hierarchical is True, but the ranks are not numbered machine by machine: they are on "
+                         f"{', '.join(name.decode(errors='replace') for name in machines[:8])} ...; accepted: as "
+                         "horovodrun and torchrun number them, or mpirun --map-by slot")
+    if len(set(runs)) > 1:
+        raise ValueError(f"hierarchical is True, but the machines have {', '.join(map(str, runs))} ranks; accepted: "
+                         "the same number on each")
+    return runs[0]
+
+
 class Exchange:
     """A path on its way: its collective has begun, and :meth:`finish` takes it to its end."""
 
     def __init__(self, path: Path, transport: Transport, name: str, on_start: Callable[[Collective], None]):
         self._path, self._transport, self._name, self._on_start = path, transport, name, on_start
-        self._rounds = 0
+        self._rounds, self._result = 0, None
         self._wait = self._start(next(path))
 
     def _start(self, collective: Collective) -> Wait:
+        self.under_way = collective
         self._on_start(collective)
         name = self._name if self._rounds == 0 else f"{self._name}#{self._rounds}"
         self._rounds += 1
         return self._transport.start(collective, name)
 
+    def advance(self) -> bool:
+        """Waits for the collective under way, and begins the next one; False where there is none."""
+        try:
+            result = self._wait()
+        except BaseException as error:
+            self._path.throw(error)  # the path puts back what was taken, and raises it again
+            raise
+        try:
+            collective = self._path.send(result)
+        except StopIteration as end:
+            self._result = end.value
+            return False
+        self._wait = self._start(collective)
+        return True
+
     def finish(self) -> Any:
         """Waits for the collectives that the path asks for, and returns its result."""
-        while True:
-            try:
-                result = self._wait()
-            except BaseException as error:
-                self._path.throw(error)  # the path puts back what was taken, and raises it again
-                raise
-            try:
-                collective = self._path.send(result)
-            except StopIteration as end:
-                return end.value
-            self._wait = self._start(collective)
+        while self.advance():
+            pass
+        return self._result
 
     def abandon(self, wait: bool) -> None:
         """Gives up; what was taken is put back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import horovod.torch as hvd
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgc.compressor import Collective, World
-from dgc.transport import Wait
+from dgc.transport import Wait, node_size
 
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
@@ -19,6 +20,7 @@ class Horovod:
 
     def __init__(self, process_set: Any = None):
         self._set = hvd.global_process_set if process_set is None else process_set
+        self._sets = {"world": self._set}
 
     @property
     def world(self) -> World | None:
@@ -27,20 +29,53 @@ class Horovod:
             return None
         return World(self._set.rank(), self._set.size())
 
+    def by_node(self) -> int:
+        if self._set.ranks != hvd.global_process_set.ranks:
+            raise ValueError(f"hierarchical is True and process_set has ranks {self._set.ranks}; accepted: all ranks, "
+                             "process_set=None")
+        size = node_size(self, str(hvd.cross_rank()), torch.device("cpu"))
+        world = World(hvd.rank(), hvd.size(), size)
+        if 1 < size < world.size:
+            every = [World(rank, world.size, size).members(group) for group in ("node", "across")
+                     for rank in (range(0, world.size, size) if group == "node" else range(size))]
+            sets = {tuple(ranks): made for ranks, made in zip(every, _process_sets(every), strict=True)}
+            self._sets.update({group: sets[tuple(world.members(group))] for group in ("node", "across")})
+        return size
+
     def start(self, collective: Collective, name: str) -> Wait:
         tensor = collective.tensor
+        process_set = self._sets[collective.group]
         if collective.op == "sum":
-            return self._sum(tensor, name)
+            return self._sum(tensor, name, process_set)
         # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits will do.
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
-            handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=self._set)
+            handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
         else:
-            root = self._set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
-            handle = hvd.broadcast_async_(bits, root, name=name, process_set=self._set)
+            root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
+            handle = hvd.broadcast_async_(bits, root, name=name, process_set=process_set)
         return lambda: hvd.synchronize(handle).view(tensor.dtype)
 
-    def _sum(self, tensor: Tensor, name: str) -> Wait:
+    def _sum(self, tensor: Tensor, name: str, process_set: Any) -> Wait:
         flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=self._set)
+        handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=process_set)
         return lambda: hvd.synchronize(handle).to(tensor.dtype)
+
+
+def _process_sets(every: list[list[int]]) -> list[Any]:
+    """A process set of each of these lists of ranks: one that Horovod has already, or else a new one."""
+    known = {tuple(ranks): number for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()}
+    missing = [ranks for ranks in every if tuple(ranks) not in known]
+    if missing and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+        raise ValueError("hierarchical is True, and Horovod lacks process sets for it; accepted: the environment "
+                         "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or hvd.init(process_sets=["
+                         f"{', '.join(f'hvd.ProcessSet({ranks})' for ranks in every)}])")
+    sets = []
+    for ranks in every:
+        if tuple(ranks) in known:
+            made = hvd.ProcessSet(ranks)
+            made.process_set_id = known[tuple(ranks)]
+        else:
+            made = hvd.add_process_set(ranks)  # which all ranks call, in the same order
+        sets.append(made)
+    return sets

@@ -26,7 +26,7 @@ def current() -> Lockstep | None:
     return getattr(_here, "rank", None)
 
 
-def run(worker: Callable[[], T], size: int) -> list[T]:
+def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
     """Runs ``worker`` as each of ``size`` ranks, in lockstep, and returns what they returned, in rank order.
 
     Inside, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and :func:`current` tells the rank.
@@ -34,19 +34,22 @@ def run(worker: Callable[[], T], size: int) -> list[T]:
     Args:
         worker: takes no arguments.
         size: how many ranks, at least 1.
+        node_size: how many of them count as being on one machine, for ``Config(hierarchical=True)``; divides ``size``.
 
     Raises:
-        ValueError: ``size`` < 1.
+        ValueError: ``size`` < 1, or ``node_size`` does not divide it.
         Exception: what a rank raised; the others are ended.
         RuntimeError: the ranks wait for different things, or one returned while others wait for it.
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"lockstep.run: size is {size!r}; accepted: an integer >= 1")
+    if not isinstance(node_size, int) or node_size < 1 or size % node_size:
+        raise ValueError(f"lockstep.run: node_size is {node_size!r}; accepted: a divisor of size, which is {size}")
     stage = _Stage(size)
     results: dict[int, T] = {}
 
     def play(rank: int) -> None:
-        _here.rank = Lockstep(rank, stage)
+        _here.rank = Lockstep(rank, stage, node_size)
         try:
             stage.await_turn(rank)
             results[rank] = worker()
@@ -70,17 +73,21 @@ def run(worker: Callable[[], T], size: int) -> list[T]:
 class Lockstep:
     """One of N ranks within this process."""
 
-    def __init__(self, rank: int, stage: _Stage):
-        self._rank, self._stage = rank, stage
+    def __init__(self, rank: int, stage: _Stage, machine_size: int):
+        self._rank, self._stage, self._machine_size = rank, stage, machine_size
         self._begun: dict[str, int] = {}
 
     @property
     def world(self) -> World:
         return World(self._rank, self._stage.size)
 
+    def by_node(self) -> int:
+        return self._machine_size
+
     def start(self, collective: Collective, name: str) -> Wait:
+        members = tuple(World(self._rank, self._stage.size, self._machine_size).members(collective.group))
         count = self._begun[name] = self._begun.get(name, 0) + 1
-        key = (name, count)
+        key = (name, count, members)
         self._stage.put(key, self._rank, collective)
         return lambda: self._stage.get(key, self._rank)
 
@@ -112,14 +119,14 @@ class _Stage:
         box = self._boxes.setdefault(key, {})
         box[rank] = collective
         self._waiting.clear()
-        if len(box) == self.size:
-            self._results[key] = _perform([box[rank] for rank in range(self.size)], key[0])
+        if len(box) == len(key[2]):
+            self._results[key] = _perform([box[rank] for rank in key[2]], key[0])
 
     def get(self, key: Any, rank: int) -> Tensor:
         while key not in self._results:
             self._waiting[rank] = key
             if len(self._waiting) == self.size - len(self._left):
-                waits = ", ".join(f"rank {r} for {name!r}" for r, (name, _) in sorted(self._waiting.items()))
+                waits = ", ".join(f"rank {r} for {name!r}" for r, (name, *_) in sorted(self._waiting.items()))
                 gone = f"; {sorted(self._left)} returned" if self._left else ""
                 raise RuntimeError(f"no rank can go on: waiting are {waits}{gone}")
             self._pass_on(rank)

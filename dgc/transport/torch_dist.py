@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dgc.compressor import Collective, World
-from dgc.transport import Wait
+from dgc.transport import Wait, node_size
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
@@ -18,6 +20,7 @@ class TorchDistributed:
 
     def __init__(self, group: Any = None):
         self._group = group
+        self._groups = {"world": group}
 
     @property
     def world(self) -> World | None:
@@ -25,23 +28,41 @@ class TorchDistributed:
         rank = dist.get_rank(self._group)
         return None if rank < 0 else World(rank, dist.get_world_size(self._group))
 
+    def by_node(self) -> int:
+        """A machine is known by its name, and by the number of torchrun's agent."""
+        machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+        size = node_size(self, machine, _device(self._group))
+        world = World(dist.get_rank(self._group), dist.get_world_size(self._group), size)
+        if 1 < size < world.size:
+            ranks = dist.get_process_group_ranks(self._group)
+            for group in ("node", "across"):
+                members = [ranks[member] for member in world.members(group)]
+                self._groups[group] = dist.new_group(
+                    members, backend=dist.get_backend(self._group), use_local_synchronization=True)
+        return size
+
     def start(self, collective: Collective, name: str) -> Wait:
         """``name`` is not used: the order decides."""
-        tensor = collective.tensor.contiguous()
+        tensor, group = collective.tensor.contiguous(), self._groups[collective.group]
         result = tensor
         if collective.op == "gather":
-            size = dist.get_world_size(self._group)
+            size = dist.get_world_size(group)
             result = torch.empty(size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            work = _all_gather(result.view(-1), tensor.view(-1), group=self._group, async_op=True)
+            work = _all_gather(result.view(-1), tensor.view(-1), group=group, async_op=True)
         elif collective.op == "sum":
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         else:
-            group: Any = self._group if self._group is not None else dist.group.WORLD
-            root = dist.get_global_rank(group, collective.root)
-            work = dist.broadcast(tensor, src=root, group=self._group, async_op=True)
+            root = dist.get_process_group_ranks(group)[collective.root]
+            work = dist.broadcast(tensor, src=root, group=group, async_op=True)
 
         def wait() -> torch.Tensor:
             work.wait()
             return result
 
         return wait
+
+
+def _device(group: Any) -> torch.device:
+    """Where a group's tensors are to be."""
+    on_gpu = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,0 +1,263 @@
+"""Gradients averaged within nodes, and compressed ones exchanged among them. The law: nodes take part as ranks do that
+have the mean of their ranks' gradients.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CONFIGS
+from launch import launch
+from laws import current_rank, difference, flat, model, reference, train
+from test_exchange import SHARED, counted_sizes
+
+import dgc
+from dgc import cost
+from dgc.transport import node_size
+
+SHAPES = {"a": (30, 40), "b": (7, 11), "c": (90,), "d": (200, 13)}
+SUM = {"op": dgc.Sum}
+
+
+def gradient(rank, step, name):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + ord(name))
+    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64) ** 3
+
+
+def trained(config, of_rank, steps=8, nesterov=False, weight_decay=0.01, load=None, **arguments):
+    """With gradients given by ``of_rank``: the parameters, and the optimizer, after some steps."""
+    torch.manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9, weight_decay=weight_decay, nesterov=nesterov)
+    optimizer = dgc.DistributedOptimizer(optimizer, parameters.items(), config, **arguments)
+    if load is not None:
+        optimizer.load_residual_state_dict(load[current_rank()])
+    for step in range(steps):
+        for name, p in parameters.items():
+            p.grad = of_rank(current_rank(), step, name)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters.values()]), optimizer
+
+
+def mean(g, rank, step, name):
+    """Of a node's ranks."""
+    return sum(gradient(r, step, name) for r in range(rank * g, (rank + 1) * g)) / g
+
+
+def added(g, rank, step, name):
+    return g * mean(g, rank, step, name)
+
+
+def pending(optimizer):
+    residuals = optimizer.residual_state_dict()
+    return torch.cat([x.flatten() for letter in "uv" for x in residuals[letter].values()])
+
+
+SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.items()},
+            "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
+CASES = [(name, 2, 2, {}) for name in SETTINGS] + [
+    (name, n, g, arguments) for name in ("default", "shared", "clipped", "decay sent")
+    for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [("clipped per tensor", 2, 4, SUM)]
+
+
+@pytest.mark.parametrize("name, n, g, arguments", CASES)
+def test_a_node_is_a_rank_with_the_mean_of_its_gradients(name, n, g, arguments):
+    """Parameters, u and v; where ranks are added up, nodes' sums are."""
+    nesterov, config = name == "clipped", SETTINGS[name]
+    got = dgc.lockstep.run(lambda: trained(replace(config, hierarchical=True), gradient, nesterov=nesterov,
+                                           **arguments), n * g, g)
+    of_node = functools.partial(added if arguments else mean, g)
+    expected = dgc.lockstep.run(lambda: trained(config, of_node, nesterov=nesterov, **arguments), n)
+    assert all(torch.equal(parameters, got[0][0]) for parameters, _ in got)
+    assert difference(got[0][0], expected[0][0]) < 1e-12
+    for rank, (_, optimizer) in enumerate(got):
+        assert torch.equal(pending(optimizer), pending(got[rank // g * g][1]))
+        assert difference(pending(optimizer) * (g if arguments else 1), pending(expected[rank // g][1])) < 1e-12
+
+
+def test_with_nothing_kept_back_it_is_sgd_on_the_average_of_all_ranks():
+    """Law 3; also on one machine, where it compresses nothing."""
+    expected = flat(reference(range(8), 6)[0])
+    for node, sparsity in ((2, 0.0), (3, 0.0), (6, 0.99)):
+        config = dgc.Config(sparsity, hierarchical=True)
+        results = dgc.lockstep.run(lambda config=config: flat(train(range(8), config)[0]), 6, node)
+        assert all(difference(result, expected) < 1e-6 for result in results)
+
+
+@pytest.mark.parametrize("node, hierarchical", [(1, True), (1, "auto"), (4, "auto")])
+def test_it_is_the_flat_exchange_where_there_is_nothing_to_group(node, hierarchical):
+    config = dgc.Config(0.95, hierarchical=hierarchical)
+    got = dgc.lockstep.run(lambda: flat(train(range(4), config)[0]), 4, node)
+    expected = dgc.lockstep.run(lambda: flat(train(range(4), dgc.Config(0.95))[0]), 4)
+    assert torch.equal(got[0], expected[0])
+
+
+def test_auto_groups_where_it_can():
+    got, expected = (dgc.lockstep.run(lambda kind=kind: flat(train(range(4), dgc.Config(0.95, hierarchical=kind))[0]),
+                                      4, 2)[0] for kind in ("auto", True))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("n, g", [(2, 2), (4, 2), (4, 4), (2, 8), (8, 2)])
+@pytest.mark.parametrize("exchange, sparsity", [("allgather", 0.99), ("shared", 0.99), ("allgather", 0.1)])
+def test_each_byte_crosses_the_network_once(exchange, sparsity, n, g):
+    """What the ranks of a node send to other nodes is together what a rank alone would send among n; counted. The cost
+    model knows what goes on within the node.
+    """
+    sizes, dense = counted_sizes(sparsity)
+    config = dgc.Config(sparsity, exchange=exchange, hierarchical=True)
+    reports = dgc.lockstep.run(lambda: train(range(2), config, model())[1].report(), n * g, g)
+    small = 2 * (n * g - 1) / (n * g) * 4 * dense
+    summed = 2 * (n - 1) / n
+    alone = (n - 1) * sizes.message if exchange == "allgather" else sizes.support + summed * sizes.values
+    if sparsity == 0.1:
+        alone = min(alone, summed * sizes.dense)
+    padding = 4 * g * (n + 1)  # stripes are of one length
+    assert alone <= sum(report.bytes_sent - small for report in reports[:g]) <= alone + padding
+    name = "hierarchical" if exchange == "allgather" else "hierarchical shared"
+    inside = [step for step in cost.exchange(name, sizes, n, g) if not step.across]
+    assert reports[0].node_bytes == pytest.approx(sum(s.times * s.nbytes for s in inside), abs=padding * n)
+
+
+def taken_up(config, states):
+    """What is pending on this rank when it goes on from these residuals, saved by all ranks."""
+    optimizer = trained(replace(config, hierarchical=True), gradient, steps=0, load=states)[1]
+    optimizer._meet()
+    return pending(optimizer)
+
+
+def test_residuals_of_ranks_become_those_of_their_node():
+    """Saved by ranks that did not share theirs: what they are worth in total stays the same, to the last step."""
+    apart = dgc.lockstep.run(lambda: trained(SETTINGS["default"], gradient), 4)
+    states = [optimizer.residual_state_dict() for _, optimizer in apart]
+    for rank, got in enumerate(dgc.lockstep.run(lambda: taken_up(SETTINGS["default"], states), 4, 2)):
+        both = [pending(apart[r][1]) for r in (rank // 2 * 2, rank // 2 * 2 + 1)]
+        assert torch.equal(got, sum(both) / 2)
+
+
+def test_residuals_of_nodes_are_taken_up_to_the_bit():
+    """Of three ranks, too, whose sum divided by 3 would be something else."""
+    config = replace(SETTINGS["shared"], hierarchical=True)
+    states = [optimizer.residual_state_dict() for _, optimizer in dgc.lockstep.run(
+        lambda: trained(config, gradient), 6, 3)]
+    for state, got in zip(states, dgc.lockstep.run(lambda: taken_up(config, states), 6, 3), strict=True):
+        assert torch.equal(got, torch.cat([x.flatten() for letter in "uv" for x in state[letter].values()]))
+
+
+@pytest.mark.parametrize("config", [SETTINGS["default"], SHARED, SETTINGS["clipped"], dgc.Config(0.0, min_numel=0)],
+                         ids=["gathered", "shared", "clipped", "dense"])
+def test_a_gradient_that_is_not_finite_is_laid_to_its_rank(config):
+    """And has entered nothing: the training goes on."""
+    def worker():
+        told = []
+
+        def of_rank(rank, step, name):
+            g = gradient(rank, step, name)
+            if step == 2 and rank == 3 and name == "a" and not told:
+                g[3, 4] = float("nan")
+            return g
+
+        parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+                      for name, shape in SHAPES.items()}
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters.values(), 0.1, 0.9), parameters.items(),
+                                             replace(config, hierarchical=True))
+        for step in range(4):
+            for name, p in parameters.items():
+                p.grad = of_rank(current_rank(), step, name)
+            try:
+                optimizer.step()
+            except FloatingPointError as error:
+                told.append(str(error))
+        return told, pending(optimizer), torch.cat([p.detach().flatten() for p in parameters.values()])
+
+    for told, left, parameters in dgc.lockstep.run(worker, 4, 2):
+        assert told == ["rank 3 has a gradient that is not finite, in: a"]
+        assert left.isfinite().all() and parameters.isfinite().all()
+
+
+def test_messages_leave_for_other_nodes_during_the_backward_pass():
+    def worker():
+        begun = []
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(),
+                                             dgc.Config(0.9, hierarchical=True), groups=4)
+        start = optimizer._transport.start
+
+        class Recording:
+            world, by_node = optimizer._transport.world, optimizer._transport.by_node
+
+            def start(self, collective, name):
+                begun.append((collective.group, torch._C._current_graph_task_id() != -1))
+                return start(collective, name)
+
+        optimizer._transport = Recording()
+        for _ in range(2):
+            begun.clear()
+            optimizer.zero_grad()
+            network(torch.randn(3, 60)).square().mean().backward()
+            optimizer.step()
+        return begun.count(("node", True)), begun.count(("across", True))
+
+    assert dgc.lockstep.run(worker, 4, 2) == [(4, 3)] * 4
+
+
+def test_machines_that_cannot_be_grouped():
+    def told(machines):
+        def worker():
+            try:
+                return node_size(dgc.lockstep.current(), machines[current_rank()], torch.device("cpu"))
+            except ValueError as error:
+                return str(error)
+        answer, *others = dgc.lockstep.run(worker, len(machines))
+        assert set(others) <= {answer}
+        return answer
+
+    assert told(["a", "a", "b", "b"]) == 2 and told(["a", "b"]) == 1 and told(["a"] * 3) == 3
+    assert "the machines have 2, 1 ranks; accepted: the same number" in told(["a", "a", "b"])
+    assert "not numbered machine by machine: they are on a, b, a, b" in told(["a", "b", "a", "b"])
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"hierarchical is 'yes'; accepted: True, False or 'auto'"):
+        dgc.Config(hierarchical="yes")
+    with pytest.raises(ValueError, match="node_size is 3; accepted: a divisor"):
+        dgc.lockstep.run(current_rank, 4, 3)
+
+    def embedded():
+        torch.manual_seed(0)
+        network = torch.nn.Embedding(100, 30, sparse=True)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(),
+                                             dgc.Config(0.9, hierarchical=True, clip_norm=1.0))
+        network(torch.arange(5)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"weight is sparse, Config: hierarchical is in force.*sparse_as_dense=True"):
+        dgc.lockstep.run(embedded, 4, 2)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match="hierarchical is True in an elastic job"):
+        dgc.lockstep.run(lambda: train(range(1), dgc.Config(hierarchical=True)), 2)
+
+
+@functools.cache
+def processes(launcher):
+    try:
+        return launch(launcher, 4, ["hierarchical"], node_size=2)[0]["hierarchical"]
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+def test_transports_give_the_same(launcher):
+    """Law 7: two machines of two processes each, beside lockstep; Horovod as its error says how to begin it."""
+    from cases import hierarchical
+    results = processes(launcher)
+    if isinstance(results, BaseException):
+        raise results
+    expected = dgc.lockstep.run(hierarchical, 4, 2)
+    for rank, ranks in enumerate(results):
+        assert all(torch.equal(ranks[name][0], results[0][name][0]) for name in ranks)
+        for name, (parameters, left) in ranks.items():
+            assert difference(parameters, expected[rank][name][0]) < 1e-5  # a ring of four adds up in its own order
+            assert left.any() and torch.equal(left, results[rank // 2 * 2][name][1])
