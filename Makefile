@@ -28,7 +28,7 @@ $(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
 	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi \
-	  numba triton matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout ruff
+	  numba triton matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout pytest-xdist ruff
 	touch $@
 
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
@@ -40,7 +40,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
 	touch $@
 
 test: setup
-	$(VENV)/bin/python -m pytest tests
+	$(VENV)/bin/python -m pytest tests -n logical --maxprocesses 4 --dist loadfile
 
 soak: setup
 	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/test_checkpoint.py -s
