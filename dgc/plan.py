@@ -41,7 +41,6 @@ WORTH = 1.05  # times faster than dense exchange, from which on compression is s
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 LARGEST = 65_536  # workers
-BUILT = ("allgather", "shared")  # of cost.EXCHANGES: the others are predicted, but cannot be chosen yet
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
 NETWORKS = {"1gbit": Link(50e-6, 0.125e9), "10gbit": Link(30e-6, 1.25e9), "25gbit": Link(20e-6, 3.125e9),
@@ -329,7 +328,7 @@ class Method(NamedTuple):
 
     def __str__(self) -> str:
         if self.kind == "dgc":
-            return f"DGC, {self.name}" + ("" if self.name in BUILT else " (not built yet)")
+            return f"DGC, {self.name}"
         return f"{self.name}, {self.kind}"
 
 
@@ -438,7 +437,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
 
     def best(kind: str, on: Cluster = cluster, chosen: Config = config) -> Prediction:
         made = [predict(shapes, on, m, compute, chosen, local, overlap) for m in methods(on)
-                if (m.kind == "dgc") == (kind == "dgc") and (m.kind != "dgc" or m.name in BUILT)]
+                if (m.kind == "dgc") == (kind == "dgc")]
         fastest = min(p.step_seconds for p in made)
         return next(p for p in made if p.step_seconds <= (NEARLY if kind == "dgc" else 1) * fastest)
 
@@ -486,8 +485,9 @@ def _words(cluster: Cluster, compute: float, pays: bool, dense: Prediction, dgc:
     else:
         yield f"On this cluster it pays up to {bits(below)} between nodes, and not above."
     if pays:
-        shared = ', exchange="shared"' if dgc.method.name == "shared" else ""
-        yield (f"Recommended: dgc.Config(sparsity={sparsity:g}{shared}), after a warm-up"
+        exchange = (', exchange="shared"' if dgc.method.name.endswith("shared") else "") + (
+            ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else "")
+        yield (f"Recommended: dgc.Config(sparsity={sparsity:g}{exchange}), after a warm-up"
                + ("." if sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     lost = dgc.step_seconds - compute

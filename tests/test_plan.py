@@ -149,6 +149,8 @@ def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
     assert plan.advise(shapes, cluster(4), 0.25).dgc.method.name == "allgather"
     crowd = plan.advise(shapes, cluster(256), 0.25, local=FREE)
     assert crowd.dgc.method.name == "shared" and 'exchange="shared"' in " ".join(crowd.words)
+    nodes = plan.advise(shapes, Cluster(64, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE)
+    assert nodes.dgc.method.name.startswith("hierarchical") and "hierarchical=True" in " ".join(nodes.words)
     assert plan.advise(shapes, cluster(2), 2.0, local=FREE).sparsity == 0.9  # all hides behind 2 s
     assert plan.advise(shapes, cluster(4, network="1gbit"), 0.01).sparsity == 0.999
 

@@ -1,0 +1,105 @@
+"""Bytes that a worker sends to other machines in a step, from 2 to 64 workers: counted, beside the cost model.
+
+    python benchmarks/scaling.py --out docs/scaling.png
+
+ResNet-110's gradient at 99.9 %, all workers in this process (dgc.lockstep), collective by collective: ring all-gather,
+ring allreduce, tree broadcast. Only what travels compressed is counted; the small tensors are the same with each
+exchange. "auto" is run at every number of workers, to see where it changes its mind. The model's bytes are those of the
+busiest port: with a shared support the leader's, who sends it log2 N times, while a worker sends it once on average.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import dgc
+from dgc import cost, plan
+
+WORKERS = (2, 4, 8, 16, 32, 64)
+NODE = 4  # workers on a machine, where the exchange is hierarchical
+SHAPES = tuple(shape for shape in plan.resnet110() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
+NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
+COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
+
+
+def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
+    """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
+    by_node = name.startswith("hierarchical")
+    exchange = "shared" if name.endswith("shared") else "auto" if name == "auto" else "allgather"
+    config = dgc.Config(exchange=exchange, hierarchical=by_node)
+
+    def worker() -> float:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), None, config)
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        return optimizer.report().bytes_sent
+
+    return dgc.lockstep.run(worker, workers, NODE if by_node else 1)[0]
+
+
+def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
+    """By the cost model: what passes a machine's port, for each of its workers."""
+    gpus = NODE if name.startswith("hierarchical") else 1
+    return cost.port_bytes(cost.exchange(name, sizes, workers // gpus, gpus)) / gpus
+
+
+def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =
+         Path("docs/scaling.png")) -> None:
+    """Counts, draws, and says where auto changes its mind."""
+    torch.set_num_threads(1)
+    (shipment,) = plan.shipments(SHAPES, dgc.Config())
+    assert shipment.sizes is not None
+    sizes, numel = shipment.sizes, shipment.numel
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]
+    rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
+             "predicted": predicted(name, n, sizes)}
+            for name in NAMES for n in WORKERS if not name.startswith("hierarchical") or n > NODE]
+    every = range(2, WORKERS[-1] + 1)
+    auto = {n: counted("auto", n, gradients) for n in every}
+    turns = next(n for n in every if predicted("shared", n, sizes) < predicted("allgather", n, sizes))
+    gathers = {n: min((n - 1) * sizes.message, 2 * (n - 1) / n * sizes.dense) for n in every}
+    turned = next(n for n in every if auto[n] != gathers[n])
+    draw(rows, auto, numel, out)
+    results = Path(__file__).parent / "results" / "scaling.json"
+    results.write_text(json.dumps({
+        "benchmark": "scaling", "model": "resnet110", "entries": numel, "slots": shipment.slots, "node": NODE,
+        "sizes": sizes._asdict(), "rows": rows, "auto": auto, "auto_turns_predicted": turns,
+        "auto_turns_counted": turned}, indent=1) + "\n")
+    for row in rows:
+        print(f"{row['exchange']:>20} {row['workers']:>3} workers: {row['counted']:>9,.0f} bytes counted, "
+              f"{row['predicted']:>9,.0f} predicted")
+    print(f"auto shares from {turned} workers on; predicted: {turns}")
+
+
+def draw(rows: list[dict[str, object]], auto: dict[int, float], numel: int, out: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for name, colour in COLOURS.items():
+        mine = [row for row in rows if row["exchange"] == name]
+        label = name + (f" (machines of {NODE})" if name.startswith("hierarchical") else "")
+        axis.plot([r["workers"] for r in mine], [r["predicted"] for r in mine], "-", color=colour, label=label)
+        axis.plot([r["workers"] for r in mine], [r["counted"] for r in mine], "o", color=colour)
+    axis.plot(list(auto), list(auto.values()), ".", color="black", markersize=3, label="auto, counted")
+    axis.plot(list(auto), [2 * (n - 1) / n * 4 * numel for n in auto], ":", color="tab:gray",
+              label="dense ring, float32")
+    axis.set(xscale="log", yscale="log", xlabel="workers", ylabel="bytes a worker sends to other machines",
+             title="ResNet-110 at 99.9 %, one step: lines predicted, dots counted")
+    axis.set_xticks(WORKERS, [str(n) for n in WORKERS])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+    figure.savefig(out, dpi=130)
+
+
+if __name__ == "__main__":
+    typer.run(main)
