@@ -324,7 +324,7 @@ def parse(values: str, accepted: Any, option: str) -> list[str]:
 
 
 def main(
-        rates: Annotated[str, typer.Option(help="Of 10gbit, 1gbit, 100mbit.")] = ",".join(RATES),
+        rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "10gbit,1gbit,100mbit",
         models: Annotated[str, typer.Option(help="Of resnet50, lstm, resnet110, resnet110-wide.")] =
             "resnet50,resnet110-wide",
         methods: Annotated[str, typer.Option(help="Any of the default's.")] = ",".join(METHODS),
