@@ -193,6 +193,35 @@ def test_autocast():
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_float16_finds_its_scale(sparsity):
+    """Autocast to float16, with a scale at which its gradients overflow: those steps never were, and when the scale fits
+    it is the training that begins with it.
+    """
+    def trained(steps, scale):
+        scaler = scaler_of(scale, interval=100)
+        network, optimizer = wrapped(dgc.Config(sparsity), scaler)
+        for step in steps:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                value = loss(network, rank(), step)
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return flat(network), residuals(optimizer), optimizer.report(), scaler.get_scale()
+
+    def worker():
+        *found, report, scale = trained(range(20), 2.0 ** 24)
+        skipped = report.skipped
+        assert 0 < skipped < 15 and scale == 2.0 ** (24 - skipped) and report.steps == 20 - skipped
+        *expected, other, _ = trained(range(skipped, 20), scale)
+        assert other.skipped == 0 and all(map(torch.equal, found, expected))
+        return found[0]
+
+    one, other = dgc.lockstep.run(worker, 2)
+    assert torch.equal(one, other) and one.isfinite().all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
 @pytest.mark.parametrize("parameter", ["6.weight", "8.bias"])
