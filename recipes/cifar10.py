@@ -101,11 +101,10 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("dense", "fp16"):
         return dgc.Config(sparsity=0.0)
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
-        return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
+        return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
-    quarter = max(1, round(warmup * steps / 4))  # the paper's has four stages
-    return dgc.Config(dgc.warmup(4, steps_per_epoch=quarter, end=a.sparsity) if warmup else a.sparsity, a.selection,
-                      a.momentum_correction, a.factor_masking, a.clip_norm, local_weight_decay=a.local_weight_decay)
+    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
+                      a.clip_norm, local_weight_decay=a.local_weight_decay)
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:

@@ -15,12 +15,31 @@ import typer
 from torch import nn
 
 import dgc
+from dgc.config import check_sparsity
+from dgc.schedule import NUMBER, parse
+
+
+def sparsity(text: str) -> float | str:
+    """A number, or an expression that ``dgc.schedule.parse`` reads.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    try:
+        if NUMBER.fullmatch(str(text)):  # or the default, which is a number already
+            return check_sparsity(float(text), "it")
+        parse(text, steps_per_epoch=1)  # how many there are is known later, and makes nothing wrong
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
 
 # Options that mean the same in every recipe.
 Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(
     help="fp16: Horovod's compression. naive: top-k that forgets what it does not send. topk: gradient dropping (Aji "
          "and Heafield 2017), which keeps it.")]
-Sparsity = Annotated[float, typer.Option(help="After the warm-up.")]
+Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
+    "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
 Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 Threads = Annotated[int | None, typer.Option(help="Of this process; default: torch's.")]
@@ -37,6 +56,8 @@ def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
     """Trains as one of the launched ranks, or as all of ``--virtual-workers``; what rank 0, or this rank, returned."""
     if a.resume and a.checkpoints is None:
         raise typer.BadParameter("--resume needs --checkpoints")
+    if isinstance(a.sparsity, str) and a.warmup_epochs is not None:
+        raise typer.BadParameter(f"--sparsity {a.sparsity} is a whole schedule; accepted: without --warmup-epochs")
     if a.threads:
         torch.set_num_threads(a.threads)
     launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
@@ -66,6 +87,13 @@ def of_rank_0(values: list[float], device: torch.device) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dgc.broadcast_parameters([("values", tensor)])
     return tensor.tolist()
+
+
+def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
+    """The expression's; or that of a number, after ``warmup`` epochs of ``steps`` in the paper's four stages."""
+    if isinstance(a.sparsity, str):
+        return parse(a.sparsity, steps)
+    return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity) if warmup else a.sparsity
 
 
 def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:

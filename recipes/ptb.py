@@ -132,11 +132,10 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("dense", "fp16"):  # the averaged gradient itself, to be clipped; SGD has the momentum
         return dgc.Config(sparsity=0.0, momentum_correction=False)
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
-        return dgc.Config(a.sparsity, a.selection, momentum_correction=False, factor_masking=False)
+        return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
-    quarter = max(1, round(warmup * steps / 4))  # the paper's has four stages
-    return dgc.Config(dgc.warmup(4, steps_per_epoch=quarter, end=a.sparsity) if warmup else a.sparsity, a.selection,
-                      a.momentum_correction, a.factor_masking, (a.clip_norm or None) if a.local_clipping else None)
+    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
+                      (a.clip_norm or None) if a.local_clipping else None)
 
 
 def update(model: nn.Module, optimizer: Any, a: Any) -> None:

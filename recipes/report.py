@@ -53,7 +53,8 @@ def label(result: Result) -> str:
         return NAMES[chosen["method"]]
     without = [f", no {part.replace('_', ' ')}" for part in PARTS if not chosen.get(part, True)]
     without += [", no warm-up"] if chosen.get("warmup_epochs") == 0 else []
-    return f"DGC {100 * chosen['sparsity']:.5g} %{''.join(without)}"
+    kept = chosen["sparsity"]
+    return f"DGC {kept if isinstance(kept, str) else f'{100 * kept:.5g} %'}{''.join(without)}"
 
 
 def settings(result: Result) -> Any:

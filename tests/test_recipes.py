@@ -93,12 +93,55 @@ def flattened(tree, name=""):
     (("--resume",), "--resume needs --checkpoints"),
     (("--depth", "21"), "--depth is 21; accepted: 20, 32, 44, 56, 110"),
     (("--method", "fp16"), "accepted under horovodrun"),
-    (("--sparsity", "1.0"), "end is 1.0; accepted: a number in [0, 1)"),
+    (("--sparsity", "1.0"), "Invalid value for '--sparsity': it is 1.0; accepted: a number in [0, 1)"),
+    (("--sparsity", "warmup:epoch=4"), "schedule 'warmup:epoch=4', at character 8, 'epoch=4'; accepted: epochs="),
+    (("--sparsity", "piecewise:0=2"), "the sparsity from step 0 on is 2.0; accepted: a number in [0, 1)"),
+    (("--sparsity", "warmup", "--warmup-epochs", "1"), "--sparsity warmup is a whole schedule; accepted: without"),
     (("--batch-size", "2000"), "--batch-size 2000 x 1 workers is more than 1437 images"),
 ])
 def test_refuses(arguments, message):
     status, output = recipe(*arguments, launcher=LAUNCHERS["python"], limit=60)
     assert status != 0 and message in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("method", ["dgc", "topk"])
+@pytest.mark.parametrize("name", ["cifar10", "ptb"])
+def test_sparsity_is_a_number_or_an_expression(name, method):
+    """A number is followed by the recipe's own warm-up, as it always was; an expression is the whole schedule."""
+    import importlib
+
+    import job
+
+    import dgc
+    module = importlib.import_module(name)
+    settings = {key: option.default for key, option in inspect.signature(module.main).parameters.items()}
+
+    def chosen(text, warmup_epochs=None):
+        a = argparse.Namespace(**{**settings, "method": method, "sparsity": job.sparsity(text),
+                                  "warmup_epochs": warmup_epochs})
+        return module.config(a, 100).sparsity
+
+    assert job.sparsity("0.99") == job.sparsity(0.99) == 0.99  # in results' settings: a number
+    own = dgc.warmup(4, steps_per_epoch=50, end=0.99)
+    assert chosen("0.99", 2.0) == (own if method == "dgc" else 0.99) and chosen("0.99", 0.0) == 0.99
+    assert chosen("constant:0.99") == dgc.constant(0.99)
+    assert chosen("warmup:epochs=3,end=0.9") == dgc.warmup(3, steps_per_epoch=100, end=0.9)
+    assert chosen("dense_until:7,then=0.9") == dgc.dense_until(7, then=0.9)
+
+
+def test_a_recipe_trains_by_an_expression(tmp_path):
+    """Dense in the first of two epochs of 11 steps, then what is always dense, and a hundredth of the rest."""
+    import report
+    status, output = recipe("--sparsity", "dense_until:11,then=0.99", "--epochs", "2", "--virtual-workers", "2",
+                            "--batch-size", "64", "--no-flush", "--out", f"{tmp_path}/out.json",
+                            launcher=LAUNCHERS["python"])
+    assert status == 0, output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["settings"]["sparsity"] == "dense_until:11,then=0.99" and result["steps_per_epoch"] == 11
+    first, second = (epoch["bytes_per_step"] for epoch in result["history"])
+    assert first == result["dense_bytes_per_step"] > 10 * second
+    assert report.label(result) == "DGC dense_until:11,then=0.99"
+    report.picture([result], tmp_path / "curves.png")
 
 
 def test_the_official_binary_layout_is_read(tmp_path):
