@@ -28,7 +28,8 @@ $(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
 	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi \
-	  numba triton matplotlib rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout pytest-xdist ruff
+	  numba triton matplotlib optuna rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout \
+	  pytest-xdist ruff
 	touch $@
 
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements

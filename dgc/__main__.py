@@ -1,4 +1,7 @@
-"""The ``dgc`` command, also as ``python -m dgc``. What it needs beyond torch comes with ``pip install 'dgc[cli]'``."""
+"""The ``dgc`` command, also as ``python -m dgc``.
+
+What it needs beyond torch comes with ``pip install 'dgc[cli]'``, for ``dgc tune`` with ``pip install 'dgc[tune]'``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ def main() -> None:
         status = run()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRA:
+        if package not in (*EXTRA, "optuna"):
             raise
-        print(f"dgc: the command line needs {package}: pip install 'dgc[cli]'", file=sys.stderr)
+        told = str(error) if package == "optuna" else f"the command line needs {package}: pip install 'dgc[cli]'"
+        print(f"dgc: {told}", file=sys.stderr)
         status = 1
     raise SystemExit(status)
 

@@ -1,11 +1,15 @@
-"""The ``dgc`` command: does it pay (plan), when is how much sent (schedule), does it work here (doctor)."""
+"""The ``dgc`` command: does it pay (plan), when is how much sent (schedule), what is best for a script (tune), does it
+work here (doctor).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,13 +23,14 @@ from rich.table import Table
 from dgc import doctor as health
 from dgc import plan as planning
 from dgc import schedule as schedules
+from dgc import tune as tuning
 from dgc.config import Config
 from dgc.cost import Cluster, Link
 
 ROWS = 24  # at most, of a schedule's table
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                  help="Deep Gradient Compression: plan, schedule, and check. "
+                  help="Deep Gradient Compression: plan, schedule, tune, and check. "
                        "[bold]dgc COMMAND --help[/bold] shows examples.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -297,6 +302,102 @@ def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: P
     figure.suptitle(title)
     figure.savefig(file, dpi=130)
     plt.close(figure)
+
+
+# -- tune --------------------------------------------------------------------------------------------------------------
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def tune(
+        command: Annotated[list[str], typer.Argument(
+            metavar="COMMAND", help="With {sparsity}; may have {clip_norm}, {epochs}, {out}, {trial}. "
+                                       "Or module:function.")],
+        epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
+        maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether more of the metric is better.")],
+        trials: Annotated[int, typer.Option(min=1, help="Of the study, in all.")] = 20,
+        jobs: Annotated[int, typer.Option(min=1, help="Trials at a time; they share GPUs and cores.")] = 1,
+        study: Annotated[Path, typer.Option(dir_okay=False, help="SQLite file; an unfinished one is gone on with.")] =
+            Path("tune.db"),
+        metric: Annotated[str, typer.Option(help="Its name, in {out} too.")] = "metric",
+        clip_norm: Annotated[float | None, typer.Option(
+            min=0, help="The bound on the gradient's norm that the script has today, 0 for none; the first trial's.",
+            )] = None,
+        tolerance: Annotated[float, typer.Option(
+            min=0, help="How much worse than the paper's the recommended metric may be.")] = 0.0,
+        seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+        png: Annotated[Path | None, typer.Option(
+            help="The picture. Default: beside the study.", dir_okay=False)] = None,
+        as_json: Json = False) -> None:
+    """Searches sparsity, warm-up and clipping for your own script: the metric against the bytes sent.
+
+    [bold]A script that takes a schedule, and writes {"accuracy": 91.2, "bytes_sent": 3400000} to a JSON file:[/bold]
+
+      dgc tune --epochs 25 --maximize --metric accuracy -- \\
+        python recipes/cifar10.py --virtual-workers 4 --epochs {epochs} --sparsity {sparsity} --out {out}
+
+    [bold]Clipping too, four trials at a time, on eight GPUs:[/bold]
+
+      dgc tune --epochs 40 --minimize --jobs 4 -- torchrun --nproc-per-node 2 train.py {sparsity} {clip_norm}
+
+    That one has no {out}, and calls dgc.tune.report(epoch, metric, optimizer.report().total_bytes_sent) after each
+    epoch. Trials that report are also given up early where they are worse than others that send no more.
+
+    [bold]A function of a dgc.tune.Setting, in train.py:[/bold]
+
+      dgc tune --epochs 5 --maximize train:objective
+
+    The first trial is the paper's schedule. Recommended are the fewest bytes with which the metric is no worse.
+    Whatever ends a study (Ctrl-C, a kill), the same line again goes on with it. In the end, a PNG and a JSON are
+    beside it.
+
+    Status 0: there is a recommendation. 1: the script fails or says nothing, or the paper's trial failed. 2: the
+    command line or the study is wrong. 130: stopped.
+    """
+    objective: Any = command
+    if len(command) == 1 and planning.NAME.fullmatch(command[0]):
+        sys.path.insert(0, os.getcwd())
+        try:
+            objective = planning.find(command[0])
+        except (ImportError, AttributeError) as error:
+            raise typer.BadParameter(f"COMMAND: {command[0]!r}; {error}") from None
+    try:
+        found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study, metric=metric,
+                              clip_norm=clip_norm, jobs=jobs, tolerance=tolerance, seed=seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    png = png or study.with_suffix(".png")
+    told = json.dumps(found.json(), indent=1)
+    study.with_suffix(".json").write_text(told + "\n")
+    tuning.draw(found, png)
+    if as_json:
+        print(told)
+    else:
+        _print_found(found, console().print)
+        print(f"Picture: {png}. All trials: {study.with_suffix('.json')}")
+    raise typer.Exit(0 if found.recommended else 1)
+
+
+def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
+    paper, best = found.paper, found.recommended
+    counts = Counter(trial.state for trial in found.trials)
+    table = Table(title=f"the front of {', '.join(f'{n} {state}' for state, n in counts.items())} trials")
+    for column in ("trial", "schedule", "clip_norm", found.task.metric, "bytes", "of the paper's", ""):
+        table.add_column(column, justify="left" if column in ("schedule", "") else "right", overflow="fold")
+    for trial in [*found.front, *([paper] if paper and paper not in found.front else [])]:
+        marks = [mark for mark, one in (("the paper's", paper), ("recommended", best)) if trial is one]
+        assert trial.metric is not None and trial.bytes_sent is not None  # it is complete
+        share = f"{100 * trial.bytes_sent / paper.bytes_sent:.3g} %" if paper and paper.bytes_sent else ""
+        clip = "" if found.task.clip_norm is None else f"{trial.setting.clip_norm or 'none'}"
+        table.add_row(str(trial.setting.trial), trial.setting.expression, clip, f"{trial.metric:.6g}",
+                      _size(trial.bytes_sent), share, ", ".join(marks), style="bold" if trial is best else "")
+    show(table)
+    if best is None:
+        show("Nothing is recommended: the trial of the paper's schedule failed, and there is nothing to compare with. "
+             "The same line again repeats it.", highlight=False)
+        return
+    show(f"Recommended: trial {best.setting.trial}, the fewest bytes whose {found.task.metric} is no worse than "
+         f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}. To paste:", highlight=False)
+    for line in dict.fromkeys((found.line(best), best.setting.line)):
+        print(f"  {line}")
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ layers are made to cost alike, as in residual networks and transformers.
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import re
 import statistics
@@ -40,6 +41,7 @@ BACKWARD = 2 / 3  # of the compute time: it computes two products for each one o
 WORTH = 1.05  # times faster than dense exchange, from which on compression is said to pay
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
+NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
 LARGEST = 65_536  # workers
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
@@ -159,24 +161,32 @@ def load(model: str) -> Loaded:
         return Loaded(model, tuple(MODELS[model]()))
     if Path(model).is_file():
         return Loaded(model, tuple(_checkpoint(model)))
-    if not re.fullmatch(r"[\w.]+:[\w.]+", model):
+    if not NAME.fullmatch(model):
         raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}, module:callable, or a checkpoint's file")
-    module_name, _, name = model.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = find(model)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model is {model!r}; {error}") from None
-    finally:
-        sys.path.remove(os.getcwd())
     made = found()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
         raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
                          "that and a tuple of what to call it with")
     return Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
+
+
+def find(name: str) -> Any:
+    """What ``module:name`` means, with modules of the current folder.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    module, _, attributes = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return operator.attrgetter(attributes)(importlib.import_module(module))
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def _checkpoint(file: str) -> list[Shape]:

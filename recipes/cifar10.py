@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import dgc
+from dgc import tune
 
 MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
 
@@ -176,6 +177,7 @@ def train(a: Any) -> dict[str, Any]:
                             "step_seconds": seconds / steps, "bytes_per_step": nbytes})
             if rank == 0:
                 bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}")
+            tune.report(epoch + 1, top1, job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "accuracy", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, rank, size, model, optimizer, scheduler, history)

@@ -149,12 +149,18 @@ def log(board: Any, history: list[dict[str, Any]], keys: tuple[str, ...]) -> Non
         board.flush()
 
 
+def bytes_sent(history: list[dict[str, Any]], steps: int) -> float:
+    """By one worker, in all."""
+    return steps * sum(epoch["bytes_per_step"] for epoch in history)
+
+
 def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: int, model: nn.Module,
             history: list[dict[str, Any]], **measured: float) -> dict[str, Any]:
     """What ``--out`` writes and report.py reads."""
     return {"recipe": recipe, "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "dense_bytes_per_step": dense_bytes(model, size), **measured, "history": history,
+            "dense_bytes_per_step": dense_bytes(model, size), "bytes_sent": bytes_sent(history, steps), **measured,
+            "history": history,
             "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS},
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                         "device": str(next(model.parameters()).device), "torch": torch.__version__,

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import dgc
+from dgc import tune
 
 SIZES = {"small": (200, 0.2), "medium": (650, 0.5), "large": (1500, 0.65)}  # width, dropout; the paper's is large
 PARTS = {"train": 0.9, "valid": 0.05, "test": 0.05}  # of the documentation's words
@@ -228,6 +229,7 @@ def train(a: Any) -> dict[str, Any]:
                             "bytes_per_step": nbytes})
             if rank == 0:
                 bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", perplexity=f"{history[-1]['perplexity']:.2f}")
+            tune.report(epoch + 1, history[-1]["perplexity"], job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "perplexity", "lr", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, rank, size, model, optimizer, scheduler, history)

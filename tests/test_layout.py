@@ -8,7 +8,7 @@ from pathlib import Path
 import dgc
 
 ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "kernels", "compressor", "transport", "agree",
-         "fsdp", "optimizer", "checkpoint", "ddp", "elastic", "plan", "doctor", "cli", "__main__"]
+         "fsdp", "optimizer", "checkpoint", "ddp", "elastic", "plan", "watch", "tune", "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 
@@ -34,7 +34,8 @@ def test_imports_point_up():
 
 
 def test_importing_brings_no_optional_package():
-    code = ("import sys, dgc; "
-            "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer') if m in sys.modules])")
+    code = ("import sys, dgc, dgc.tune; "
+            "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna') "
+            "if m in sys.modules])")
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert output.stdout.strip() == "[]"

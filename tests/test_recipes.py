@@ -129,9 +129,12 @@ def test_sparsity_is_a_number_or_an_expression(name, method):
     assert chosen("dense_until:7,then=0.9") == dgc.dense_until(7, then=0.9)
 
 
-def test_a_recipe_trains_by_an_expression(tmp_path):
-    """Dense in the first of two epochs of 11 steps, then what is always dense, and a hundredth of the rest."""
+def test_a_recipe_trains_by_an_expression(tmp_path, monkeypatch):
+    """Dense in the first of two epochs of 11 steps, then what is always dense, and a hundredth of the rest. Of each it
+    says to ``dgc tune`` what it has reached.
+    """
     import report
+    monkeypatch.setenv("DGC_TUNE_REPORTS", str(tmp_path / "reports"))
     status, output = recipe("--sparsity", "dense_until:11,then=0.99", "--epochs", "2", "--virtual-workers", "2",
                             "--batch-size", "64", "--no-flush", "--out", f"{tmp_path}/out.json",
                             launcher=LAUNCHERS["python"])
@@ -140,6 +143,10 @@ def test_a_recipe_trains_by_an_expression(tmp_path):
     assert result["settings"]["sparsity"] == "dense_until:11,then=0.99" and result["steps_per_epoch"] == 11
     first, second = (epoch["bytes_per_step"] for epoch in result["history"])
     assert first == result["dense_bytes_per_step"] > 10 * second
+    reports = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert result["bytes_sent"] == 11 * (first + second) and reports == [
+        {"epoch": epoch["epoch"], "metric": epoch["accuracy"], "bytes": sent}
+        for epoch, sent in zip(result["history"], (11 * first, result["bytes_sent"]), strict=True)]
     assert report.label(result) == "DGC dense_until:11,then=0.99"
     report.picture([result], tmp_path / "curves.png")
 

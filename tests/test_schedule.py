@@ -24,6 +24,15 @@ def test_a_warm_up_rises_from_start_to_end(start, end, epochs, steps, per_step):
     assert all(0 <= value < 1 for value in values)
 
 
+@given(quarter=st.integers(1, 500), epochs=st.integers(1, 40), end=st.floats(0.9, 0.9999))
+def test_the_papers_warm_up_in_proportion(quarter, epochs, end):
+    """Four stages of any length are the paper's four epochs, were its epochs that long."""
+    expected = dgc.warmup(4, steps_per_epoch=quarter, end=end)
+    assert dgc.warmup(4 * quarter / (7 * epochs), stages=4, steps_per_epoch=7 * epochs, end=end) == expected
+    by_epoch = dgc.warmup(epochs, steps_per_epoch=3, end=end)
+    assert dgc.warmup(epochs, stages=epochs, steps_per_epoch=3, end=end) == by_epoch
+
+
 def test_per_step_passes_through_the_geometric_means():
     schedule = dgc.warmup(2, steps_per_epoch=5, start=0.0, end=0.99, per_step=True)
     assert [1 - schedule(step) for step in (0, 5, 10)] == pytest.approx([1.0, 0.1, 0.01])
@@ -48,6 +57,8 @@ def test_they_compare_and_pickle():
     (lambda: dgc.warmup(4, steps_per_epoch=0), r"steps_per_epoch is 0; accepted: an integer >= 1"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0), r"warmup: start is 1\.0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, end=1.0), r"warmup: end is 1\.0"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, stages=0), r"stages is 0; accepted: an integer >= 1"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, stages=4, per_step=True), r"stages is 4 and per_step is True; accepted"),
     (lambda: dgc.piecewise({5: 0.9}), r"do not say what holds at step 0"),
     (lambda: dgc.piecewise({0: 0.9, -1: 0.9}), r"step -1; accepted: integers >= 0"),
     (lambda: dgc.piecewise({0: 2.0}), r"the sparsity from step 0 on is 2\.0"),
@@ -62,6 +73,7 @@ def test_refuses(make, message):
     ("constant:0.9", dgc.constant(0.9)), ("warmup", dgc.warmup(steps_per_epoch=7)),
     ("warmup:epochs=4,end=0.99", dgc.warmup(4, steps_per_epoch=7, end=0.99)),
     ("warmup:per_step=true,start=0.5,epochs=2.5", dgc.warmup(2.5, steps_per_epoch=7, start=0.5, per_step=True)),
+    ("warmup:epochs=0.6,stages=4", dgc.warmup(0.6, steps_per_epoch=7, stages=4)),
     ("warmup:per_step=false", dgc.warmup(steps_per_epoch=7)),
     ("piecewise:1000=0.999,0=0.75", dgc.piecewise({0: 0.75, 1000: 0.999})),
     ("dense_until:1000", dgc.dense_until(1000)), ("dense_until:1000,then=0.99", dgc.dense_until(1000, then=0.99))])
@@ -74,7 +86,8 @@ def test_expressions_are_the_functions(expression, schedule):
     ("nan", r"at character 1, 'nan'; accepted"), ("-0.5", r"at character 1, '-0\.5'"), ("1_0", r"at character 1"),
     (" 0.9", r"at character 1, ' 0\.9'"), ("cosine:3", r"at character 1, 'cosine:3'; accepted"),
     ("1.5", r"is 1\.5; accepted: a number in \[0, 1\)"), ("warmup:", r"at character 7, ':'"),
-    ("warmup:epoch=4", r"at character 8, 'epoch=4'; accepted: epochs=, start=, end=, per_step= once each"),
+    ("warmup:epoch=4", r"at character 8, 'epoch=4'; accepted: epochs=, start=, end=, stages=, per_step= once each"),
+    ("warmup:stages=2.5", r"at character 8, 'stages=2\.5'; accepted: stages= a whole number"),
     ("warmup:4", r"at character 8, '4'; accepted: epochs="), ("warmup:epochs=", r"accepted: epochs=a number"),
     ("warmup:epochs=4,epochs=5", r"at character 17, 'epochs=5'"), ("warmup:epochs=4,", r"at its end"),
     ("warmup:epochs=4, end=0.9", r"at character 17, ' end=0\.9'"), ("warmup:per_step=1", r"per_step=true or"),

@@ -1,0 +1,382 @@
+"""The search, on a script whose front is known, run, killed and taken up again."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from launch import end
+from typer.testing import CliRunner
+
+import dgc
+from dgc import cli, tune
+
+optuna = pytest.importorskip("optuna")
+
+# Better with more bytes, up to a point; worse with clipping below 1. No torch, so that it starts at once.
+SCRIPT = """
+import json, math, os, re, sys, time
+expression, clip, seconds, out = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+found = re.match(r"warmup:epochs=([^,]+),end=([^,]+)", expression)
+warm, end = (float(found[1]), float(found[2])) if found else (0.0, float(expression))
+sent = 1e6 * (1 - end) + 1e3 * warm
+good = 90 - abs(math.log10(1 - end) + 2.3) - (1 if clip < 1 else 0)
+for epoch in range(1, 5):
+    time.sleep(seconds / 4)
+    with open(os.environ["DGC_TUNE_REPORTS"], "a") as file:
+        file.write(json.dumps({"epoch": epoch, "metric": good * epoch / 4, "bytes": sent * epoch / 4}) + "\\n")
+with open(out, "w") as file:
+    json.dump({"accuracy": good, "bytes_sent": sent}, file)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def line(*options, seconds=0.0, script="script.py"):
+    return ["tune", "--epochs", "4", "--maximize", "--metric", "accuracy", *map(str, options), "--", sys.executable,
+            "-S", script, "{sparsity}", "{clip_norm}", str(seconds), "{out}"]
+
+
+def invoke(*arguments, status=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output + str(result.exception)
+    return result
+
+
+def kept(study="tune.db"):
+    """number -> (state, values, attributes), as optuna itself reads the file."""
+    trials = optuna.load_study(study_name=None, storage=f"sqlite:///{study}").trials
+    return {t.number: (t.state.name, t.values, t.user_attrs) for t in trials}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+def test_a_study_ends_with_its_front_and_a_recommendation(place):
+    found = json.loads(invoke(*line("--trials", 9, "--json")).stdout)
+    assert found == json.loads((place / "tune.json").read_text())
+    assert (place / "tune.png").read_bytes().startswith(b"\x89PNG")
+    trials = {t["trial"]: t for t in found["trials"]}
+    complete = {n: t for n, t in trials.items() if t["state"] == "complete"}
+    assert len(trials) == 9 and len(complete) > 4
+    for t in complete.values():  # what was run is what is written down, and as the script has it
+        end = float(t["expression"].partition("end=")[2].partition(",")[0] or t["expression"])
+        good = 90 - abs(math.log10(1 - end) + 2.3) - (t["clip_norm"] is not None and t["clip_norm"] < 1)
+        assert t["metric"] == pytest.approx(good) and 0.9 <= end <= 0.9999 and list(t["reports"]) == list("1234")
+    paper = complete[found["paper"]]
+    assert found["paper"] == 0 and paper["clip_norm"] is None
+    mine, theirs = dgc.schedule.parse(paper["expression"], 4100), dgc.warmup(4, steps_per_epoch=100)
+    assert [mine(step) for step in (0, 99, 100, 200, 300, 399, 401)] == pytest.approx(
+        [theirs(step) for step in (0, 99, 100, 200, 300, 399, 401)])  # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps
+
+    def beaten(t):
+        return any(o["metric"] >= t["metric"] and o["bytes_sent"] <= t["bytes_sent"] and o is not t
+                   for o in complete.values())
+
+    assert sorted(found["front"]) == [n for n, t in complete.items() if not beaten(t)]
+    fine = [t for t in complete.values() if t["metric"] >= paper["metric"]]
+    best = found["recommended"]
+    assert best["bytes_sent"] == min(t["bytes_sent"] for t in fine) <= paper["bytes_sent"]
+    assert {key: best[key] for key in paper} in fine
+    words = shlex.split(best["line"])
+    assert words[2:4] == ["script.py", best["expression"]]
+    assert float(words[4]) == (best["clip_norm"] or 1e9)
+    config = eval(best["config"], {"dgc": dgc, "loader": range(70), "len": len})
+    schedule = dgc.schedule.parse(best["expression"], 70)
+    assert [config.sparsity_at(step) for step in range(300)] == [schedule(step) for step in range(300)]
+    assert config.clip_norm == best["clip_norm"]
+    shown = " ".join(invoke(*line("--trials", 9)).stdout.split())  # nothing is left to run
+    assert f"Recommended: trial {best['trial']}, the fewest bytes" in shown and best["config"] in shown
+
+
+def test_trials_are_given_up_by_the_rule(place):
+    """Each one that was given up was worse than the median of at least three that send no more, in two epochs."""
+    reached = {}
+
+    def objective(setting):
+        good = -abs(math.log10(setting.density) + 2.3) + 0.1 * (setting.trial % 3)
+        for epoch in range(1, 5):
+            reached[setting.trial] = epoch
+            tune.report(epoch, good * (1 + 1 / epoch), setting.density * epoch)
+
+    found = tune.search(objective, epochs=4, maximize=True, trials=16)
+    pruned = [t for t in found.trials if t.state == "pruned"]
+    assert 2 < len(pruned) < 12 and found.trials[0] is found.paper
+    for t in found.trials:
+        assert sorted(t.reports) == list(range(1, reached[t.setting.trial] + 1))
+        rivals = [o for o in found.trials[:t.setting.trial] if o.state == "complete"
+                  and o.setting.density <= t.setting.density]
+        worse = [len(rivals) >= 3 and t.reports[epoch] < statistics.median(o.reports[epoch] for o in rivals)
+                 for epoch in t.reports]
+        asked = [a and b for a, b in itertools.pairwise(worse)]
+        assert asked == ([False] * (len(asked) - 1) + [True] if t in pruned else [False] * 3)
+        assert ("is worse than the median of those that send no more" in t.why) == (t in pruned)
+
+
+@pytest.mark.parametrize(("reports", "rivals", "maximize", "expected"), [
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 3, False, False),
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 2, True, False), ({1: 5}, [{1: 6, 2: 6}] * 3, True, False),
+    ({1: 5, 2: 6}, [{1: 6, 2: 6}] * 3, True, False), ({1: 6, 2: 5}, [{1: 6, 2: 6}] * 3, True, False),
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}, {1: 4, 2: 4}, {1: 4, 2: 4}], True, False), ({1: math.nan}, [], True, True),
+    ({1: 9, 2: 5, 3: 5}, [{1: 6, 2: 6, 3: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6}] * 3, True, False)])
+def test_the_rule(reports, rivals, maximize, expected):
+    assert tune.bad(reports, rivals, maximize) is expected
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+def started(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "dgc", *arguments], stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def until(condition, seconds=30):
+    ends = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    return found
+
+
+def alive(pids):
+    """Those that still are, and are no zombies of this test's own making."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_study_that_is_killed_goes_on(place, number):
+    """Nothing finished is lost or repeated, what was running is run again with its setting, and no process is left."""
+    process = started(*line("--trials", 5, "--jobs", 2, seconds=1))
+
+    def two_more():  # after the first: each has somebody who watches over it
+        children = psutil.Process(process.pid).children(recursive=True)
+        return len(list(place.glob("tune-trials/*/out.json"))) >= 1 and len(children) == 4 and children
+
+    try:
+        family = [child.pid for child in until(two_more)]
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+        until(lambda: not alive(family), 15)
+    finally:
+        end(process.pid)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130) and "Traceback" not in output
+    before = kept()
+    finished = {n: t for n, t in before.items() if t[0] in ("COMPLETE", "PRUNED")}
+    cut = {n: t for n, t in before.items() if t[0] == "RUNNING"}
+    assert 1 <= len(finished) < 5 and cut
+    if number == signal.SIGINT:
+        return  # the rest is alike
+    found = json.loads(invoke(*line("--trials", 5, "--jobs", 2, "--json", seconds=1)).stdout)
+    after = kept()
+    assert {n: after[n] for n in finished} == finished and len(found["trials"]) == 5
+    settings = [json.dumps({**t, "trial": 0, "epochs": 0, "state": 0, "metric": 0, "bytes_sent": 0, "reports": 0,
+                            "seconds": 0, "why": 0}) for t in found["trials"]]
+    assert len(set(settings)) == 5
+    for n, trial in cut.items():
+        assert after[n][0] == "FAIL" and n not in [t["trial"] for t in found["trials"]]
+        again, = [t for t in after.values() if t[2].get("again") == n]
+        assert again[0] in ("COMPLETE", "PRUNED")
+        if "setting" in trial[2]:
+            assert {**again[2]["setting"], "trial": n} == trial[2]["setting"]
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+other = subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session=True)
+with open(sys.argv[4] + ".pids", "w") as file:
+    file.write(f"{os.getpid()} {other.pid}\\n")
+bad = sys.argv[1] != "warmup:epochs=0.0976,end=0.999,stages=4"
+with open(os.environ["DGC_TUNE_REPORTS"], "a") as file:
+    file.write('{"epoch": 1, "metric": %s, "bytes": 1}\\n' % ("NaN" if bad else "3"))
+time.sleep(100 if bad else 0)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
+    """Its metric is NaN; it ignores SIGTERM, as does what it started in a session of its own. So does the good one's,
+    which ends and leaves that behind."""
+    monkeypatch.setattr(tune, "GRACE", 0.3)
+    (place / "stubborn.py").write_text(STUBBORN)
+    command = [sys.executable, "-S", "stubborn.py", "{sparsity}", "", "", "{trial}"]
+    found = tune.search(command, epochs=4, maximize=True, trials=2)
+    assert [t.state for t in found.trials] == ["complete", "pruned"] and found.trials[1].why == "nan at epoch 1"
+    assert found.recommended is found.paper is found.trials[0] and found.paper.metric == 3
+    pids = [int(pid) for trial in "01" for pid in (place / f"{trial}.pids").read_text().split()]
+    assert len(pids) == 4 and not alive(pids)
+
+
+def test_one_search_at_a_time(place):
+    with tune._locked(place / "tune.db"), pytest.raises(ValueError, match=r"tune\.db, which another search has open"):
+        tune.search(os.cpu_count, epochs=1, maximize=True)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+def test_a_function_is_searched(place):
+    """Its clipping around what it is today; it may be given up by report, return its result, or have reported it."""
+    seen = []
+
+    def objective(setting):
+        seen.append(setting)
+        sparsity = setting.schedule(100)(399)
+        for epoch in range(1, 5):
+            tune.report(epoch, 1 - sparsity if len(seen) % 3 else math.nan, 100.0 * epoch)
+        return (1 - sparsity, 400.0) if len(seen) % 2 else None
+
+    found = tune.search(objective, epochs=4, maximize=False, trials=8, clip_norm=0.5, metric="loss")
+    assert [s.trial for s in seen] == list(range(8))
+    assert [t.state for t in found.trials] == ["complete", "complete", "pruned"] * 2 + ["complete"] * 2 or any(
+        t.state == "pruned" and "median" in t.why for t in found.trials)
+    assert seen[0].clip_norm == 0.5 and seen[0].expression.endswith("end=0.999,stages=4")
+    assert all(s.clip_norm is None or 0.005 <= s.clip_norm <= 50 for s in seen)
+    assert len({s.clip_norm for s in seen}) > 2
+    best = min((t for t in found.trials if t.state == "complete"), key=lambda t: (t.bytes_sent, t.metric))
+    assert found.recommended == best and found.line(best) == best.setting.line
+    assert tune._heard is None
+
+
+def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
+    def objective(setting):
+        if setting.trial == 1:
+            raise RuntimeError("out of luck")
+        return 1.0, 2.0
+
+    found = tune.search(objective, epochs=1, maximize=True, trials=3)
+    assert [t.state for t in found.trials] == ["complete", "failed", "complete"]
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
+
+
+def test_a_function_from_the_command_line(place):
+    (place / "mine_to_tune.py").write_text("def run(setting):\n    return 1 - setting.density, 1e6 * setting.density\n")
+    found = json.loads(invoke("tune", "--epochs", 3, "--maximize", "--trials", 3, "--json", "mine_to_tune:run").stdout)
+    assert found["task"]["command"] == "mine_to_tune.run" and found["recommended"]["line"].startswith("dgc.Config(")
+    for t in found["trials"]:
+        schedule = dgc.schedule.parse(t["expression"], 1000)
+        assert t["bytes_sent"] / 1e6 == pytest.approx(sum(1 - schedule(s) for s in range(3000)) / 3000, rel=1e-6)
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
+    tune.report(1, 2.0, 3.0)  # nobody listens
+    monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
+    for name in ("HOROVOD_RANK", "RANK"):
+        monkeypatch.setenv(name, "1")
+        tune.report(1, 2.0, 3.0)
+        monkeypatch.setenv(name, "0")
+        tune.report(1, 2.0, 3.0)
+        monkeypatch.delenv(name)
+    dgc.lockstep.run(lambda: tune.report(7, 8, 9), 3)
+    lines = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert lines == [{"epoch": 1, "metric": 2.0, "bytes": 3.0}] * 2 + [{"epoch": 7, "metric": 8.0, "bytes": 9.0}]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["python", "x.py"], "the command is 'python x.py'; accepted: one with {sparsity} where it takes a schedule's"),
+    (["python", "{sparsity}", "{lr}"], "the command has {lr}; accepted: {sparsity}, {clip_norm}, {epochs}, {out}"),
+    (["nowhere/python", "{sparsity}"], "the command is 'nowhere/python', which cannot be run"),
+    (["nowhere:run"], "COMMAND: 'nowhere:run'; No module named 'nowhere'"),
+    (["os:nothing"], "COMMAND: 'os:nothing'; module 'os' has no attribute 'nothing'"),
+    (["--clip-norm", "1", "true", "{sparsity}"], "clip_norm is 1.0; accepted: with {clip_norm} in the command"),
+    (["--jobs", "2", "os:getcwd"], "jobs is 2; accepted for a function, which trains within this process: 1"),
+    (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
+])
+def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dgc", "tune", "--epochs", "2", "--minimize", *arguments])
+    assert cli.run() == 2
+    output, told = capsys.readouterr()
+    assert message in told and told.count("\n") == 1 and not output
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    ("", "the command ended well and reported nothing; accepted: dgc.tune.report(epoch, metric, bytes_sent) after"),
+    ("open(sys.argv[2], 'w')", "the command ended well and left no"),
+    ("open(out, 'w').write('no')", "out.json, which the command had as {out}, is no JSON: Expecting value"),
+    ("open(out, 'w').write('{\"loss\": 1, \"sent\": 2}')", "had as {out}, has loss, sent; accepted: an object with "
+     "numbers as 'accuracy', which the argument metric names, and as 'bytes_sent'"),
+    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 0}')", "the bytes sent are 0; accepted: a number > 0. "
+     "One worker alone sends nothing"),
+    ("open(reports, 'a').write('epoch 1: 63 %')", "has the line 'epoch 1: 63 %'; accepted: {\"epoch\": 1, \"metric\""),
+])
+def test_a_script_that_leaves_no_result_is_told_at_once(place, code, message, monkeypatch, capsys):
+    (place / "broken.py").write_text(
+        f"import os, sys\nout, reports = sys.argv[4], os.environ['DGC_TUNE_REPORTS']\nsys.argv[2] += '.x'\n{code}\n")
+    arguments = line("--trials", 3, script="broken.py")
+    if not code or "reports" in code:
+        arguments[-1] = "nothing"
+    monkeypatch.setattr(sys, "argv", ["dgc", *arguments])
+    assert cli.run() == 1
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told and told.count("\n") == 1
+
+
+def test_what_is_mended_goes_on_in_the_same_study(place, capsys):
+    """Another task in its place, and the paper's setting once more, until there is something to lose."""
+    with pytest.raises(tune.NoResultError):
+        tune.search(lambda setting: "good", epochs=4, maximize=True, trials=3)
+
+    def objective(setting):
+        if len(mended) == 1:
+            raise RuntimeError("the disk is full")
+        return 1.0, 2.0
+
+    mended = [0]
+    assert tune.search(objective, epochs=4, maximize=False, trials=1).paper is None
+    mended.append(1)
+    mended.append(2)
+    found = tune.search(objective, epochs=4, maximize=False, trials=3)
+    assert [(t.state, t.paper) for t in found.trials] == [("failed", True), ("complete", True), ("complete", False)]
+    assert found.recommended is found.paper is found.trials[1]
+    with pytest.raises(ValueError, match="else: its maximize is False, asked is True; its epochs is 4, asked is 5"):
+        tune.search(objective, epochs=5, maximize=True, trials=3)
+
+
+def test_three_failures_at_first_end_a_study(place, monkeypatch, capsys):
+    (place / "broken.py").write_text("print('line\\n' * 99); raise SystemExit('no luck here')\n")
+    monkeypatch.setattr(sys, "argv", ["dgc", *line("--trials", 9, script="broken.py")])
+    assert cli.run() == 1
+    told = capsys.readouterr().err
+    assert told.count("no luck here") == told.count("failed, status 1; the end of") == 3
+    assert told.endswith(f"dgc: RuntimeError: the first 3 trials failed; what they said is above, and in "
+                         f"{place}/tune-trials\n") and told.count("    line\n") == 3 * 13
+
+
+def test_without_optuna_it_says_how_to_get_it(place):
+    code = ("import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
+            "'true', '{sparsity}']; from dgc.__main__ import main; main()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert (done.returncode, done.stderr) == (1, "dgc: dgc.tune needs optuna: pip install 'dgc[tune]'\n")
+
+
+def test_help_teaches_by_example():
+    shown = invoke("tune", "--help").stdout
+    assert "python recipes/cifar10.py" in shown and "{sparsity}" in shown and "train:objective" in shown
