@@ -224,6 +224,8 @@ def schedule(
 
       dgc schedule warmup:epochs=4,per_step=true
 
+      dgc schedule warmup:epochs=0.6,stages=4
+
       dgc schedule piecewise:0=0.75,1000=0.999
 
       dgc schedule dense_until:1000,then=0.99 --png schedule.png
@@ -364,6 +366,9 @@ def tune(
                               clip_norm=clip_norm, jobs=jobs, tolerance=tolerance, seed=seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    except KeyboardInterrupt:
+        print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
+        raise
     png = png or study.with_suffix(".png")
     told = json.dumps(found.json(), indent=1)
     study.with_suffix(".json").write_text(told + "\n")

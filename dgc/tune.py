@@ -309,6 +309,8 @@ def _task(objective: Objective | Sequence[str], epochs: int, maximize: bool, met
     if callable(objective):
         name = f"{getattr(objective, '__module__', '')}.{getattr(objective, '__qualname__', repr(objective))}"
         return Task(name, metric, maximize, epochs, clip_norm)
+    if isinstance(objective, str):
+        raise ValueError(f"objective is {objective!r}; accepted: a list of words, as of shlex.split, or a function")
     command = tuple(objective)
     found = [name for word in command for name in re.findall(r"\{(\w+)\}", word)]
     if unknown := [name for name in found if name not in PLACEHOLDERS]:

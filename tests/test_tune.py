@@ -189,6 +189,7 @@ def test_a_study_that_is_killed_goes_on(place, number):
     cut = {n: t for n, t in before.items() if t[0] == "RUNNING"}
     assert 1 <= len(finished) < 5 and cut
     if number == signal.SIGINT:
+        assert "dgc tune: stopped; the same line again goes on with tune.db" in output
         return  # the rest is alike
     found = json.loads(invoke(*line("--trials", 5, "--jobs", 2, "--json", seconds=1)).stdout)
     after = kept()
@@ -235,6 +236,8 @@ def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
 def test_one_search_at_a_time(place):
     with tune._locked(place / "tune.db"), pytest.raises(ValueError, match=r"tune\.db, which another search has open"):
         tune.search(os.cpu_count, epochs=1, maximize=True)
+    with pytest.raises(ValueError, match=r"objective is 'true {sparsity}'; accepted: a list of words"):
+        tune.search("true {sparsity}", epochs=1, maximize=True)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
