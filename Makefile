@@ -2,7 +2,7 @@
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
 # make test        all tests
-# make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (about three hours)
+# make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make lint        ruff and mypy
 PYTHON ?= python3
 VENV := .venv
