@@ -105,7 +105,8 @@ def config(a: Any, steps: int) -> dgc.Config:
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
-                      a.clip_norm, local_weight_decay=a.local_weight_decay)
+                      a.clip_norm, local_weight_decay=a.local_weight_decay, exchange=a.exchange,
+                      hierarchical=a.hierarchical)
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
@@ -203,7 +204,8 @@ def main(
         momentum_correction: bool = True, factor_masking: bool = True, local_weight_decay: bool = True,
         clip_norm: float | None = None,
         flush: job.Flush = True,
-        virtual_workers: job.VirtualWorkers = 1,
+        exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
+        virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: int = 0,
         bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
         threads: job.Threads = None,

@@ -41,7 +41,10 @@ Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Optio
 Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
 Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")]
+Exchange = Annotated[Literal["allgather", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
+Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
+VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]
 Threads = Annotated[int | None, typer.Option(help="Of this process; default: torch's.")]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")]
@@ -58,12 +61,15 @@ def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
         raise typer.BadParameter("--resume needs --checkpoints")
     if isinstance(a.sparsity, str) and a.warmup_epochs is not None:
         raise typer.BadParameter(f"--sparsity {a.sparsity} is a whole schedule; accepted: without --warmup-epochs")
+    if a.virtual_workers % a.virtual_node:
+        raise typer.BadParameter(f"--virtual-node is {a.virtual_node}; accepted: a divisor of --virtual-workers, "
+                                 f"which is {a.virtual_workers}")
     if a.threads:
         torch.set_num_threads(a.threads)
     launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
     if launched and a.virtual_workers > 1:
         raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
-    return train() if launched else dgc.lockstep.run(train, a.virtual_workers)[0]
+    return train() if launched else dgc.lockstep.run(train, a.virtual_workers, a.virtual_node)[0]
 
 
 def connect() -> tuple[int, int, str]:

@@ -136,7 +136,8 @@ def config(a: Any, steps: int) -> dgc.Config:
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
-                      (a.clip_norm or None) if a.local_clipping else None)
+                      (a.clip_norm or None) if a.local_clipping else None, exchange=a.exchange,
+                      hierarchical=a.hierarchical)
 
 
 def update(model: nn.Module, optimizer: Any, a: Any) -> None:
@@ -261,7 +262,8 @@ def main(
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True,
         flush: job.Flush = True,
-        virtual_workers: job.VirtualWorkers = 1,
+        exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
+        virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: int = 0,
         threads: job.Threads = None,
         checkpoints: job.Checkpoints = None,

@@ -95,16 +95,25 @@ class Budget:
     workers: tuple[int, ...]
     sparsities: tuple[float, ...]
     warmups: tuple[float, ...]  # in epochs
+    exchange: Study
+    crowds: tuple[int, ...]  # workers, with each exchange
+    pair: tuple[int, ...]  # seeds of these
 
 
 def _options(warmup: float, **options: Any) -> dict[str, Any]:
     return {**options, "virtual_workers": 4, "sparsity": 0.999, "warmup_epochs": warmup, "threads": 1}
 
 
+def _exchange(dataset: str, **options: Any) -> Study:
+    return Study("cifar10", "cifar10-exchange", "ResNet-20", dataset, _options(
+        1.0, depth=20, batch_size=128, exchange="allgather", hierarchical=False, virtual_node=1, **options))
+
+
 _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
                          "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
-                         "warmups": (0.0, 1.0, 2.0, 4.0, 8.0)}
+                         "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
+                         "crowds": (4, 16, 64), "pair": (0, 1)}
 BUDGETS = {
     "cpu": Budget(**_FULL,
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
@@ -117,7 +126,8 @@ BUDGETS = {
         results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
-        seeds=((0, 1), (0, 1), (0, 1)), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0)),
+        seeds=((0, 1), (0, 1), (0, 1)), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
+        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
 }
 
 
@@ -147,7 +157,8 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
     """A row's run; what is changed beyond the row is in its name."""
     options = {**study.options, **ROWS[study.recipe][row][1]}
     marks = {"virtual_workers": lambda x: f"{x}workers", "warmup_epochs": lambda x: f"warmup{x:g}",
-             "sparsity": lambda x: f"sparsity{100 * x:.6g}"}
+             "sparsity": lambda x: f"sparsity{100 * x:.6g}", "batch_size": lambda x: f"batch{x}",
+             "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
     words = [marks[key](value) for key, value in changed.items() if value != options[key]]
     return Run("-".join([study.name, row, *words, str(seed)]), study, {**options, **changed, "seed": seed})
 
@@ -179,13 +190,26 @@ def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
     return {warmup: {sparsity: at(warmup, sparsity) for sparsity in budget.sparsities} for warmup in budget.warmups}
 
 
+def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
+    """Exchange -> workers -> seed -> run. All train with 128 images a step, whatever the number of workers."""
+    def at(workers: int, seed: int, **options: Any) -> Run:
+        return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
+
+    ways: dict[str, Any] = {
+        "all-gather": lambda n: {}, "shared": lambda n: {"exchange": "shared"},
+        "hierarchical": lambda n: {"hierarchical": True, "virtual_node": 2 if n == 4 else 4}}
+    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
+            for name, way in ways.items()}
+
+
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     """Table -> name -> run; in the order of their importance. A run may be in several tables."""
     rows = ablations(budget)
     # The main rows seed by seed, so that what is cut short compares methods.
     main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
     tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
-              "workers": by_workers(budget).values(), "sparsity": by_sparsity(budget).values()}
+              "workers": by_workers(budget).values(), "sparsity": by_sparsity(budget).values(),
+              "exchange": [line[n] for n in budget.crowds for line in by_exchange(budget).values()]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 
 
@@ -401,7 +425,7 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
         if curves:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
-            texts += [draw_workers(budget, done), draw_sparsity(budget, done)]
+            texts += [draw_workers(budget, done), draw_sparsity(budget, done), draw_exchange(budget, done)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -455,6 +479,31 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
 
 
+def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    lines = {name: {n: {seed: report.measured(done[run.name]) for seed, run in runs.items() if run.name in done}
+                    for n, runs in line.items()} for name, line in by_exchange(budget).items()}
+    values = [value for line in lines.values() for of_seed in line.values() for value in of_seed.values()]
+    if not values:
+        return ""
+    gathered, unit = next(iter(lines.values())), report.RECIPES["cifar10"].unit
+
+    def cell(name: str, n: int) -> str:
+        ours = lines[name][n]
+        if not ours:
+            return "-"
+        apart, _ = report.difference(ours, gathered[n])
+        return f"{sum(ours.values()) / len(ours):.2f}{unit}" + ("" if lines[name] is gathered else f" ({apart:+.2f})")
+
+    asked = len(lines) * len(budget.crowds) * len(budget.pair)
+    table = report.markdown(["workers", *lines], [[str(n), *(cell(name, n) for name in lines)] for n in budget.crowds])
+    study = budget.exchange
+    return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
+            f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 where "
+            f"there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the mean difference to "
+            f"all-gather. {len(values)} of {asked} runs.\n\n{table}")
+
+
 def found(lines: Mapping[str, Mapping[float, Result | None]]) -> str:
     results = [result for line in lines.values() for result in line.values()]
     return f"{sum(result is not None for result in results)} of {len(results)} runs."
@@ -469,7 +518,7 @@ def main(
         quick: Annotated[bool, typer.Option(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(
-            help="Runs whose name contains this, or a table's: ablation, workers, sparsity. Repeatable.")] = None,
+            help="Runs whose name contains this, or a table's: ablation, workers, sparsity, exchange.")] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

@@ -195,8 +195,8 @@ def test_autocast():
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
 def test_float16_finds_its_scale(sparsity):
-    """Autocast to float16, with a scale at which its gradients overflow: those steps never were, and when the scale fits
-    it is the training that begins with it.
+    """Autocast to float16, with a scale at which its gradients overflow: those steps never were, and when the scale
+    fits it is the training that begins with it.
     """
     def trained(steps, scale):
         scaler = scaler_of(scale, interval=100)

@@ -122,7 +122,13 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in tables["sparsity"].values()} == {
         (sparsity, warmup) for sparsity in (0.99, 0.999, 0.9995, 0.9999) for warmup in (0, 1, 2, 4, 8)}
     assert {(run.options["method"], run.options["seed"]) for run in tables["sparsity"].values()} == {("dgc", 0)}
-    assert len(names) == 9 + 6 + 10 + 9 + 18
+    assert {(run.options["virtual_workers"], run.options["exchange"], run.options["virtual_node"], run.options["seed"])
+            for run in tables["exchange"].values()} == {
+        (n, *way, seed) for n in (4, 16, 64) for seed in (0, 1)
+        for way in (("allgather", 1), ("shared", 1), ("allgather", 2 if n == 4 else 4))}
+    assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
+               run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
+    assert len(names) == 9 + 6 + 10 + 9 + 18 + 18
     for budget in reproduce.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in reproduce.chosen(budget, [])]
@@ -172,7 +178,7 @@ def test_only_names_tables_and_parts_of_names():
     budget = reproduce.BUDGETS["cpu"]
     assert {run.name for run in reproduce.chosen(budget, ["workers", "ptb-dense"])} == {
         *reproduce.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
-    with pytest.raises(typer.BadParameter, match="--only imagenet is in no run; accepted: ablation, workers, sparsity"):
+    with pytest.raises(typer.BadParameter, match="accepted: ablation, workers, sparsity, exchange, or a part"):
         reproduce.chosen(budget, ["imagenet"])
 
 
@@ -353,6 +359,11 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     write("cifar10-topk-8workers-0", settings={"method": "topk", "virtual_workers": 8}, accuracy=86.5, **rest)
     write("cifar10-dgc-sparsity99.99-warmup8-0", settings={"sparsity": 0.9999, "warmup_epochs": 8}, accuracy=85.5,
           **rest)
+    same = {"epochs": 10, "warmup_epochs": 1.0, "virtual_workers": 16, "batch_size": 8}
+    for seed, (gathered, shared) in enumerate(((80.0, 79.5), (81.0, 81.1))):
+        name, mine = "cifar10-exchange-dgc-16workers-batch8-", {**same, "seed": seed}
+        write(f"{name}{seed}", settings=mine, accuracy=gathered, **rest)
+        write(f"{name}shared-{seed}", settings={**mine, "exchange": "shared"}, accuracy=shared, **rest)
     monkeypatch.setitem(reproduce.BUDGETS, "cpu", budget)
     monkeypatch.setattr(reproduce, "work", None)
     reproduce.main(report_only=True)
@@ -369,7 +380,9 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| 8 | - (92.92) | 86.50 % (93.02) | - (93.28) |",
             "| sparsity | " + " | ".join(f"{n} warm-up epochs" for n in (0, 1, 2, 4, 8)) + " |",
             "| 99.9 % | - | - | 88.30 % (13.3 x) | - | - |",
-            "| 99.99 % | - | - | - | - | 85.50 % (13.3 x) |"):
+            "| 99.99 % | - | - | - | - | 85.50 % (13.3 x) |",
+            "| workers | all-gather | shared | hierarchical |", "| 4 | - | - | - |",
+            "| 16 | 80.50 % | 80.30 % (-0.20) | - |"):
         assert line in lines
     text = "\n".join(lines)
     assert "4 of 12 runs." in text and "Dense: 88.00 %. 2 of 20 runs." in text
