@@ -499,8 +499,8 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
     table = report.markdown(["workers", *lines], [[str(n), *(cell(name, n) for name in lines)] for n in budget.crowds])
     study = budget.exchange
     return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
-            f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 where "
-            f"there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the mean difference to "
+            f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
+            f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
             f"all-gather. {len(values)} of {asked} runs.\n\n{table}")
 
 
