@@ -78,6 +78,11 @@ class World:
         return list(range(self.local_rank if group == "across" else 0, self.size,
                           self.node_size if group == "across" else 1))
 
+    def partition(self, group: str) -> list[list[int]]:
+        """All groups of one kind, ``node`` or ``across``: each rank is in one of them."""
+        firsts = range(0, self.size, self.node_size) if group == "node" else range(self.node_size)
+        return [World(first, self.size, self.node_size).members(group) for first in firsts]
+
 
 class Update(Protocol):
     """What a path returns: the averaged update of its parameters, equal on every rank.

@@ -457,6 +457,17 @@ def hierarchical():
         del os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"]
         eval(begin, {"hvd": hvd})
         assert difference(dynamic[0], flat(train(range(3), configs["default"])[0])) < 1e-5
+    if find().__class__.__name__ == "TorchDistributed":  # rank 0 then knows fewer groups than the others
+        some = torch.distributed.new_group([1, 2, 3])
+        network = model()
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(),
+                                             configs["default"], process_set=some)
+        try:
+            train(range(1), None, network, optimizer)
+        except ValueError as error:
+            assert "the process group has ranks [1, 2, 3]; accepted: one of all ranks" in str(error)
+        else:
+            assert torch.distributed.get_rank() == 0
     results = {}
     for name, config in configs.items():
         network, optimizer = train(range(6), config)

@@ -36,8 +36,7 @@ class Horovod:
         size = node_size(self, str(hvd.cross_rank()), torch.device("cpu"))
         world = World(hvd.rank(), hvd.size(), size)
         if 1 < size < world.size:
-            every = [World(rank, world.size, size).members(group) for group in ("node", "across")
-                     for rank in (range(0, world.size, size) if group == "node" else range(size))]
+            every = world.partition("node") + world.partition("across")
             sets = {tuple(ranks): made for ranks, made in zip(every, _process_sets(every), strict=True)}
             self._sets.update({group: sets[tuple(world.members(group))] for group in ("node", "across")})
         return size

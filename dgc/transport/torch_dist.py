@@ -30,15 +30,19 @@ class TorchDistributed:
 
     def by_node(self) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
+        ranks = dist.get_process_group_ranks(self._group)
+        if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
+            raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of all ranks")
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         size = node_size(self, machine, _device(self._group))
         world = World(dist.get_rank(self._group), dist.get_world_size(self._group), size)
         if 1 < size < world.size:
-            ranks = dist.get_process_group_ranks(self._group)
             for group in ("node", "across"):
-                members = [ranks[member] for member in world.members(group)]
-                self._groups[group] = dist.new_group(
-                    members, backend=dist.get_backend(self._group), use_local_synchronization=True)
+                # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
+                # rank knows: ranks that know of different ones would wait for each other for ever.
+                made = [dist.new_group(members, backend=dist.get_backend(self._group))
+                        for members in world.partition(group)]
+                self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
         return size
 
     def start(self, collective: Collective, name: str) -> Wait:
