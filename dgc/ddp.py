@@ -64,7 +64,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler)
     else:
         known._transport, known._config, known._scaler = find(ddp_model.process_group), config, grad_scaler
-        known._agreed, known._node_size = False, 1
+        known._agreed = False
 
 
 def _checked_again(optimizer: Any, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:

@@ -264,6 +264,7 @@ class _Distributed(torch.optim.Optimizer):
         self._plain = self._outside or (world.size == 1 and not self._elastic and not needed)
         self._node_size = 1  # ranks whose gradients are averaged before they are compressed
         self._alone = False  # hierarchical, but all ranks are on one machine
+        self._apart = False  # u and v may differ within a node
         self._agreed = self._elastic  # new ranks cannot ask those that have been asked already
         self._shipments: list[_Shipment] = []
         self._shipment_of: dict[Tensor, _Shipment] = {}
@@ -453,19 +454,22 @@ class _Distributed(torch.optim.Optimizer):
 
     def _meet(self) -> None:
         """Before anything is exchanged."""
-        self._world: World = replace(self._transport.world, node_size=self._node_size)
+        self._world: World = self._transport.world
         if not self._agreed:
             self._agree()
             if self._elastic:
                 self._regroup()
             elif self._config.hierarchical:
                 self._group_by_node()
-        if self._residuals_loaded and self._world.node_size > 1:
+            self._agreed = True
+        self._world = replace(self._world, node_size=self._node_size)
+        if self._apart and self._node_size > 1:
             self._level()
 
     def _group_by_node(self) -> None:
         """From now on nodes take part, rather than ranks."""
         automatic = self._config.hierarchical == "auto"
+        self._node_size, self._alone = 1, False
         if automatic and fsdp.shard(self._parameters()[0]) is not None:
             return
         try:
@@ -475,8 +479,7 @@ class _Distributed(torch.optim.Optimizer):
                 raise
             return
         if size < self._world.size:
-            self._node_size = size
-            self._world = replace(self._world, node_size=size)
+            self._node_size, self._apart = size, True
         else:  # nothing is left to compress; but who leaves it to us wants it compressed
             self._alone = not automatic
 
@@ -490,12 +493,13 @@ class _Distributed(torch.optim.Optimizer):
             for letter, flat in zip("vu", flats, strict=False):
                 if flat is None:
                     continue
-                bits = torch.tensor(agree.sums_of_bits([flat]), device=flat.device)
                 name = f"{shipment.name}.{letter}"
-                everyones = self._transport.start(Collective("gather", bits, group="node"), f"{name}.bits")()
-                if (everyones != everyones[0]).any():
+                first = self._transport.start(Collective("share", flat.clone(), group="node"), f"{name}.first")()
+                differ = (flat != first).any().float().view(1)
+                if self._transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
                     total = self._transport.start(Collective("sum", flat.clone(), group="node"), name)()
                     flat.copy_(total.div_(self._world.node_size))
+        self._apart = False
 
     def _agree(self) -> None:
         """Compares with the other ranks what an exchange depends on."""
@@ -526,7 +530,6 @@ class _Distributed(torch.optim.Optimizer):
                 f"bits of {self._names[p]} add up to {bits}"
                 for p, bits in zip(parameters, agree.sums_of_bits(map(local, parameters)), strict=True)],
         }, self._transport, parameters[0].device)
-        self._agreed = True
 
     @torch.no_grad()
     def _regroup(self) -> None:
@@ -1074,6 +1077,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _put_residuals(self, state: Mapping[str, Any]) -> None:
         self._residuals_missing, self._residuals_loaded, self._shared_by = False, True, state["size"]
+        self._apart = True
         for letter, views in self._residuals().items():
             for name, view in views.items():
                 view.copy_(state[letter][name])

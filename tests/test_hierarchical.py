@@ -136,6 +136,26 @@ def test_residuals_of_ranks_become_those_of_their_node():
         assert torch.equal(got, sum(both) / 2)
 
 
+def test_residuals_that_differ_within_a_node_are_evened_out():
+    """Rank 1 has rank 0's in another order, whose bits add up to the same; and nobody waits for rank 3, with none."""
+    def worker():
+        optimizer, rank = trained(replace(SETTINGS["default"], hierarchical=True), gradient, steps=0)[1], current_rank()
+        state = optimizer.residual_state_dict()
+        for x in [x for letter in "uv" for x in state[letter].values()]:
+            x.view(-1).copy_(torch.arange(x.numel()).roll(rank))
+        if rank < 3:
+            optimizer.load_residual_state_dict(state)
+        before = pending(optimizer)
+        for _ in range(2):  # flush(), and then a step
+            optimizer._meet()
+        return before, pending(optimizer)
+
+    results = dgc.lockstep.run(worker, 4, 2)
+    for rank, (_, after) in enumerate(results):
+        both = [before for before, _ in results[rank // 2 * 2:][:2]]
+        assert not torch.equal(*both) and torch.equal(after, sum(both) / 2)
+
+
 def test_residuals_of_nodes_are_taken_up_to_the_bit():
     """Of three ranks, too, whose sum divided by 3 would be something else."""
     config = replace(SETTINGS["shared"], hierarchical=True)
@@ -217,6 +237,21 @@ def test_machines_that_cannot_be_grouped():
     assert told(["a", "a", "b", "b"]) == 2 and told(["a", "b"]) == 1 and told(["a"] * 3) == 3
     assert "the machines have 2, 1 ranks; accepted: the same number" in told(["a", "a", "b"])
     assert "not numbered machine by machine: they are on a, b, a, b" in told(["a", "b", "a", "b"])
+
+
+def test_what_cannot_be_grouped_is_refused_at_each_step(monkeypatch):
+    """Rather than going on as if it had not been asked for."""
+    def by_node(*_):
+        raise ValueError("the machines have 2, 1 ranks")
+
+    def worker():
+        network, optimizer = train(range(0), dgc.Config(hierarchical=True))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the machines have 2, 1 ranks"):
+                train(range(1), None, network, optimizer)
+
+    monkeypatch.setattr(dgc.lockstep.Lockstep, "by_node", by_node)
+    dgc.lockstep.run(worker, 3)
 
 
 def test_what_is_refused(monkeypatch):
