@@ -38,7 +38,7 @@ from dgc.compressor import (
 )
 from dgc.config import Config
 from dgc.fsdp import local
-from dgc.residual import Bucket, Gradient, clip_scale
+from dgc.residual import Bucket, Gradient, clip_scale, residual_dtype
 from dgc.transport import Exchange, find
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
@@ -473,7 +473,7 @@ class _Distributed(torch.optim.Optimizer):
         if automatic and fsdp.shard(self._parameters()[0]) is not None:
             return
         try:
-            size = self._transport.by_node()
+            size = self._transport.by_node(self._parameters()[0].device)
         except ValueError:
             if not automatic:
                 raise
@@ -610,8 +610,9 @@ class _Distributed(torch.optim.Optimizer):
         of_name = {self._names[p]: p for p in parameters if p not in self._of_node}
         if of_name:
             gradients = {name: self._own(p) for name, p in of_name.items()}
-            means = yield from average_in_node(gradients, shipment.dtype, self._world)
-            self._of_node.update({p: means[name] for name, p in of_name.items()})
+            # In float16 a sum may be infinite whose mean is not.
+            means = yield from average_in_node(gradients, residual_dtype(shipment.dtype), self._world)
+            self._of_node.update({p: means[name].to(shipment.dtype) for name, p in of_name.items()})
 
     def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None

@@ -76,6 +76,21 @@ def test_a_node_is_a_rank_with_the_mean_of_its_gradients(name, n, g, arguments):
         assert difference(pending(optimizer) * (g if arguments else 1), pending(expected[rank // g][1])) < 1e-12
 
 
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_the_mean_of_float16_gradients_is_one_where_their_sum_is_not(per_tensor):
+    """Of parameters that travel dense, too, which are averaged within the node if they are clipped."""
+    def worker():
+        p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        config = dgc.Config(clip_norm=1.0, clip_per_tensor=per_tensor, hierarchical=True)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], config)
+        p.grad = torch.full_like(p, 40000.0)
+        optimizer.step()
+        return p.tolist()
+
+    clipped = 2 ** 0.5 / 2  # to sqrt(2) for two nodes, in four equal entries
+    assert dgc.lockstep.run(worker, 4, 2) == [pytest.approx([-clipped] * 4, rel=1e-2)] * 4
+
+
 def test_with_nothing_kept_back_it_is_sgd_on_the_average_of_all_ranks():
     """Law 3; also on one machine, where it compresses nothing."""
     expected = flat(reference(range(8), 6)[0])

@@ -26,9 +26,12 @@ class Transport(Protocol):
         """Begins a collective. Every rank of its group begins the same ones, under the same names, in the same order.
         """
 
-    def by_node(self) -> int:
+    def by_node(self, device: torch.device) -> int:
         """Groups the ranks by machine, after which collectives within a node and across nodes can be started. All ranks
         call it.
+
+        Args:
+            device: of tensors that can travel.
 
         Returns:
             How many ranks each machine has.

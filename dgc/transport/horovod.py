@@ -29,11 +29,11 @@ class Horovod:
             return None
         return World(self._set.rank(), self._set.size())
 
-    def by_node(self) -> int:
+    def by_node(self, device: torch.device) -> int:
         if self._set.ranks != hvd.global_process_set.ranks:
             raise ValueError(f"hierarchical is True and process_set has ranks {self._set.ranks}; accepted: all ranks, "
                              "process_set=None")
-        size = node_size(self, str(hvd.cross_rank()), torch.device("cpu"))
+        size = node_size(self, str(hvd.cross_rank()), device)
         world = World(hvd.rank(), hvd.size(), size)
         if 1 < size < world.size:
             every = world.partition("node") + world.partition("across")

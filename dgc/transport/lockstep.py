@@ -81,7 +81,7 @@ class Lockstep:
     def world(self) -> World:
         return World(self._rank, self._stage.size)
 
-    def by_node(self) -> int:
+    def by_node(self, device: torch.device) -> int:
         return self._machine_size
 
     def start(self, collective: Collective, name: str) -> Wait:

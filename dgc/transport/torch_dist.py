@@ -28,13 +28,14 @@ class TorchDistributed:
         rank = dist.get_rank(self._group)
         return None if rank < 0 else World(rank, dist.get_world_size(self._group))
 
-    def by_node(self) -> int:
+    def by_node(self, device: torch.device) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
         ranks = dist.get_process_group_ranks(self._group)
         if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
-            raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of all ranks")
+            raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of "
+                             "all ranks")
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-        size = node_size(self, machine, _device(self._group))
+        size = node_size(self, machine, device)
         world = World(dist.get_rank(self._group), dist.get_world_size(self._group), size)
         if 1 < size < world.size:
             for group in ("node", "across"):
@@ -64,9 +65,3 @@ class TorchDistributed:
             return result
 
         return wait
-
-
-def _device(group: Any) -> torch.device:
-    """Where a group's tensors are to be."""
-    on_gpu = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
