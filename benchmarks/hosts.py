@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
+MEASURE = ("network.py", "adaptive.py")  # those who make such runs
 
 
 class Rate(NamedTuple):
@@ -36,7 +37,7 @@ RATES = {"10gbit": Rate(10e9, 256, 1024, True), "1gbit": Rate(1e9, 24, 256, Fals
 
 def refuse(why: str) -> NoReturn:
     """Ends with status 2 and one sentence."""
-    print(f"network.py: {why}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {why}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -169,7 +170,7 @@ def clean_leftovers() -> None:
     names = [path.name for folder in ("/run", "/run/netns", "/etc/netns") for path in Path(folder).glob(f"{RUNS}*")]
     for pid in {name[len(RUNS):].split("-")[0] for name in names}:
         command = Path(f"/proc/{pid}/cmdline")
-        if pid != str(os.getpid()) and command.exists() and "network.py" in command.read_text():
+        if pid != str(os.getpid()) and command.exists() and any(name in command.read_text() for name in MEASURE):
             refuse(f"process {pid} is measuring already; two runs at once would disturb each other")
         clean(f"{RUNS}{pid}")
 

@@ -105,9 +105,11 @@ def sgd(model: Any) -> Any:
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
-def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
+def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compute: float = 0.0,
               ) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
-    """Steps on fresh gradients of a model's shapes: (what is timed, what is timed by itself, the optimizer)."""
+    """Steps on fresh gradients of a model's shapes: (what is timed, what is timed by itself, the optimizer). The
+    backward pass sleeps for two thirds of ``compute`` seconds, the forward pass for one.
+    """
     import gradients as shapes_of
     import torch
     shapes = getattr(shapes_of, model)()
@@ -126,6 +128,7 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
         def backward(ctx: Any, *outputs: Any) -> Any:
             given = ctx.gradients[ctx.begin:ctx.begin + ctx.count]
             ctx.gradients[ctx.begin:ctx.begin + ctx.count] = [None] * ctx.count
+            time.sleep(2 / 3 * compute * ctx.count / len(shapes))
             return outputs[0], None, None, *given
 
     class Model(torch.nn.Module):
@@ -134,6 +137,7 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str,
             self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
         def forward(self, gradients: list[Any]) -> Any:
+            time.sleep(compute / 3)
             x = torch.zeros((), requires_grad=True)
             for begin in range(0, len(self.weights), GIVEN):
                 x = Give.apply(x, gradients, begin, *self.weights[begin:begin + GIVEN])

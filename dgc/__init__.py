@@ -4,11 +4,11 @@ from dgc.checkpoint import Residuals, load_checkpoint, save_checkpoint
 from dgc.config import Config
 from dgc.ddp import register_comm_hook
 from dgc.optimizer import Average, DistributedOptimizer, Report, Sum, broadcast_parameters
-from dgc.schedule import constant, dense_until, piecewise, warmup
+from dgc.schedule import adaptive, constant, dense_until, piecewise, warmup
 from dgc.transport import lockstep
 
 __version__ = "0.1.0"
 
-__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "broadcast_parameters",
-           "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise", "register_comm_hook",
-           "save_checkpoint", "warmup"]
+__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "adaptive",
+           "broadcast_parameters", "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise",
+           "register_comm_hook", "save_checkpoint", "warmup"]

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dgc import fsdp
 from dgc.compressor import Collective
 from dgc.optimizer import STEP
+from dgc.pace import KEYS, SPARSITY
 from dgc.transport import Transport, find, gather_bytes
 
 T = TypeVar("T")
@@ -516,7 +517,9 @@ def _check_optimizer(optimizer: Any, state: Tree) -> None:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))
             alike = isinstance(value, numbers if isinstance(expected[key], numbers) else type(expected[key]))
             if not alike or (isinstance(value, Tensor) and value.numel() != 1) or (
-                    key == STEP and (type(value) is not int or value < 0)):
+                    key == STEP and (type(value) is not int or value < 0)) or (
+                    key in KEYS.values() and not (isinstance(value, float) and -1 <= value <= 1)) or (
+                    key == SPARSITY and not 0 <= value < 1):
                 raise ValueError(f"{key} of group {i} is {value!r}; expected something like {expected[key]!r}")
     parameters = _by_index(optimizer, state)
     for index, buffers in state["state"].items():

@@ -230,10 +230,14 @@ def schedule(
 
       dgc schedule dense_until:1000,then=0.99 --png schedule.png
 
-    Bytes are those of one worker over all-gather, as optimizer.report() counts them.
+    Bytes are those of one worker over all-gather, as optimizer.report() counts them. What an adaptive schedule sends
+    the network decides; those of its bounds can be shown.
     """
     with usage("EXPR"):
         chosen = schedules.parse(expression, steps_per_epoch)
+        if isinstance(chosen, schedules.Adaptive):
+            raise ValueError(f"{expression!r} goes by the network's speed, so nobody knows it beforehand; accepted: "
+                             f"any other schedule, say one of its bounds, {chosen.least:g} and {chosen.most:g}")
     with usage("--model"):
         loaded = planning.load(model)
     steps = epochs * steps_per_epoch

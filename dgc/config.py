@@ -23,7 +23,8 @@ class Config:
 
     Args:
         sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
-            any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`.
+            any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`;
+            or :func:`dgc.adaptive`, which goes by how fast the network is.
         selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 3.3);
             ``"exact"`` sorts out the k largest.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.1, equation 4).

@@ -65,6 +65,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
     else:
         known._transport, known._config, known._scaler = find(ddp_model.process_group), config, grad_scaler
         known._agreed = False
+        known._adapt()
 
 
 def _checked_again(optimizer: Any, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:

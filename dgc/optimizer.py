@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -38,7 +38,9 @@ from dgc.compressor import (
 )
 from dgc.config import Config
 from dgc.fsdp import local
+from dgc.pace import SPARSITY, Pace
 from dgc.residual import Bucket, Gradient, clip_scale, residual_dtype
+from dgc.schedule import Adaptive
 from dgc.transport import Exchange, find
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
@@ -47,6 +49,7 @@ BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overl
 MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NOT_MEASURED: Any = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Report:
     node_bytes: float  # and those within the node
     dense_bytes: float  # that a ring allreduce of all gradients in float32 would have sent
     message_bytes: int  # that this rank contributed, whatever the number of ranks: what the paper counts
+    sparsity: float  # that the schedule gave for the last step; of an adaptive one, for the next
     density: float  # entries sent / entries of all parameters
     gradient_norm: float  # of the local gradients of compressed parameters, after clipping
     residual_norm: float  # of v, what is pending
@@ -281,13 +285,22 @@ class _Distributed(torch.optim.Optimizer):
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
         self._should_synchronize = True
+        self._pace: Pace | None = None  # if the sparsity is adaptive
         self._reset()
         if not self._plain:
             self._register(self._parameters(), groups)
         if not self._plain or self._outside:
             self.param_groups[0].setdefault(STEP, 0)
+            self._adapt()
             self._fill_state()
             self._residuals_missing = not self._plain and self.param_groups[0][STEP] > 0
+
+    def _adapt(self) -> None:
+        """Begins to measure, if the sparsity is adaptive; what is found lies beside the step."""
+        self._pace = None
+        if isinstance(self._config.sparsity, Adaptive) and (not self._plain or self._outside):
+            self._pace = Pace(self._config.sparsity, self._transport, self._parameters()[0].device)
+            self.param_groups[0].update(self._pace.found(self.param_groups[0]))
 
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
@@ -524,8 +537,8 @@ class _Distributed(torch.optim.Optimizer):
                 " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
             "the optimizer's settings": [f"group {i}: {key}={_said(value)}" for i, group in enumerate(groups)
                                          for key, value in sorted(group.items(), key=lambda item: str(item[0]))],
-            "the schedule of the sparsity": [f"step {at}: {_sparsity(config, at)}" for at in (
-                step, *(step + 2 ** i for i in range(20)))],
+            "the schedule of the sparsity": [str(config.sparsity)] if self._pace is not None else [
+                f"step {at}: {_sparsity(config, at)}" for at in (step, *(step + 2 ** i for i in range(20)))],
             "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
                 f"bits of {self._names[p]} add up to {bits}"
                 for p, bits in zip(parameters, agree.sums_of_bits(map(local, parameters)), strict=True)],
@@ -564,8 +577,9 @@ class _Distributed(torch.optim.Optimizer):
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
         if self._waits or self._config.clips_globally:
             return  # whether all are finite, and the global norm, need all gradients
-        while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
-            self._launch(self._shipments[self._next])
+        with self._pace or _NOT_MEASURED:
+            while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
+                self._launch(self._shipments[self._next])
 
     def _launch(self, shipment: _Shipment) -> None:
         self._next += 1
@@ -616,7 +630,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None
-        config = self._config
+        config = self._paced()
         if self._alone or self._world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
             config = replace(config, sparsity=0.0)
         gradients = {}
@@ -631,6 +645,11 @@ class _Distributed(torch.optim.Optimizer):
             scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
         return reduce(shipment.bucket, gradients, config, self.param_groups[0][STEP], self._world,
                       average=self._average, scale=scale)
+
+    def _paced(self) -> Config:
+        """The config, with the sparsity in force if it is adaptive."""
+        return self._config if self._pace is None else replace(
+            self._config, sparsity=self.param_groups[0][SPARSITY])
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """What is exchanged of a parameter: its local gradient, or the mean of the node's, and the decay if that is
@@ -717,6 +736,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         if not self._fired:
             self._open()
+        if self._pace is not None:
+            self._pace.stand()
         if self._waits and not self._all_finite():
             self._skip()
             return
@@ -885,6 +906,8 @@ class _Distributed(torch.optim.Optimizer):
         """All updates are there: counts them, and readies the next step."""
         self._steps += 1
         self.param_groups[0][STEP] += 1
+        if self._pace is not None:
+            self._pace.tick(self.param_groups[0], self.param_groups[0][STEP])
         buckets = self._buckets()
         numel = sum(local(p).numel() for p in self._delay)
         dense = numel - sum(bucket.numel for bucket in buckets)
@@ -1027,6 +1050,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._plain and not self._outside:
             return
         self.param_groups[0].setdefault(STEP, 0)
+        self._adapt()
         if not self._residuals_loaded:
             self._residuals_missing = self.param_groups[0][STEP] > 0
             for bucket in self._kept():
@@ -1128,6 +1152,7 @@ class _Distributed(torch.optim.Optimizer):
             node_bytes=last.get("node_bytes", 0.0),
             dense_bytes=last.get("dense_bytes", 0.0),
             message_bytes=last.get("message_bytes", 0),
+            sparsity=self._paced().sparsity_at(max(0, self.param_groups[0].get(STEP, 0) - 1)),
             density=(sum(int(bucket.entries_sent) for bucket in buckets) + last.get("dense_entries", 0))
             / max(1, numel),
             gradient_norm=sum(float(bucket.gradient_square) for bucket in buckets) ** 0.5,

@@ -42,7 +42,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dgc.schedule import Piecewise, Ramp, parse
+from dgc.config import Schedule
+from dgc.schedule import parse
 from dgc.transport import lockstep
 
 REPORTS = "DGC_TUNE_REPORTS"
@@ -91,7 +92,7 @@ class Setting:
     expression: str  # for dgc.schedule.parse
     clip_norm: float | None  # None: no clipping
 
-    def schedule(self, steps_per_epoch: int) -> Piecewise | Ramp:
+    def schedule(self, steps_per_epoch: int) -> Schedule:
         """The expression's, for ``sparsity=`` of :class:`dgc.Config`; ``steps_per_epoch`` are optimizer steps."""
         return parse(self.expression, steps_per_epoch)
 

@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from laws import difference, flat, loss, model, train
 from torch import nn
 
 import dgc
+from dgc import pace
 from dgc.transport import find
 
 CONFIGS = {
@@ -1127,6 +1129,91 @@ def fsdp_refusals():
 
 
 # -- checkpoints: in a folder of the launch ----------------------------------------------------------------------------
+
+CLOCKS = {}  # rank -> its virtual time
+SHAPED = dgc.Config(sparsity=dgc.adaptive(0.5, 0.999, start=0.98, every=4))
+
+
+@contextmanager
+def virtual_time():
+    """Within it, the ranks' own clocks (see :func:`paced`) stand in for this machine's."""
+    kept, pace.perf_counter = pace.perf_counter, lambda: CLOCKS[find().world.rank]()
+    try:
+        yield
+    finally:
+        pace.perf_counter = kept
+
+
+def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
+    """A training that takes virtual time: the sparsity of each step, the network and the optimizer.
+
+    Computing takes 1 on the last rank, and ``fastest`` on the first, which waits for the others. The exchange takes
+    8 times the density; from step 60 on, when the bandwidth is halved, 16 times. 0.6 of that is hidden, and 0.02 never.
+    """
+    world, sparsities, now, delta = find().world, [], 0, 0
+    looks = len(list((model() if network is None else network).parameters())) + 1  # a launch at each; synchronize()
+    unit = 10 ** 8 * looks  # whole numbers: no rounding
+    computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
+
+    def clock():
+        nonlocal now
+        now += delta
+        return float(now)
+
+    CLOCKS[world.rank] = clock
+    if network is None:
+        network = model()
+    if optimizer is None:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+    for step in steps:
+        sparsity = optimizer.param_groups[0]["dgc_sparsity"]
+        wire = round(1e8 * (0.02 + max(0, (8 if step < 60 else 16) * (1 - sparsity) - 0.6))) * looks
+        delta = (wire + unit - computing) // looks  # at each second look computing has stood still,
+        now += computing - looks * delta  # and at the others gone on
+        optimizer.zero_grad()
+        loss(network, world.rank, step).backward()
+        optimizer.step()
+        sparsities.append(sparsity)
+    return sparsities, network, optimizer
+
+
+def adaptive():
+    """Ranks that measure differently."""
+    with virtual_time():
+        sparsities, network, optimizer = paced(range(100))
+        return sparsities, flat(network), optimizer.report()
+
+
+def ddp_adaptive():
+    """Under DDP, as without it; and registered once more with another schedule."""
+    with virtual_time():
+        ours = paced(range(100))
+        parallel, optimizer = in_ddp(model(), SHAPED)
+        theirs = paced(range(100), parallel, optimizer)
+        same = ours[0] == theirs[0] and same_end((theirs[1].module, theirs[2]), ours[1:])
+        again = nn.parallel.DistributedDataParallel(parallel.module)
+        dgc.register_comm_hook(again, optimizer, replace(SHAPED, sparsity=dgc.adaptive(0.97, 0.98, start=0.975)))
+        return same, optimizer.param_groups[0]["dgc_sparsity"], theirs[0][-1]
+
+
+def broadcast_adaptive():
+    """hvd.broadcast_optimizer_state to ranks that begin anew, and on from there."""
+    import horovod.torch as hvd
+    with virtual_time():
+        _, network, optimizer = paced(range(28))
+        expected = optimizer.param_groups[0]["dgc_sparsity"]
+        state = copy.deepcopy(optimizer.state_dict())
+        del optimizer
+        other = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        other = dgc.DistributedOptimizer(other, network.named_parameters(), SHAPED)
+        if hvd.rank() == 0:
+            other.load_state_dict(state)
+        hvd.broadcast_optimizer_state(other, root_rank=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return expected, paced(range(28, 80), network, other)[0]
+
 
 def normalised():
     """With a batch norm, whose running statistics are each rank's own."""

@@ -47,8 +47,24 @@ def test_the_network_needs_root(monkeypatch, capsys):
     import hosts
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/network.py"])
     with pytest.raises(SystemExit) as stop:
         hosts.check_tools()
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
         "network.py: it makes network namespaces, which needs Linux and root (sudo)\n")
+
+
+def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
+    import adaptive
+
+    seconds = [2.1] * 100 + [3.0] * 20 + [2.2] * 80
+    sparsities = [0.99] * 100 + [0.99] * 10 + [0.999] * 10 + [0.995] * 80
+    told = adaptive.figures(seconds, sparsities, 2.0, change=100)
+    assert told == pytest.approx({
+        "sparsity_before": 0.99, "sparsity_after": 0.995, "followed_after_steps": 20, "step_over_alone_before": 1.05,
+        "step_over_alone_just_after": 1.5, "step_over_alone_after_50": 1.1, "within_before": 1.0,
+        "within_after_50": 1.0})
+    adaptive.draw({"steps": 200, "change": 100, "rates": [25, 12.5], "sparsities": sparsities, "seconds": seconds,
+                   "hosts": 2, "alone": 2.0}, tmp_path / "adaptive.png")
+    assert (tmp_path / "adaptive.png").read_bytes().startswith(b"\x89PNG")

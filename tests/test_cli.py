@@ -106,6 +106,8 @@ def test_schedule_prints_where_it_changes():
     (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast'; accepted: 1gbit"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity is 1.0; accepted"),
     (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),
+    (["schedule", "adaptive"], "dgc schedule: Invalid value: EXPR: 'adaptive' goes by the network's speed, so nobody "
+     "knows it beforehand; accepted: any other schedule, say one of its bounds, 0.99 and 0.9999"),
     (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dgc", *arguments])

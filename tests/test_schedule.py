@@ -87,7 +87,7 @@ def test_expressions_are_the_functions(expression, schedule):
     (" 0.9", r"at character 1, ' 0\.9'"), ("cosine:3", r"at character 1, 'cosine:3'; accepted"),
     ("1.5", r"is 1\.5; accepted: a number in \[0, 1\)"), ("warmup:", r"at character 7, ':'"),
     ("warmup:epoch=4", r"at character 8, 'epoch=4'; accepted: epochs=, start=, end=, stages=, per_step= once each"),
-    ("warmup:stages=2.5", r"at character 8, 'stages=2\.5'; accepted: stages= a whole number"),
+    ("warmup:stages=2.5", r"at character 8, 'stages=2\.5'; accepted: stages=a whole number"),
     ("warmup:4", r"at character 8, '4'; accepted: epochs="), ("warmup:epochs=", r"accepted: epochs=a number"),
     ("warmup:epochs=4,epochs=5", r"at character 17, 'epochs=5'"), ("warmup:epochs=4,", r"at its end"),
     ("warmup:epochs=4, end=0.9", r"at character 17, ' end=0\.9'"), ("warmup:per_step=1", r"per_step=true or"),
@@ -96,7 +96,10 @@ def test_expressions_are_the_functions(expression, schedule):
     ("piecewise:0=0.9,0=0.8", r"at character 17, '0=0\.8'; accepted: step=sparsity, each step once"),
     ("piecewise:0.5=0.9", r"at character 11"), ("dense_until", r"accepted: a step first"),
     ("dense_until:then=0.9", r"at character 13, 'then=0\.9'; accepted: a step first"),
-    ("dense_until:5,0.9", r"at character 15, '0\.9'; accepted: then= once each")])
+    ("dense_until:5,0.9", r"at character 15, '0\.9'; accepted: then= once each"),
+    ("adaptive:0.9", r"at character 10, '0\.9'; accepted: least=, most=, start=, every= once each"),
+    ("adaptive:every=1.5", r"at character 10, 'every=1\.5'; accepted: every=a whole number"),
+    ("adaptive:every=2", r"adaptive:every=2': adaptive: every is 2; accepted")])
 def test_expressions_that_are_refused(expression, message):
     with pytest.raises(ValueError, match=message) as caught:
         dgc.schedule.parse(expression, 7)
