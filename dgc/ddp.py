@@ -171,6 +171,8 @@ class _InDDP(_Distributed):
                                        "it with dgc.register_comm_hook")
                 _Distributed.synchronize(self)
                 self._hand_back()
+                if torch._C._current_graph_task_id() == -1:  # DDP calls for a rank that has no more data: it won't step
+                    self._synchronized = False
         except BaseException as error:
             for p, grad in self._lent:
                 p.grad = grad
@@ -183,14 +185,11 @@ class _InDDP(_Distributed):
         return future
 
     def _begin_pass(self) -> None:
-        joined = torch._C._current_graph_task_id() == -1  # DDP itself calls, for a rank that has no more data
-        if self._between and not joined:
+        if self._between:
             raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
                                  "exchanged already. To accumulate gradients, call all but the last backward() within "
                                  "no_sync(); so too a backward() whose gradients of this model are not to be applied, "
                                  "as where another model's loss runs through it.")
-        if joined:  # it does not step
-            self._synchronized = False
         self._lent, self._futures, self._updates = [], [], []
 
     def _hand_back(self) -> None:

@@ -599,7 +599,7 @@ def ddp_unused():
 
 
 def ddp_join():
-    """Rank 0 has three batches, the others five: they end as if its gradient had been zero in the last two."""
+    """Rank 0 has three batches, the others five: as if its gradient had been zero in the last two. Then all flush."""
     rank, config = find().world.rank, CONFIGS["default"]
     network, optimizer = in_ddp(model(), config)
     with network.join():
@@ -614,7 +614,10 @@ def ddp_join():
         wrapped.step()
     residuals = [torch.equal(a, b) for a, b in zip(optimizer.residual_state_dict()["v"].values(),
                                                    wrapped.residual_state_dict()["v"].values(), strict=True)]
-    return torch.equal(flat(network), flat(reference)), all(residuals)
+    trained = torch.equal(flat(network), flat(reference))
+    optimizer.flush()
+    wrapped.flush()
+    return trained and torch.equal(flat(network), flat(reference)), all(residuals)
 
 
 def ddp_join_scaled():
