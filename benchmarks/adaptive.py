@@ -113,6 +113,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
     upper.step(steps, [100 * (1 - s) for s in result["sparsities"]], where="post")
     upper.set(ylabel="entries sent (%)", yscale="log",
               title=f"ResNet-50's gradients, {result['hosts']} hosts, {1000 * result['alone']:.0f} ms of computing")
+    for kind in ("major", "minor"):
+        getattr(upper.yaxis, f"set_{kind}_formatter")("{x:g}")  # 0.2, not 2 x 10^-1
     lower.plot(steps, [s / result["alone"] for s in result["seconds"]], ".", markersize=4)
     lower.axhline(WITHIN, color="tab:gray", linestyle=":", label=f"{WITHIN}")
     highest = max(result["seconds"][1:]) / result["alone"]  # in the first step kernels are compiled
