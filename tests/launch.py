@@ -31,7 +31,8 @@ def launch(launcher, size, names, limit=240, check=True, node_size=None):
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                        "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
-                       "DGC_NODE_SIZE": str(node_size or size)}
+                       "DGC_NODE_SIZE": str(node_size or size),
+                       "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1"}
         log = Path(folder) / "log"
         began = time.monotonic()
         with log.open("w") as file:
