@@ -18,8 +18,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
-import signal
 import statistics
 import sys
 import time
@@ -27,20 +25,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import Network, check_tools, clean_leftovers, sh
-from network import METHODS, WORK, exchanges, sgd
+from hosts import WORK, Network, check_tools, clean_leftovers, shape_link
+from network import METHODS, exchanges, sgd
 
 HERE = Path(__file__).resolve()
 OPTIONS = {"apply_directly": True, "dense_dtype": "torch.float16"}  # so that DGC itself takes the least
 ALONE = 20  # steps without an exchange; the first 5 are not counted
 FOLLOWS = 1.25  # a density has followed when it is within this factor of the one that it settles at
 WITHIN = 1.15  # of computing alone
-
-
-def shape(mbit: float) -> None:
-    """The rate of this host's link, from now on."""
-    sh("tc", "qdisc", "replace", "dev", "e0", "root", "tbf", "rate", f"{mbit:g}mbit",
-       "burst", f"{max(8, round(24 * mbit / 1000))}kb", "latency", "50ms")
 
 
 def work(a: dict[str, Any]) -> None:
@@ -56,8 +48,8 @@ def work(a: dict[str, Any]) -> None:
     seconds, sparsities = [], []
     began = time.perf_counter()
     for step, update, optimizer in exchanges(a["method"], options, a["rank"], "resnet50", a["compute"]):
-        if len(seconds) in a["rates"]:
-            shape(a["rates"][len(seconds)])
+        if (mbit := a["rates"].get(len(seconds))) is not None:
+            shape_link(f"{mbit:g}mbit", f"{max(8, round(24 * mbit / 1000))}kb")
         sparsities.append(optimizer.param_groups[0].get("dgc_sparsity"))
         step()
         update()
@@ -73,12 +65,8 @@ def work(a: dict[str, Any]) -> None:
 
 def run(network: Network, **settings: Any) -> dict[str, Any]:
     """The steps of a fresh group of processes: their sparsities, alike on all ranks, and the slowest rank's seconds."""
-    shutil.rmtree(network.folder)
-    network.folder.mkdir(mode=0o700)
-    shared = {**settings, "hosts": network.hosts, "folder": str(network.folder)}
-    network.run([[str(HERE), WORK, json.dumps({**shared, "rank": rank})] for rank in range(network.hosts)],
-                limit=180 + settings["steps"] * (10 * settings["compute"] + 5))
-    ranks = [json.loads((network.folder / f"{rank}.json").read_text()) for rank in range(network.hosts)]
+    network.clear()
+    ranks = network.run(HERE, settings, limit=180 + settings["steps"] * (10 * settings["compute"] + 5))
     if any(rank["sparsities"] != ranks[0]["sparsities"] for rank in ranks):
         raise SystemExit("adaptive.py: the ranks did not decide alike")
     return {**ranks[0], "seconds": [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]}
@@ -145,8 +133,6 @@ def main(
         raise typer.BadParameter(f"--schedule: {error}") from None
     if not isinstance(chosen, Adaptive):
         raise typer.BadParameter(f"--schedule is {schedule!r}; accepted: an adaptive one")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # through every finally
     clean_leftovers()
     rates, change = (rate, rate / 2 if then is None else then), steps // 2
     with Network(hosts) as network:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
 MEASURE = ("network.py", "adaptive.py")  # those who make such runs
 
@@ -54,6 +55,11 @@ def sh(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def shape_link(rate: str, burst: str, *tc: str) -> None:
+    """What a host sends, from now on; the one of this process if ``tc`` does not say which."""
+    sh("tc", *tc, "qdisc", "replace", "dev", "e0", "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+
+
 class Network:
     """Hosts 10.0.0.1, 10.0.0.2, ... in namespaces of their own, on a bridge in one more. Use it in a ``with``."""
 
@@ -62,6 +68,8 @@ class Network:
         self.folder = Path("/run") / self.name
 
     def __enter__(self) -> Network:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # through every finally
         reader, self.writer = os.pipe()
         self.watchdog = os.fork()
         if self.watchdog == 0:  # outlives a kill -9 of its parent: then the pipe closes
@@ -115,8 +123,7 @@ class Network:
             for namespace, device in ((f"{self.name}-{i}", "e0"), (f"{self.name}-switch", f"p{i}")):
                 sh("ip", "netns", "exec", namespace, "ethtool", "-K", device,
                    "tso", offload, "gso", offload, "gro", offload)
-            sh("tc", "-n", f"{self.name}-{i}", "qdisc", "replace", "dev", "e0", "root", "tbf", "rate", rate,
-               "burst", burst, "latency", "50ms")
+            shape_link(rate, burst, "-n", f"{self.name}-{i}")
 
     def start(self, host: int, *arguments: str, **keywords: Any) -> subprocess.Popen[str]:
         """Python with these arguments, within a host."""
@@ -124,18 +131,26 @@ class Network:
             ["ip", "netns", "exec", f"{self.name}-{host}", sys.executable, *arguments],
             text=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, **keywords)
 
-    def run(self, commands: list[list[str]], limit: float) -> None:
-        """Python with one of these command lines in each host, all at once, ended after ``limit`` seconds.
+    def clear(self) -> None:
+        """Leaves the folder empty."""
+        shutil.rmtree(self.folder)
+        self.folder.mkdir(mode=0o700)
+
+    def run(self, script: Path, settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+        """A script as one rank in each host, all at once, ended after ``limit`` seconds; what each of them wrote into
+        the folder, as ``RANK.json``. It is given the settings, its rank, the number of hosts and the folder.
 
         Raises:
             RuntimeError: one of them failed, or the time was up. It ends with what they printed.
         """
+        shared = {**settings, "hosts": self.hosts, "folder": str(self.folder)}
         processes: list[subprocess.Popen[str]] = []
         log, end = self.folder / "log", time.monotonic() + limit
         try:
             with log.open("w") as file:
-                for host, arguments in enumerate(commands):
-                    processes.append(self.start(host, *arguments, stdout=file, stderr=subprocess.STDOUT))
+                for rank in range(self.hosts):
+                    processes.append(self.start(rank, str(script), WORK, json.dumps({**shared, "rank": rank}),
+                                                stdout=file, stderr=subprocess.STDOUT))
             while any(process.poll() is None for process in processes) and time.monotonic() < end:
                 if any(process.poll() for process in processes):
                     raise RuntimeError(f"a process failed:\n{log.read_text()[-3000:]}")
@@ -146,6 +161,7 @@ class Network:
             for process in processes:
                 process.kill()
                 process.wait()
+        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.hosts)]
 
 
 def clean(run: str) -> None:

@@ -28,8 +28,6 @@ import json
 import mmap
 import os
 import platform
-import shutil
-import signal
 import statistics
 import sys
 import time
@@ -39,12 +37,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import RATES, Network, check, check_tools, clean_leftovers, refuse
+from hosts import RATES, WORK, Network, check, check_tools, clean_leftovers, refuse
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve()
-WORK = "--work"  # how this file calls itself within a host
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
 WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
@@ -256,14 +253,11 @@ def work(a: dict[str, Any]) -> None:
 def run(network: Network, rate: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank of a fresh group of processes wrote. RuntimeError: one failed, or the time is up."""
     network.shape(rate, depth_of(settings["method"]))
-    shutil.rmtree(network.folder)
-    network.folder.mkdir(mode=0o700)
+    network.clear()
     (network.folder / "meeting").write_bytes(bytes(8 * (network.hosts + 1)))
     dense = 2 * 32 * 51e6 / RATES[rate].bits  # seconds on the wire
     limit = 180 + (settings["warmup"] + settings["steps"]) * (10 + 4 * dense)
-    shared = {**settings, "hosts": network.hosts, "folder": str(network.folder)}
-    network.run([[str(HERE), WORK, json.dumps({**shared, "rank": rank})] for rank in range(network.hosts)], limit)
-    return [json.loads((network.folder / f"{rank}.json").read_text()) for rank in range(network.hosts)]
+    return network.run(HERE, settings, limit)
 
 
 def depth_of(method: str) -> str:
@@ -355,8 +349,6 @@ def main(
             dgc_config(options)  # imports torch, which takes seconds
         except (TypeError, ValueError) as error:
             raise typer.BadParameter(f"--dgc-option: {error}") from None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # through every finally
     clean_leftovers()
     out.parent.mkdir(parents=True, exist_ok=True)
     with Network(hosts) as network:

@@ -360,7 +360,7 @@ def tune(
     """
     objective: Any = command
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, os.getcwd())  # for good: a function may import when it is called
         try:
             objective = planning.find(command[0])
         except (ImportError, AttributeError) as error:

@@ -71,14 +71,14 @@ class World:
         """Of the sum over nodes; where ranks are to be added up, a node's average counts as often as it has ranks."""
         return self.nodes if average else 1 / self.node_size
 
-    def members(self, group: str) -> list[int]:
+    def members(self, group: str) -> range:
         """The ranks of a group of a :class:`Collective`."""
         if group == "node":
-            return list(range(self.node * self.node_size, (self.node + 1) * self.node_size))
-        return list(range(self.local_rank if group == "across" else 0, self.size,
-                          self.node_size if group == "across" else 1))
+            first = self.node * self.node_size
+            return range(first, first + self.node_size)
+        return range(self.local_rank, self.size, self.node_size) if group == "across" else range(self.size)
 
-    def partition(self, group: str) -> list[list[int]]:
+    def partition(self, group: str) -> list[range]:
         """All groups of one kind, ``node`` or ``across``: each rank is in one of them."""
         firsts = range(0, self.size, self.node_size) if group == "node" else range(self.node_size)
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
@@ -132,8 +132,8 @@ Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a 
 
 def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M, tree share M."""
-    nbytes, n = collective.tensor.numel() * collective.tensor.element_size(), len(world.members(collective.group))
-    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": min(1, n - 1)}[collective.op] * nbytes
+    n = len(world.members(collective.group))
+    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": min(1, n - 1)}[collective.op] * collective.tensor.nbytes
 
 
 def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[
@@ -193,13 +193,14 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         bad = kernel.accumulate(bucket, gradients, clip, layout)
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
     exchange, dense = _cheapest(config.exchange, layout, bucket, world)
-    if exchange == "shared" and not dense and world.node != step % world.nodes:
+    leader = step % world.nodes
+    if exchange == "shared" and not dense and world.node != leader:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
-        return (yield from _on_support(bucket, layout, None, step, config.factor_masking, world, average, bad))
+        return (yield from _on_support(bucket, layout, None, leader, config.factor_masking, world, average, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
     if exchange == "shared" and not dense:
         message = layout.support.encode(index, used)
-        return (yield from _on_support(bucket, layout, message, step, config.factor_masking, world, average,
+        return (yield from _on_support(bucket, layout, message, leader, config.factor_masking, world, average,
                                        bad or bucket.not_finite()))
     if dense:
         bad = bad or bucket.not_finite()
@@ -364,7 +365,7 @@ def _among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: W
     return parts.view(-1)[:numel]
 
 
-def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, step: int, masking: bool, world: World,
+def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: int, masking: bool, world: World,
                 average: bool, bad: Sequence[str]) -> Path:
     """This step's leader names the positions, and all ranks' values there are summed, in the residual's dtype: bytes
     that do not grow with their number (Chen et al., "ScaleCom", 2020). A last value says whose gradient is not finite.
@@ -374,7 +375,6 @@ def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, step: in
     """
     if message is None:
         message = torch.zeros(layout.support.nbytes, dtype=torch.uint8, device=layout.device)
-    leader = step % world.nodes
     index, used = layout.support.decode((yield from _among_nodes("share", message, world, leader)), leader)
     values = torch.where(used & (not bad), bucket.v[index], 0)
     bucket.take(index, values, masking)

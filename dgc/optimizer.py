@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -277,7 +278,7 @@ class _Distributed(torch.optim.Optimizer):
         self._delay: dict[Tensor, int] = {}
         self._steps = self._skipped = self._lost_residuals = 0
         self._shared_by = 0  # how many ranks' average u and v are a share of; 0: they are empty
-        self._last: dict[str, Any] = {}
+        self._last: Any = Counter()
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._inverse: Tensor | None = None  # of the loss's scale, in this step
         self._task = -1  # torch's number of the last backward pass
@@ -457,8 +458,8 @@ class _Distributed(torch.optim.Optimizer):
         self._meet()
         self._skipping = False
         self._residuals_loaded = False
-        self._last = {"bytes_sent": 0.0, "node_bytes": 0.0, "message_bytes": 0,
-                      "dense_bytes": self._dense_bytes(self._world)}
+        self._last = Counter()
+        self._last["dense_bytes"] = self._dense_bytes(self._world)
         if self._residuals_missing:
             self._residuals_missing = False
             warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
@@ -501,12 +502,11 @@ class _Distributed(torch.optim.Optimizer):
         """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another grouping. What they
         are worth in total stays the same.
         """
-        for shipment in self._shipments:
-            flats = [] if shipment.bucket is None else [shipment.bucket.v, shipment.bucket.u]
-            for letter, flat in zip("vu", flats, strict=False):
+        for bucket in self._buckets():
+            for letter, flat in (("v", bucket.v), ("u", bucket.u)):
                 if flat is None:
                     continue
-                name = f"{shipment.name}.{letter}"
+                name = f"dgc.level.{bucket.name}.{letter}"
                 first = self._transport.start(Collective("share", flat.clone(), group="node"), f"{name}.first")()
                 differ = (flat != first).any().float().view(1)
                 if self._transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
@@ -584,10 +584,7 @@ class _Distributed(torch.optim.Optimizer):
     def _launch(self, shipment: _Shipment) -> None:
         self._next += 1
         present = self._taking_part(shipment.parameters)
-        for parameter in present:
-            if parameter.grad is not None and parameter.grad.is_sparse and not self._sparse_as_dense:
-                self._sparse.setdefault(parameter, parameter.grad.sparse_dim())
-        alone = [p for p in present if p in self._sparse]
+        alone = self._sparse_among(present)
         dense = [p for p in present if p not in self._sparse]
         if dense:
             by_node = self._world.node_size > 1 and (shipment.bucket is not None or self._config.clip_per_tensor)
@@ -603,9 +600,17 @@ class _Distributed(torch.optim.Optimizer):
             path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter))
             self._begin(shipment, [parameter], path, f"dgc.sparse.{name}")
 
+    def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those that travel as sparse tensors, each on its own: what a gradient was at first decides."""
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
+                self._sparse.setdefault(p, p.grad.sparse_dim())
+        return [p for p in parameters if p in self._sparse]
+
     def _path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
-        make = self._dense_path if shipment.bucket is None else self._compressed_path
-        return make(shipment, parameters)
+        if shipment.bucket is None:
+            return self._dense_path(shipment, parameters)
+        return self._compressed_path(shipment, parameters)
 
     def _by_node_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is."""
@@ -717,12 +722,9 @@ class _Distributed(torch.optim.Optimizer):
             self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
     def _count(self, collective: Collective) -> None:
-        nbytes = collective.tensor.numel() * collective.tensor.element_size()
-        if collective.group == "node":
-            self._last["node_bytes"] += sent_bytes(collective, self._world)
-            return
-        self._last["message_bytes"] += nbytes
-        self._last["bytes_sent"] += sent_bytes(collective, self._world)
+        within = collective.group == "node"
+        self._last["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, self._world)
+        self._last["message_bytes"] += 0 if within else collective.tensor.nbytes
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -763,8 +765,7 @@ class _Distributed(torch.optim.Optimizer):
                     self._exchanges.clear()
                     self._reset()
                     raise
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).wait_stream(_stream(device))
+                _rejoin(device)
                 if isinstance(update, Tensor):  # a sparse one
                     parameters[0].grad = update
                 else:
@@ -828,10 +829,10 @@ class _Distributed(torch.optim.Optimizer):
         exchanges = []
         for shipment in self._shipments:
             present = self._taking_part(shipment.parameters)
-            if strange := [self._names[p] for p in present if p in self._sparse or (
-                    p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense)]:
-                raise ValueError(f"the gradient of {strange[0]} is sparse, Config: hierarchical is in force, and "
-                                 "clip_norm needs the norm of the node's mean of it; accepted: sparse_as_dense=True")
+            if sparse := self._sparse_among(present):
+                raise ValueError(f"the gradient of {self._names[sparse[0]]} is sparse, Config: hierarchical is in "
+                                 "force, and clip_norm needs the norm of the node's mean of it; accepted: "
+                                 "sparse_as_dense=True")
             if present:
                 with _beside(present[0].device):
                     exchanges.append((present[0].device, Exchange(
@@ -839,8 +840,7 @@ class _Distributed(torch.optim.Optimizer):
         for device, exchange in exchanges:
             with _beside(device):
                 exchange.finish()
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).wait_stream(_stream(device))
+            _rejoin(device)
 
     def _clip_scale(self) -> Tensor:
         norms = [self._norm(gradient) for gradient in self._gradients()]
@@ -1128,7 +1128,7 @@ class _Distributed(torch.optim.Optimizer):
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
         self._settle()
         self._meet()
-        before, self._last = self._last, {"bytes_sent": 0.0, "node_bytes": 0.0, "message_bytes": 0}
+        before, self._last = self._last, Counter()
         group_of = self._groups()
         exchanges = []
         for shipment in self._shipments:
@@ -1148,12 +1148,12 @@ class _Distributed(torch.optim.Optimizer):
         numel = sum(local(parameter).numel() for parameter in self._delay)
         return Report(
             steps=self._steps,
-            bytes_sent=last.get("bytes_sent", 0.0),
-            node_bytes=last.get("node_bytes", 0.0),
-            dense_bytes=last.get("dense_bytes", 0.0),
-            message_bytes=last.get("message_bytes", 0),
+            bytes_sent=last["bytes_sent"],
+            node_bytes=last["node_bytes"],
+            dense_bytes=last["dense_bytes"],
+            message_bytes=last["message_bytes"],
             sparsity=self._paced().sparsity_at(max(0, self.param_groups[0].get(STEP, 0) - 1)),
-            density=(sum(int(bucket.entries_sent) for bucket in buckets) + last.get("dense_entries", 0))
+            density=(sum(int(bucket.entries_sent) for bucket in buckets) + last["dense_entries"])
             / max(1, numel),
             gradient_norm=sum(float(bucket.gradient_square) for bucket in buckets) ** 0.5,
             residual_norm=sum(float(_norm(bucket.v)) ** 2 for bucket in self._kept()) ** 0.5,
@@ -1331,6 +1331,12 @@ def _beside(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
+
+
+def _rejoin(device: torch.device) -> None:
+    """On a GPU, what is launched next runs after what was launched within :func:`_beside`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
 def _frames() -> Iterator[Any]:

@@ -18,7 +18,6 @@ them at least. So is one whose metric is not finite. The paper's own trial never
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -329,6 +328,7 @@ def _task(objective: Objective | Sequence[str], epochs: int, maximize: bool, met
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """For one search at a time: another one would take the trials that this one runs for those of a dead one."""
+    import fcntl  # which not every system has; a script that only reports does not need it
     _folder(path).mkdir(parents=True, exist_ok=True)
     with (_folder(path) / "lock").open("w") as lock:
         try:

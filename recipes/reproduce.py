@@ -214,7 +214,9 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
 
 
 def chosen(budget: Budget, only: list[str]) -> list[Run]:
-    """The runs of these tables, and those whose names contain one of these words; all of them if there are no words."""
+    """The runs of these tables, of these names, and those whose names contain one of these words, where they are no
+    run's name; all of them if there are no words.
+    """
     tables = matrix(budget)
     runs = {name: run for table in tables.values() for name, run in table.items()}
     for word in only:
@@ -222,7 +224,7 @@ def chosen(budget: Budget, only: list[str]) -> list[Run]:
             raise typer.BadParameter(f"--only {word} is in no run; accepted: {', '.join(tables)}, or a part of a name "
                                      "as --list gives it")
     return [run for name, run in runs.items() if not only or any(
-        name in tables[word] if word in tables else word in name for word in only)]
+        name in tables[word] if word in tables else name == word if word in runs else word in name for word in only)]
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------
@@ -486,7 +488,7 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
     values = [value for line in lines.values() for of_seed in line.values() for value in of_seed.values()]
     if not values:
         return ""
-    gathered, unit = next(iter(lines.values())), report.RECIPES["cifar10"].unit
+    gathered, unit = next(iter(lines.values())), RECIPES["cifar10"].unit
 
     def cell(name: str, n: int) -> str:
         ours = lines[name][n]
@@ -518,7 +520,7 @@ def main(
         quick: Annotated[bool, typer.Option(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(
-            help="Runs whose name contains this, or a table's: ablation, workers, sparsity, exchange.")] = None,
+            help="A run, all whose name contains this, or a table's: ablation, workers, sparsity, exchange.")] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

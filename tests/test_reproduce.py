@@ -178,6 +178,7 @@ def test_only_names_tables_and_parts_of_names():
     budget = reproduce.BUDGETS["cpu"]
     assert {run.name for run in reproduce.chosen(budget, ["workers", "ptb-dense"])} == {
         *reproduce.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
+    assert [run.name for run in reproduce.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
     with pytest.raises(typer.BadParameter, match="accepted: ablation, workers, sparsity, exchange, or a part"):
         reproduce.chosen(budget, ["imagenet"])
 

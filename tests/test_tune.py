@@ -172,9 +172,10 @@ def test_a_study_that_is_killed_goes_on(place, number):
     """Nothing finished is lost or repeated, what was running is run again with its setting, and no process is left."""
     process = started(*line("--trials", 5, "--jobs", 2, seconds=1))
 
-    def two_more():  # after the first: each has somebody who watches over it
+    def two_more():  # after the first, which the study has: each has somebody who watches over it
         children = psutil.Process(process.pid).children(recursive=True)
-        return len(list(place.glob("tune-trials/*/out.json"))) >= 1 and len(children) == 4 and children
+        return any(place.glob("tune-trials/*/out.json")) and len(children) == 4 and any(
+            state == "COMPLETE" for state, *_ in kept().values()) and children
 
     try:
         family = [child.pid for child in until(two_more)]

@@ -36,9 +36,8 @@ class Horovod:
         size = node_size(self, str(hvd.cross_rank()), device)
         world = World(hvd.rank(), hvd.size(), size)
         if 1 < size < world.size:
-            every = world.partition("node") + world.partition("across")
-            sets = {tuple(ranks): made for ranks, made in zip(every, _process_sets(every), strict=True)}
-            self._sets.update({group: sets[tuple(world.members(group))] for group in ("node", "across")})
+            sets = _process_sets(world.partition("node") + world.partition("across"))
+            self._sets.update({group: sets[world.members(group)] for group in ("node", "across")})
         return size
 
     def start(self, collective: Collective, name: str) -> Wait:
@@ -61,20 +60,17 @@ class Horovod:
         return lambda: hvd.synchronize(handle).to(tensor.dtype)
 
 
-def _process_sets(every: list[list[int]]) -> list[Any]:
-    """A process set of each of these lists of ranks: one that Horovod has already, or else a new one."""
+def _process_sets(every: list[range]) -> dict[range, Any]:
+    """A process set of each of these ranges of ranks: one that Horovod has already, or else a new one."""
     known = {tuple(ranks): number for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()}
-    missing = [ranks for ranks in every if tuple(ranks) not in known]
-    if missing and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+    if any(tuple(ranks) not in known for ranks in every) and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
         raise ValueError("hierarchical is True, and Horovod lacks process sets for it; accepted: the environment "
                          "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or hvd.init(process_sets=["
-                         f"{', '.join(f'hvd.ProcessSet({ranks})' for ranks in every)}])")
-    sets = []
-    for ranks in every:
+                         f"{', '.join(f'hvd.ProcessSet({list(ranks)})' for ranks in every)}])")
+    sets = {ranks: hvd.ProcessSet(ranks) for ranks in every}
+    for ranks, made in sets.items():
         if tuple(ranks) in known:
-            made = hvd.ProcessSet(ranks)
             made.process_set_id = known[tuple(ranks)]
         else:
-            made = hvd.add_process_set(ranks)  # which all ranks call, in the same order
-        sets.append(made)
+            hvd.add_process_set(made)  # which all ranks call, in the same order
     return sets

@@ -74,20 +74,20 @@ class Lockstep:
     """One of N ranks within this process."""
 
     def __init__(self, rank: int, stage: _Stage, machine_size: int):
-        self._rank, self._stage, self._machine_size = rank, stage, machine_size
+        self._rank, self._stage = rank, stage
+        self._by_machine = World(rank, stage.size, machine_size)
         self._begun: dict[str, int] = {}
 
     @property
     def world(self) -> World:
-        return World(self._rank, self._stage.size)
+        return self._by_machine.flat
 
     def by_node(self, device: torch.device) -> int:
-        return self._machine_size
+        return self._by_machine.node_size
 
     def start(self, collective: Collective, name: str) -> Wait:
-        members = tuple(World(self._rank, self._stage.size, self._machine_size).members(collective.group))
         count = self._begun[name] = self._begun.get(name, 0) + 1
-        key = (name, count, members)
+        key = (name, count, self._by_machine.members(collective.group))
         self._stage.put(key, self._rank, collective)
         return lambda: self._stage.get(key, self._rank)
 

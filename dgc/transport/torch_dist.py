@@ -41,7 +41,7 @@ class TorchDistributed:
             for group in ("node", "across"):
                 # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
                 # rank knows: ranks that know of different ones would wait for each other for ever.
-                made = [dist.new_group(members, backend=dist.get_backend(self._group))
+                made = [dist.new_group(list(members), backend=dist.get_backend(self._group))
                         for members in world.partition(group)]
                 self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
         return size
