@@ -39,7 +39,7 @@ from dgc.compressor import (
 )
 from dgc.config import Config
 from dgc.fsdp import local
-from dgc.pace import SPARSITY, Pace
+from dgc.pace import KEYS, SPARSITY, Pace
 from dgc.residual import Bucket, Gradient, clip_scale, residual_dtype
 from dgc.schedule import Adaptive
 from dgc.transport import Exchange, find
@@ -299,6 +299,9 @@ class _Distributed(torch.optim.Optimizer):
     def _adapt(self) -> None:
         """Begins to measure, if the sparsity is adaptive; what is found lies beside the step."""
         self._pace = None
+        if not isinstance(self._config.sparsity, Adaptive):
+            for key in KEYS.values():  # from a checkpoint; Horovod broadcasts only what all ranks have
+                self.param_groups[0].pop(key, None)
         if isinstance(self._config.sparsity, Adaptive) and (not self._plain or self._outside):
             self._pace = Pace(self._config.sparsity, self._transport, self._parameters()[0].device)
             self.param_groups[0].update(self._pace.found(self.param_groups[0]))

@@ -1213,6 +1213,18 @@ def broadcast_adaptive():
             return expected, paced(range(28, 80), network, other)[0]
 
 
+def broadcast_no_longer_adaptive():
+    """The same to ranks that have a fixed sparsity by now: what is in the groups."""
+    import horovod.torch as hvd
+    network, optimizer = train(range(4), SHAPED)
+    other = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-2)
+    other = dgc.DistributedOptimizer(other, network.named_parameters(), dgc.Config(0.9))
+    if hvd.rank() == 0:
+        other.load_state_dict(optimizer.state_dict())
+    hvd.broadcast_optimizer_state(other, root_rank=0)
+    return {key: value for key, value in other.param_groups[0].items() if key != "params"}
+
+
 def normalised():
     """With a batch norm, whose running statistics are each rank's own."""
     torch.manual_seed(3)

@@ -113,7 +113,7 @@ def ran(launcher, size, names):
 def test_ranks_that_measure_differently_decide_alike(launcher, size):
     """Law 2, with the bandwidth halved at step 60; and DDP's hook measures as much."""
     names = {"lockstep": ["adaptive"], "torch": ["adaptive", "ddp_adaptive"],
-             "horovod": ["adaptive", "broadcast_adaptive"]}[launcher]
+             "horovod": ["adaptive", "broadcast_adaptive", "broadcast_no_longer_adaptive"]}[launcher]
     results = ran(launcher, size, names)
     decided, parameters, report = results["adaptive"][0]
     assert all(theirs == decided and torch.equal(end, parameters) for theirs, end, _ in results["adaptive"])
@@ -131,6 +131,8 @@ def test_ranks_that_measure_differently_decide_alike(launcher, size):
     if launcher == "horovod":
         (held, after), (theirs, others) = results["broadcast_adaptive"]
         assert held == theirs == after[0] and after == others == decided[28:80]
+        group, others = results["broadcast_no_longer_adaptive"]
+        assert group == others and (group["lr"], group["dgc_step"]) == (0.05, 4)
 
 
 def test_who_waits_for_a_slower_rank_does_not_wait_for_the_network():
