@@ -590,7 +590,7 @@ class _Distributed(torch.optim.Optimizer):
         alone = self._sparse_among(present)
         dense = [p for p in present if p not in self._sparse]
         if dense:
-            by_node = self._world.node_size > 1 and (shipment.bucket is not None or self._config.clip_per_tensor)
+            by_node = self._world.node_size > 1 and (shipment.bucket is not None or self._config.clip_norm is not None)
             path = self._by_node_path(shipment, dense) if by_node else self._path(shipment, dense)
             self._begin(shipment, dense, path, shipment.name)
         for parameter in alone:

@@ -180,17 +180,22 @@ def test_residuals_of_nodes_are_taken_up_to_the_bit():
         assert torch.equal(got, torch.cat([x.flatten() for letter in "uv" for x in state[letter].values()]))
 
 
-@pytest.mark.parametrize("config", [SETTINGS["default"], SHARED, SETTINGS["clipped"], dgc.Config(0.0, min_numel=0)],
-                         ids=["gathered", "shared", "clipped", "dense"])
-def test_a_gradient_that_is_not_finite_is_laid_to_its_rank(config):
+ROUNDED = replace(SETTINGS["clipped"], dense_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("config, where", [
+    (SETTINGS["default"], "a"), (SHARED, "a"), (SETTINGS["clipped"], "a"), (dgc.Config(0.0, min_numel=0), "a"),
+    (SETTINGS["default"], "c"), (SETTINGS["clipped"], "c"), (SETTINGS["clipped per tensor"], "c"), (ROUNDED, "c")],
+    ids=["gathered", "shared", "clipped", "dense", "small", "small, clipped", "small, per tensor", "small, rounded"])
+def test_a_gradient_that_is_not_finite_is_laid_to_its_rank(config, where):
     """And has entered nothing: the training goes on."""
     def worker():
         told = []
 
         def of_rank(rank, step, name):
             g = gradient(rank, step, name)
-            if step == 2 and rank == 3 and name == "a" and not told:
-                g[3, 4] = float("nan")
+            if step == 2 and rank == 3 and name == where and not told:
+                g.view(-1)[34] = float("nan")
             return g
 
         parameters = {name: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
@@ -207,7 +212,7 @@ def test_a_gradient_that_is_not_finite_is_laid_to_its_rank(config):
         return told, pending(optimizer), torch.cat([p.detach().flatten() for p in parameters.values()])
 
     for told, left, parameters in dgc.lockstep.run(worker, 4, 2):
-        assert told == ["rank 3 has a gradient that is not finite, in: a"]
+        assert told == [f"rank 3 has a gradient that is not finite, in: {where}"]
         assert left.isfinite().all() and parameters.isfinite().all()
 
 
