@@ -417,7 +417,7 @@ class _Search:
                     parameters = {**left.system_attrs.get("fixed_params", {}), **left.params}
                     paper = {"paper": True} if "paper" in left.user_attrs else {}
                     self.study.enqueue_trial(parameters, {**paper, "again": left.number})
-                self.study.tell(left.number, state=self.state.FAIL)  # and has no "end"
+                self.study.tell(left.number, state=self.state.FAIL)
         if not any(t.user_attrs.get("paper") and t.state in (self.state.WAITING, self.state.COMPLETE)
                    for t in self.study.get_trials(deepcopy=False)):
             self.study.enqueue_trial(_papers(self.task), {"paper": True})
@@ -636,10 +636,11 @@ def _tail(text: str) -> str:
 
 def _read(study: Any) -> list[Trial]:
     """The finished ones; not what was interrupted, which is run again under another number."""
-    found = []
-    for t in study.get_trials(deepcopy=False):
+    found, trials = [], study.get_trials(deepcopy=False)
+    again = {t.user_attrs.get("again") for t in trials}  # of them, some may have an "end" that was not told in time
+    for t in trials:
         has = t.user_attrs
-        if t.state.is_finished() and "end" in has:
+        if t.state.is_finished() and "end" in has and t.number not in again:
             end = has["end"]
             metric, bytes_sent = t.values or end["last"] or (None, None)
             found.append(Trial(Setting(**has["setting"]), STATES[t.state.name], "paper" in has, metric, bytes_sent,

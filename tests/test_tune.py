@@ -206,6 +206,27 @@ def test_a_study_that_is_killed_goes_on(place, number):
             assert {**again[2]["setting"], "trial": n} == trial[2]["setting"]
 
 
+def test_a_study_that_ends_while_a_trial_is_written_down_goes_on(place, monkeypatch):
+    """Its result is known by then, and its state is not: it is run again, and counts once."""
+    ran, tell = [], optuna.study.Study.tell
+
+    def objective(setting):
+        ran.append(setting.expression)
+        return 1.0, 2.0
+
+    def ended(study, trial, *arguments, **more):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return tell(study, trial, *arguments, **more)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(optuna.study.Study, "tell", ended)
+        tune.search(objective, epochs=1, maximize=True, trials=4)
+    found = tune.search(objective, epochs=1, maximize=True, trials=4)
+    assert [(t.setting.trial, t.state) for t in found.trials] == [(n, "complete") for n in (0, 2, 3, 4)]
+    assert ran[1] == ran[2] and len(ran) == 5
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
