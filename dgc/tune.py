@@ -345,8 +345,10 @@ def _folder(path: Path) -> Path:
 def _open(optuna: Any, path: Path, task: Task, seed: int) -> Any:
     """The study of this task in a file; one of another task makes room for it if no trial of it came to a good end."""
     asked, aims = json.loads(json.dumps(asdict(task))), ["maximize" if task.maximize else "minimize", "minimize"]
+    import sqlalchemy  # comes with optuna
+    url = sqlalchemy.URL.create("sqlite", database=str(path)).render_as_string()  # where ? and % have no meaning
     try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 100}})
+        storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 100}})
         study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True, directions=aims)
         has = study.user_attrs.get("task")
         if has != asked and not any(t.state.name in ("COMPLETE", "PRUNED") for t in study.trials):

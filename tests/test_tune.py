@@ -262,6 +262,14 @@ def test_one_search_at_a_time(place):
         tune.search("true {sparsity}", epochs=1, maximize=True)
 
 
+@pytest.mark.parametrize("name", ["a?b.db", "a%20b.db", "a{b}.db", "a b#c.db"])
+def test_a_study_is_the_file_that_was_named(place, name):
+    tune.search(lambda setting: (1.0, 2.0), epochs=1, maximize=True, trials=1, study=name)
+    assert (place / name).read_bytes().startswith(b"SQLite format 3")
+    with pytest.raises(ValueError, match="its epochs is 1, asked is 2"):
+        tune.search(lambda setting: (1.0, 2.0), epochs=2, maximize=True, study=name)
+
+
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 def test_a_function_is_searched(place):
