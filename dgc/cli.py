@@ -365,6 +365,10 @@ def tune(
             objective = planning.find(command[0])
         except (ImportError, AttributeError) as error:
             raise typer.BadParameter(f"COMMAND: {command[0]!r}; {error}") from None
+    png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
+    if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
+        raise typer.BadParameter(f"study is {study}, its picture {png} and its summary {summary}; accepted: a name for "
+                                 "each, such as tune.db, of which the others are tune.png and tune.json")
     try:
         found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study, metric=metric,
                               clip_norm=clip_norm, jobs=jobs, tolerance=tolerance, seed=seed)
@@ -373,15 +377,14 @@ def tune(
     except KeyboardInterrupt:
         print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
         raise
-    png = png or study.with_suffix(".png")
     told = json.dumps(found.json(), indent=1)
-    study.with_suffix(".json").write_text(told + "\n")
+    summary.write_text(told + "\n")
     tuning.draw(found, png)
     if as_json:
         print(told)
     else:
         _print_found(found, console().print)
-        print(f"Picture: {png}. All trials: {study.with_suffix('.json')}")
+        print(f"Picture: {png}. All trials: {summary}")
     raise typer.Exit(0 if found.recommended else 1)
 
 

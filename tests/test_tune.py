@@ -342,6 +342,8 @@ def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
     (["--clip-norm", "1", "true", "{sparsity}"], "clip_norm is 1.0; accepted: with {clip_norm} in the command"),
     (["--jobs", "2", "os:getcwd"], "jobs is 2; accepted for a function, which trains within this process: 1"),
     (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
+    (["--study", "a.json", "os:getcwd"], "study is a.json, its picture a.png and its summary a.json; accepted: a name"),
+    (["--png", "tune.db", "os:getcwd"], "study is tune.db, its picture tune.db and its summary tune.json; accepted: a"),
 ])
 def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dgc", "tune", "--epochs", "2", "--minimize", *arguments])
