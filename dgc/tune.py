@@ -63,6 +63,7 @@ FAILURES = 3  # of the first trials: then it is the script
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.1  # seconds
 TAIL = 15  # lines of a failed trial's output
+TAIL_BYTES = 8192  # of it, at most
 
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}  # as optuna names them
 
@@ -560,7 +561,10 @@ def _run(task: Task, setting: Setting, folder: Path, environment: Mapping[str, s
             process.stdin.close()  # type: ignore[union-attr]
             process.wait()
     if status:
-        raise _FailedError(f"status {status}; the end of {log}:\n{_tail(log.read_text(errors='replace'))}")
+        with log.open("rb") as file:  # which may be more than fits into memory
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            end = file.read(TAIL_BYTES).decode(errors="replace")
+        raise _FailedError(f"status {status}; the end of {log}:\n{_tail(end)}")
     if any("{out}" in word for word in task.command):
         return _out(out, task.metric)
     if reports.stat().st_size == 0:

@@ -405,6 +405,12 @@ def test_three_failures_at_first_end_a_study(place, monkeypatch, capsys):
                          f"{place}/tune-trials\n") and told.count("    line\n") == 3 * 13
 
 
+def test_of_a_flood_the_end_is_told(place):
+    (place / "flood.py").write_text("print('x' * 10**7); print('y' * 10**6, 'no luck'); raise SystemExit(3)\n")
+    found = tune.search([sys.executable, "-S", "flood.py", "{sparsity}"], epochs=1, maximize=True, trials=1)
+    assert len(found.trials[0].why) < 10_000 and found.trials[0].why.endswith("yyy no luck")
+
+
 def test_without_optuna_it_says_how_to_get_it(place):
     code = ("import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
             "'true', '{sparsity}']; from dgc.__main__ import main; main()")
