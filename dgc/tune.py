@@ -598,7 +598,7 @@ def _lines(file: BinaryIO, ended: bool) -> Iterator[tuple[int, float, float]]:
         try:
             found = json.loads(line)
             yield int(found["epoch"]), float(found["metric"]), float(found["bytes"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise NoResultError(f"{file.name} has the line {line.decode(errors='replace').strip()!r}; accepted: "
                                 '{"epoch": 1, "metric": 63.5, "bytes": 201234}') from None
 
@@ -612,7 +612,7 @@ def _out(file: Path, metric: str) -> tuple[float, float]:
         raise NoResultError(f"{file}, which the command had as {{out}}, is no JSON: {error}") from None
     try:
         return float(found[metric]), float(found["bytes_sent"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
         raise NoResultError(f"{file}, which the command had as {{out}}, has {has}; accepted: an object with numbers as "
                             f"{metric!r}, which the argument metric names, and as 'bytes_sent'") from None

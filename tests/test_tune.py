@@ -360,6 +360,8 @@ def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys)
      "numbers as 'accuracy', which the argument metric names, and as 'bytes_sent'"),
     ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 0}')", "the bytes sent are 0; accepted: a number > 0. "
      "One worker alone sends nothing"),
+    ("open(reports, 'a').write('{\"epoch\": Infinity, \"metric\": 1, \"bytes\": 1}')", "has the line '{\"epoch\": Inf"),
+    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 1' + '0' * 400 + '}')", "has accuracy, bytes_sent; acce"),
     ("open(reports, 'a').write('epoch 1: 63 %')", "has the line 'epoch 1: 63 %'; accepted: {\"epoch\": 1, \"metric\""),
 ])
 def test_a_script_that_leaves_no_result_is_told_at_once(place, code, message, monkeypatch, capsys):
