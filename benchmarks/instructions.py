@@ -3,8 +3,9 @@
     python benchmarks/instructions.py [--out benchmarks/results/instructions.json]
 
 Each function runs in a process of its own, under ``valgrind --tool=callgrind``, on ResNet-50's largest tensor; the
-count of a run without it is taken from that of a run with two more calls, so that starting up and compiling fall out.
-Takes some minutes. Unlike time, the counts do not depend on what else the machine does.
+count of a run without it is taken from that of a run with more calls, so that starting up and compiling fall out. Two
+starts differ by a million instructions or so; the calls are as many as make that little. Takes some minutes. Unlike
+time, the counts do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 SHAPE = (512, 512, 3, 3)
-SENDERS, SPARSITY, CALLS = 4, 0.999, 2
-FUNCTIONS = {"select": "accumulate and select", "receive": "decode and apply four messages"}
+SENDERS, SPARSITY = 4, 0.999
+FUNCTIONS = {"select": ("accumulate and select", 20), "receive": ("decode and apply four messages", 200)}  # and calls
 LIMIT = 1800  # seconds for a run
 # One instruction set within and without valgrind, so that what numba has compiled and cached without serves within,
 # where compiling takes a quarter of an hour.
@@ -51,10 +52,11 @@ def work(name: str, function: str) -> None:
     message = loops.encode(bucket, layout, index, used, True)
     messages, parameter = torch.stack([message] * SENDERS), torch.zeros(SHAPE)
     loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
-    for step in range(CALLS):
+    _, calls = FUNCTIONS.get(function, ("", 0))
+    for step in range(calls):
         if function == "select":
             loops.select(bucket, gradients, None, layout, False, 1 + step)
-        if function == "receive":
+        else:
             loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
 
 
@@ -84,9 +86,9 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
         table.add_column(heading, justify="right" if heading else "left")
     result: dict[str, Any] = {"benchmark": "instructions", "numel": numel, "torch": torch.__version__}
     nothing = {name: count(name, "nothing") for name in ("plain", "cpu")}
-    for function, title in FUNCTIONS.items():
-        plain, fused = ((count(name, function) - nothing[name]) / CALLS for name in nothing)
-        result[function] = {"plain": plain, "fused": fused}
+    for function, (title, calls) in FUNCTIONS.items():
+        plain, fused = ((count(name, function) - nothing[name]) / calls for name in nothing)
+        result[function] = {"plain": plain, "fused": fused, "calls": calls}
         table.add_row(title, f"{plain:,.0f}", f"{fused:,.0f}", f"{plain / fused:.1f} x", f"{fused / numel:.2f}")
     Console().print(table)
     if out:

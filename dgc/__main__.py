@@ -1,13 +1,14 @@
 """The ``dgc`` command, also as ``python -m dgc``.
 
-What it needs beyond torch comes with ``pip install 'dgc[cli]'``, for ``dgc tune`` with ``pip install 'dgc[tune]'``.
+What it needs beyond torch are the extras ``cli`` and, for ``dgc tune``, ``tune``. A missing one is told with the line
+that installs it, and by its own name: an index of packages may know another ``dgc``.
 """
 
 from __future__ import annotations
 
 import sys
 
-EXTRA = ("typer", "rich", "matplotlib")
+EXTRA = ("typer", "rich", "matplotlib", "optuna")
 
 
 def main() -> None:
@@ -16,10 +17,10 @@ def main() -> None:
         status = run()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in (*EXTRA, "optuna"):
+        if package not in EXTRA:
             raise
-        told = str(error) if package == "optuna" else f"the command line needs {package}: pip install 'dgc[cli]'"
-        print(f"dgc: {told}", file=sys.stderr)
+        print(f"dgc: {'tune' if package == 'optuna' else 'the command line'} needs {package}: pip install {package}",
+              file=sys.stderr)
         status = 1
     raise SystemExit(status)
 

@@ -34,7 +34,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
                        "[bold]dgc COMMAND --help[/bold] shows examples.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", dir_okay=False)]
+
+
+def _picture(file: Path | None) -> Path | None:
+    """With the ending that matplotlib would add by itself."""
+    return file if file is None or file.suffix else file.with_name(f"{file.name}.png")
+
+
+Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", dir_okay=False, callback=_picture)]
 
 
 def run() -> int:
@@ -77,8 +84,8 @@ def plan(
         nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 4,
         gpus: Annotated[int, typer.Option(min=1, help="Workers in each of them.")] = 1,
         network: Annotated[str, typer.Option(
-            help=f"Between nodes: {', '.join(planning.NETWORKS)}, or a rate and a latency such as 40gbit,15us.")] =
-            "1gbit",
+            help=f"Between nodes: {', '.join(planning.NETWORKS)}, or a rate such as 2.5gbit, and a latency if it is "
+                 "not 50us: 40gbit,15us.")] = "1gbit",
         inside: Annotated[str, typer.Option(
             help=f"Inside a node: {', '.join(planning.INSIDE)}, or a rate and a latency.")] = "pcie",
         compute: Annotated[float | None, typer.Option(
@@ -147,22 +154,28 @@ def plan(
 
 
 def link(text: str, presets: dict[str, Link]) -> Link:
-    """A preset's, or that of ``40gbit,15us``: bits a second and microseconds.
+    """A preset's, or that of ``40gbit,15us``: bits a second and microseconds; 50 of them if none are given.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither; the message says which part is wrong.
     """
-    if text in presets:
-        return presets[text]
-    found = re.fullmatch(r"([0-9.]+)(mbit|gbit),([0-9.]+)us", text)
-    try:
-        if found is None:
-            raise ValueError
-        rate, unit, latency = found.groups()
-        return Link(float(latency) / 1e6, float(rate) * {"mbit": 1.25e5, "gbit": 1.25e8}[unit])
-    except ValueError:
-        raise ValueError(f"{text!r}; accepted: {', '.join(presets)}, or a rate and a latency such as 40gbit,15us"
-                         ) from None
+    name = text.strip().lower()
+    if name in presets:
+        return presets[name]
+    rate, comma, latency = (part.strip() for part in name.partition(","))
+    bandwidth = _quantity(rate, {"mbit": 1.25e5, "gbit": 1.25e8, "mbps": 1.25e5, "gbps": 1.25e8})
+    microseconds = _quantity(latency, {"us": 1, "ms": 1e3}) if comma else 50.0
+    if not bandwidth or microseconds is None:
+        part = f"its latency, {latency!r}" if bandwidth else f"its rate, {rate!r}"
+        raise ValueError(f"{text!r}, of which {part}, is wrong; accepted: {', '.join(presets)}, or a rate such as "
+                         "2.5gbit or 300mbit, and a latency if it is not 50us: 40gbit,15us")
+    return Link(microseconds / 1e6, bandwidth)
+
+
+def _quantity(text: str, units: dict[str, float]) -> float | None:
+    """A number with a unit; None if it is none."""
+    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?({'|'.join(units)})", text)
+    return float(found[1]) * units[found[2]] if found else None
 
 
 def _here(report: planning.Report) -> Table:
@@ -207,7 +220,8 @@ def _size(nbytes: float) -> str:
 def schedule(
         expression: Annotated[str, typer.Argument(metavar="EXPR", help="See the examples.")],
         steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps in one epoch.")] = 100,
-        epochs: Annotated[int, typer.Option(min=1, help="To look at.")] = 10,
+        epochs: Annotated[int | None, typer.Option(
+            min=1, help="To look at. Default: 10, or more if it changes later.")] = None,
         model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
         workers: Annotated[int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")] = 4,
         png: Png = None,
@@ -240,6 +254,9 @@ def schedule(
                              f"any other schedule, say one of its bounds, {chosen.least:g} and {chosen.most:g}")
     with usage("--model"):
         loaded = planning.load(model)
+    if epochs is None:
+        last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
+        epochs = max(10, math.ceil(1.25 * last / steps_per_epoch))
     steps = epochs * steps_per_epoch
     values = [chosen(step) for step in range(steps)]
     sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
@@ -291,8 +308,9 @@ def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: P
     from matplotlib import pyplot as plt
     steps = [row["step"] for row in rows]
     figure, (sparsity, sent, total) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    sparsity.step(steps, [100 * row["sparsity"] for row in rows], where="post")
-    sparsity.set(title="sparsity", ylabel="entries kept back (%)", ylim=(-4, 104))
+    sparsity.step(steps, [100 * (1 - row["sparsity"]) for row in rows], where="post")
+    sparsity.set(title="density", ylabel="entries sent (%)", yscale="log")
+    sparsity.yaxis.set_major_formatter("{x:g}")
     sent.step(steps, [row["bytes"] for row in rows], where="post", label="DGC")
     sent.axhline(dense, color="tab:gray", label="dense float32")
     sent.set(title="bytes a step and worker", yscale="log")
@@ -331,7 +349,7 @@ def tune(
             min=0, help="How much worse than the paper's the recommended metric may be.")] = 0.0,
         seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
         png: Annotated[Path | None, typer.Option(
-            help="The picture. Default: beside the study.", dir_okay=False)] = None,
+            help="The picture. Default: beside the study.", dir_okay=False, callback=_picture)] = None,
         as_json: Json = False) -> None:
     """Searches sparsity, warm-up and clipping for your own script: the metric against the bytes sent.
 
@@ -377,14 +395,15 @@ def tune(
     except KeyboardInterrupt:
         print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
         raise
-    told = json.dumps(found.json(), indent=1)
+    told, complete = json.dumps(found.json(), indent=1), any(trial.state == "complete" for trial in found.trials)
     summary.write_text(told + "\n")
-    tuning.draw(found, png)
+    if complete:
+        tuning.draw(found, png)
     if as_json:
         print(told)
     else:
         _print_found(found, console().print)
-        print(f"Picture: {png}. All trials: {summary}")
+        print(f"Picture: {png}. All trials: {summary}" if complete else f"All trials: {summary}")
     raise typer.Exit(0 if found.recommended else 1)
 
 
@@ -410,6 +429,10 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
          f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}. To paste:", highlight=False)
     for line in dict.fromkeys((found.line(best), best.setting.line)):
         print(f"  {line}")
+    if (length := best.setting.warmup_epochs) is not None:
+        per_cent = f"{100 * length / best.setting.epochs:.3g}"
+        show(f"Its warm-up is {per_cent} % of these {best.setting.epochs} epochs; of a training of 100 it would be "
+             f"epochs={per_cent}.", highlight=False)
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -450,8 +473,10 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
     else:
         built = ", ".join(name[:-6] for name in health.HOROVOD if name.endswith("_built") and h.get(name))
         table.add_row("Horovod", h.get("error") or f"{h['version']}, built with {built or 'nothing'}")
-    for name, extra in (("numba", "pip install 'dgc[cpu]' makes compression on CPUs 4 to 6 times faster"),
-                        ("triton", "only GPUs need it")):
+    for name, extra in (("numba", "pip install numba makes compression on CPUs 4 to 6 times faster"),
+                        ("triton", "only GPUs need it"),
+                        ("optuna", "dgc tune needs it: pip install optuna"),
+                        ("matplotlib", "pictures need it: pip install matplotlib")):
         about = found[name]
         table.add_row(name, f"not installed; {extra}" if about is None else about.get("error") or about["version"])
     compiled = {"cpu": "numba", "cuda": "Triton", "plain": "plain torch operations"}

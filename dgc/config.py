@@ -33,7 +33,7 @@ class Config:
         factor_masking: set u to zero where an entry was sent (paper, section 3.2).
         clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient that the
             optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under Average, and to
-            clip_norm / sqrt(N) under Sum, before accumulating it. None: no clipping.
+            clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.
         clip_per_tensor: bound each parameter's gradient on its own. The global norm is only known when the backward
             pass has ended; this one lets messages leave during it.
         local_weight_decay: keep the decay term out of what is compressed, as each rank can compute it for itself.
@@ -81,6 +81,9 @@ class Config:
     nonfinite: NonFinite = "error"
 
     def __post_init__(self) -> None:
+        if self.clip_norm == math.inf:  # bounds nothing, so no message needs to wait for a norm
+            object.__setattr__(self, "clip_norm", None)
+            object.__setattr__(self, "clip_per_tensor", False)
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
         if self.selection not in get_args(Selection):
@@ -95,7 +98,7 @@ class Config:
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
             raise ValueError(f"Config: hierarchical is {self.hierarchical!r}; accepted: True, False or 'auto'")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
-            raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a finite number > 0")
+            raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a number > 0")
         if self.clip_per_tensor and self.clip_norm is None:
             raise ValueError("Config: clip_per_tensor is True but clip_norm is None; give the bound as clip_norm")
         if self.apply_directly and not self.momentum_correction:
@@ -141,5 +144,6 @@ def check_sparsity(value: float, where: str) -> float:
     except (TypeError, ValueError):
         raise TypeError(f"{where} is {value!r}; accepted: a number in [0, 1)") from None
     if not 0.0 <= sparsity < 1.0:
-        raise ValueError(f"{where} is {value!r}; accepted: a number in [0, 1), 0 meaning dense")
+        per_cent = f"; {sparsity:g} % is {sparsity / 100:g}" if 1 <= sparsity < 100 else ""
+        raise ValueError(f"{where} is {value!r}; accepted: a number in [0, 1), 0 meaning dense{per_cent}")
     return sparsity

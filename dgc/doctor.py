@@ -28,6 +28,7 @@ LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute
 RANKS = 2
 STEPS = 3
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+PACKAGES = ("numba", "triton", "optuna", "matplotlib")
 HOROVOD = ("gloo_built", "mpi_built", "nccl_built", "cuda_built", "rocm_built", "mpi_enabled", "gloo_enabled")
 
 
@@ -38,8 +39,8 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
         limit: seconds after which a self-test has failed, and its processes are ended.
     """
     found: dict[str, Any] = {"python": platform.python_version(), "dgc": _version("dgc"), "torch": _torch(),
-                             "horovod": _horovod(), "numba": _compiler("numba"), "triton": _compiler("triton"),
-                             "kernels": _kernels()}
+                             "horovod": _horovod(), "kernels": _kernels(),
+                             **{name: _package(name) for name in PACKAGES}}
     found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
                           {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found, limit)}
     if torch.cuda.is_available():
@@ -73,7 +74,7 @@ def _horovod() -> dict[str, Any] | None:
     return found
 
 
-def _compiler(name: str) -> dict[str, Any] | None:
+def _package(name: str) -> dict[str, Any] | None:
     """None where it is not installed."""
     if importlib.util.find_spec(name) is None:
         return None
@@ -104,7 +105,7 @@ def _line(error: BaseException) -> str:
 
 
 def _problems(found: dict[str, Any]) -> Any:
-    for name in ("horovod", "numba", "triton"):
+    for name in ("horovod", *PACKAGES):
         if found[name] and "error" in found[name]:
             yield f"{name} is installed but cannot be imported: {found[name]['error']}"
     for kind, compiler in kernels.COMPILERS.items():

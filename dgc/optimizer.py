@@ -302,7 +302,7 @@ class _Distributed(torch.optim.Optimizer):
         if not isinstance(self._config.sparsity, Adaptive):
             for key in KEYS.values():  # from a checkpoint; Horovod broadcasts only what all ranks have
                 self.param_groups[0].pop(key, None)
-        if isinstance(self._config.sparsity, Adaptive) and (not self._plain or self._outside):
+        elif not self._plain or self._outside:
             self._pace = Pace(self._config.sparsity, self._transport, self._parameters()[0].device)
             self.param_groups[0].update(self._pace.found(self.param_groups[0]))
 
@@ -1151,9 +1151,9 @@ class _Distributed(torch.optim.Optimizer):
         numel = sum(local(parameter).numel() for parameter in self._delay)
         return Report(
             steps=self._steps,
-            bytes_sent=last["bytes_sent"],
-            node_bytes=last["node_bytes"],
-            dense_bytes=last["dense_bytes"],
+            bytes_sent=float(last["bytes_sent"]),
+            node_bytes=float(last["node_bytes"]),
+            dense_bytes=float(last["dense_bytes"]),
             message_bytes=last["message_bytes"],
             sparsity=self._paced().sparsity_at(max(0, self.param_groups[0].get(STEP, 0) - 1)),
             density=(sum(int(bucket.entries_sent) for bucket in buckets) + last["dense_entries"])

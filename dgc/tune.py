@@ -49,13 +49,14 @@ REPORTS = "DGC_TUNE_REPORTS"
 NAME = "dgc tune"  # of the study in its file
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 PLACEHOLDERS = ("sparsity", "clip_norm", "epochs", "out", "trial")
+PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 
 PAPER = 4 / 164  # epochs of warm-up, of those of CIFAR-10's training
 FORMS = ("none", "stages", "per_step")  # of the warm-up
 DENSITY = (1e-4, 1e-1)
 LENGTH = (0.1, 10)  # of the warm-up, times the paper's
 CLIP = (0.01, 100)  # of the bound, times what it is today, or 1
-NO_CLIP = 10**9  # what a command is given where there is to be no bound
+NO_CLIP = "inf"  # what a command is given where there is to be no bound
 
 STARTUP = 5  # trials at random, before optuna draws conclusions
 RIVALS = 3  # at least, to be worse than
@@ -108,6 +109,12 @@ class Setting:
         return f"dgc.Config(sparsity={sparsity}{clip})"
 
     @property
+    def warmup_epochs(self) -> float | None:
+        """How long its warm-up is; None if it has none."""
+        found = re.search(r"^warmup:epochs=([^,]+)", self.expression)
+        return float(found[1]) if found else None
+
+    @property
     def density(self) -> float:
         """The share of entries that are sent, over the whole of training."""
         steps = 1000  # in an epoch
@@ -141,10 +148,10 @@ class Task:
 
     def fill(self, setting: Setting, out: Path) -> list[str]:
         """The command of one trial."""
-        clip = NO_CLIP if setting.clip_norm is None else setting.clip_norm
-        values = {"sparsity": setting.expression, "clip_norm": f"{clip:.10g}", "epochs": self.epochs, "out": out,
+        clip = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
+        values = {"sparsity": setting.expression, "clip_norm": clip, "epochs": self.epochs, "out": out,
                   "trial": setting.trial}
-        return [re.sub(r"\{(\w+)\}", lambda found: str(values[found[1]]), word) for word in self.command]
+        return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
 
 
 @dataclass(frozen=True)
@@ -285,7 +292,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ImportError("dgc.tune needs optuna: pip install 'dgc[tune]'", name="optuna") from None
+        raise ImportError("dgc.tune needs optuna: pip install optuna", name="optuna") from None
     return optuna
 
 
@@ -313,7 +320,7 @@ def _task(objective: Objective | Sequence[str], epochs: int, maximize: bool, met
     if isinstance(objective, str):
         raise ValueError(f"objective is {objective!r}; accepted: a list of words, as of shlex.split, or a function")
     command = tuple(objective)
-    found = [name for word in command for name in re.findall(r"\{(\w+)\}", word)]
+    found = [name for word in command for name in PLACEHOLDER.findall(word)]
     if unknown := [name for name in found if name not in PLACEHOLDERS]:
         raise ValueError(f"the command has {{{unknown[0]}}}; accepted: {', '.join(f'{{{n}}}' for n in PLACEHOLDERS)}")
     if "sparsity" not in found:
@@ -390,6 +397,11 @@ def _papers(task: Task) -> dict[str, Any]:
     return {"density": 1e-3, "warmup": "stages", "warmup_length": 1.0, **(clip if task.clip_norm is not None else {})}
 
 
+def _other_clipping(task: Task) -> dict[str, Any]:
+    """The paper's own, but clipped if it is not today, and not if it is: few random trials may all be alike in that."""
+    return {**_papers(task), "clips": not task.clip_norm}
+
+
 class _Search:
     """Runs trials. Whatever touches the study or the screen holds the lock."""
 
@@ -405,10 +417,11 @@ class _Search:
         finished = _read(study)
         self.finished = len(finished)
         self.rivals = [(t.setting.density, t.reports) for t in finished if t.state == "complete"]
-        self.bar = tqdm(total=trials, initial=min(self.finished, trials), desc="dgc tune", unit="trial",
+        self.bar = tqdm(total=self.trials, initial=self.finished, desc="dgc tune", unit="trial",
                         file=sys.stderr, dynamic_ncols=True, disable=None)  # the bar, where nobody looks at a terminal
         if finished:
-            self.tell(f"{path} has {len(finished)} finished trials: going on")
+            counts = Counter(t.state for t in finished)
+            self.tell(f"{path} has {', '.join(f'{n} {state}' for state, n in counts.items())} trials: going on")
 
     def take_up(self) -> None:
         """Enqueues what a search that was ended left running, and the paper's trial where there is none."""
@@ -424,6 +437,9 @@ class _Search:
         if not any(t.user_attrs.get("paper") and t.state in (self.state.WAITING, self.state.COMPLETE)
                    for t in self.study.get_trials(deepcopy=False)):
             self.study.enqueue_trial(_papers(self.task), {"paper": True})
+            self.trials = max(self.trials, len(_read(self.study)) + 1)  # without it nothing can be recommended
+        if not trials and self.task.clip_norm is not None:
+            self.study.enqueue_trial(_other_clipping(self.task))
 
     def run(self) -> None:
         with self.bar:
@@ -453,6 +469,8 @@ class _Search:
                     trial.set_user_attr("setting", asdict(setting))
                     self.said[trial.number] = f"{trial.number} begins"
                     self.show()
+                    if self.bar.disable:
+                        self.tell(f"trial {trial.number} begins: {setting.expression}{self.clip(setting)}")
                 self.one(trial, setting, paper, place)
         except Stopped:
             pass  # the study has it as running: the next search takes it up
@@ -478,7 +496,11 @@ class _Search:
 
         values, fatal = None, None
         try:
-            values = _checked(self.train(setting, place, heard) or last, paper)
+            found = self.train(setting, place, heard) or last
+            if paper and reports and max(reports) != self.task.epochs:
+                raise NoResultError(f"the last report is of epoch {max(reports)}, and epochs is {self.task.epochs}; "
+                                    "accepted: as many reports as epochs, which the command has as {epochs}")
+            values = _checked(found, paper)
             state, why = self.state.COMPLETE, ""
         except Stopped:
             raise
@@ -507,14 +529,16 @@ class _Search:
         self.ended_well |= state != self.state.FAIL
         if values:
             self.rivals.append((setting.density, reports))
-        clip = "" if self.task.clip_norm is None else f", clip_norm {setting.clip_norm or 'none'}"
         if fatal:
             return  # the search ends with it
         told = (f"{self.task.metric} {values[0]:.6g}, {values[1]:,.0f} bytes" if values else
                 f"given up, {why}" if state == self.state.PRUNED else f"failed, {why}")
-        self.tell(f"trial {number}: {setting.expression}{clip}: {told}")
+        self.tell(f"trial {number}: {setting.expression}{self.clip(setting)}: {told}")
         self.bar.update()
         self.show()
+
+    def clip(self, setting: Setting) -> str:
+        return "" if self.task.clip_norm is None else f", clip_norm {setting.clip_norm or 'none'}"
 
     def show(self) -> None:
         self.bar.set_postfix_str("; ".join(self.said.values()))

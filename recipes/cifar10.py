@@ -35,7 +35,10 @@ MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
-loaded = functools.cache(load)  # all workers of a process share the images
+@functools.cache
+def loaded(data: str | None, cache: Path) -> Any:
+    """All workers of a process share the images."""
+    return load(find_data(data, cache))
 
 
 def normalised(images: Tensor) -> Tensor:
@@ -125,7 +128,7 @@ def train(a: Any) -> dict[str, Any]:
     """One rank's training; rank 0 reports."""
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dataset, (images, labels), (test_images, test_labels) = loaded(find_data(a.data, a.cache))
+    dataset, (images, labels), (test_images, test_labels) = loaded(a.data, a.cache)
     count, = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
         raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")

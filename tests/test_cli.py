@@ -59,15 +59,19 @@ def test_plan_measures(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("text", "link"), [
     ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
-    ("100mbit,1us", Link(1e-6, 12.5e6))])
+    ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
+    ("Infiniband", plan.NETWORKS["infiniband"])])
 def test_networks(text, link):
     read = cli.link(text, plan.NETWORKS)
     assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(link.bandwidth)
 
 
-@pytest.mark.parametrize("text", ["40gbit", "0gbit,1us", "1..2gbit,1us", "fast", "", "-1gbit,1us", "40Gbit,15us"])
-def test_networks_that_are_refused(text):
-    with pytest.raises(ValueError, match=r"accepted: 1gbit, .*, or a rate and a latency such as 40gbit,15us"):
+@pytest.mark.parametrize(("text", "part"), [
+    ("0gbit,1us", "rate, '0gbit'"), ("1..2gbit,1us", "rate, '1..2gbit'"), ("fast", "rate, 'fast'"), ("", "rate, ''"),
+    ("-1gbit,1us", "rate, '-1gbit'"), ("1000", "rate, '1000'"), ("40gbit,15", "latency, '15'"),
+    ("1gbit,", "latency, ''"), ("1gbit,-1us", "latency, '-1us'")])
+def test_networks_that_are_refused(text, part):
+    with pytest.raises(ValueError, match=rf"of which its {part}, is wrong; accepted: 1gbit, .* if it is not 50us"):
         cli.link(text, plan.NETWORKS)
 
 
@@ -91,6 +95,16 @@ def test_a_dense_schedule_sends_what_dense_training_sends():
     assert sent[:2] == [told["dense_bytes"]] * 2 and sent[2] == sent[3] < 0.01 * sent[0]
 
 
+def test_a_picture_is_where_it_is_said_to_be(tmp_path):
+    shown = invoke("schedule", "0.9", "--model", "resnet110", "--png", tmp_path / "sparse")
+    assert [file.name for file in tmp_path.iterdir()] == ["sparse.png"] and "sparse.png" in "".join(shown.split())
+
+
+def test_schedule_shows_also_what_changes_late():
+    for text in ("dense_until:5000,then=0.99", "piecewise:0=0.75,5000=0.99"):
+        assert "5,000" in invoke("schedule", text, "--model", "resnet110")
+
+
 def test_schedule_prints_where_it_changes():
     shown = invoke("schedule", "warmup", "--steps-per-epoch", 391)
     for text in ("75 %", "93.75 %", "98.4375 %", "99.6094 %", "99.9 %", "391", "1,564"):
@@ -103,7 +117,8 @@ def test_schedule_prints_where_it_changes():
     (["plan", "resnet50"], "dgc plan: Invalid value: give either --compute SECONDS or --measure"),
     (["plan", "resnet50", "--measure"], "dgc plan: Invalid value: --measure: model is 'resnet50'; to be measured"),
     (["plan", "resnet50", "--compute", "-1"], "dgc plan: Invalid value: --compute: compute is -1.0; accepted"),
-    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast'; accepted: 1gbit"),
+    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast', of which its rate"),
+    (["schedule", "99.9"], "from step 0 on is 99.9; accepted: a number in [0, 1), 0 meaning dense; 99.9 % is 0.999"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity is 1.0; accepted"),
     (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),
     (["schedule", "adaptive"], "dgc schedule: Invalid value: EXPR: 'adaptive' goes by the network's speed, so nobody "
@@ -142,8 +157,8 @@ for name in ("rich", "typer"):
         assert end.code == 1
 """)
     assert status == 0 and not output
-    assert told == ("dgc: the command line needs rich: pip install 'dgc[cli]'\n"
-                    "dgc: the command line needs typer: pip install 'dgc[cli]'\n")
+    assert told == ("dgc: the command line needs rich: pip install rich\n"
+                    "dgc: the command line needs typer: pip install typer\n")
 
 
 def test_help_teaches_by_example(monkeypatch, capsys):
@@ -157,13 +172,14 @@ def test_help_teaches_by_example(monkeypatch, capsys):
 
 FOUND = {"python": "3", "dgc": "0", "torch": {"version": "2", "cuda": None, "distributed": True, "gloo": True,
                                               "nccl": False, "devices": []},
-         "horovod": None, "numba": None, "triton": None, "kernels": {"cpu": "plain"},
+         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain"},
          "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}}
 
 
 def test_doctor_says_what_works(monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda limit: {**FOUND, "problems": []})
-    assert "All that is installed works." in invoke("doctor")
+    shown = invoke("doctor")
+    assert "All that is installed works." in shown and "pip install optuna" in shown
     assert json.loads(invoke("doctor", "--json")) == {**FOUND, "problems": []}
 
 
@@ -182,9 +198,9 @@ def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
 def test_doctor_knows_this_installation():
     import torch
     assert doctor._torch()["version"] == torch.__version__
-    numba = doctor._compiler("numba")
+    numba = doctor._package("numba")
     assert doctor._kernels()["cpu"] == ("plain" if numba is None else "cpu")
-    assert doctor._compiler("no_such_package") is None
+    assert doctor._package("no_such_package") is None
 
 
 @pytest.mark.timeout(300)

@@ -141,7 +141,9 @@ def test_advice_turns_at_the_bandwidth_that_it_names():
         link = Link(50e-6, factor * slow.below)
         assert plan.advise(shapes, Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.25).pays is pays
     assert "DGC pays here" in slow.words[0] and "DGC does not pay here" in fast.words[0]
-    assert plan.bits(slow.below) in slow.words[1]
+    assert f"it pays up to {plan.bits(slow.below)}" in " ".join(slow.words)
+    rings = [plan.predict(shapes, cluster(4), plan.Method("ring", kind), 0.25) for kind in ("float32", "float16")]
+    assert [plan._time(p.step_seconds) in slow.words[1] for p in rings] == [True, True]
 
 
 def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
