@@ -183,7 +183,7 @@ def alive(pids):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_study_that_is_killed_goes_on(place, number):
     """Nothing finished is lost or repeated, what was running is run again with its setting, and no process is left."""
-    process = started(*line("--trials", 5, "--jobs", 2, seconds=1))
+    process = started(*line("--trials", 99, "--jobs", 2, seconds=1))
 
     def two_more():  # after the first, which the study has: each has somebody who watches over it
         children = psutil.Process(process.pid).children(recursive=True)
@@ -201,16 +201,17 @@ def test_a_study_that_is_killed_goes_on(place, number):
     before = kept()
     finished = {n: t for n, t in before.items() if t[0] in ("COMPLETE", "PRUNED")}
     cut = {n: t for n, t in before.items() if t[0] == "RUNNING"}
-    assert 1 <= len(finished) < 5 and cut
+    assert finished and cut
     if number == signal.SIGINT:
         assert "dgc tune: stopped; the same line again goes on with tune.db" in output
         return  # the rest is alike
-    found = json.loads(invoke(*line("--trials", 5, "--jobs", 2, "--json", seconds=1)).stdout)
+    enough = len(finished) + 3  # the two that were cut, and another one
+    found = json.loads(invoke(*line("--trials", enough, "--jobs", 2, "--json", seconds=1)).stdout)
     after = kept()
-    assert {n: after[n] for n in finished} == finished and len(found["trials"]) == 5
+    assert {n: after[n] for n in finished} == finished and len(found["trials"]) == enough
     settings = [json.dumps({**t, "trial": 0, "epochs": 0, "state": 0, "metric": 0, "bytes_sent": 0, "reports": 0,
                             "seconds": 0, "why": 0}) for t in found["trials"]]
-    assert len(set(settings)) == 5
+    assert len(set(settings)) == enough
     for n, trial in cut.items():
         assert after[n][0] == "FAIL" and n not in [t["trial"] for t in found["trials"]]
         again, = [t for t in after.values() if t[2].get("again") == n]
