@@ -28,6 +28,7 @@ from dgc.config import Config
 from dgc.cost import Cluster, Link
 
 ROWS = 24  # at most, of a schedule's table
+EPOCHS, STEPS = 10, 500_000  # of a schedule that are looked at, if nothing is said; at most, if it changes later
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   help="Deep Gradient Compression: plan, schedule, tune, and check. "
@@ -221,7 +222,7 @@ def schedule(
         expression: Annotated[str, typer.Argument(metavar="EXPR", help="See the examples.")],
         steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps in one epoch.")] = 100,
         epochs: Annotated[int | None, typer.Option(
-            min=1, help="To look at. Default: 10, or more if it changes later.")] = None,
+            min=1, help=f"To look at. Default: {EPOCHS}, or more if it changes later.")] = None,
         model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
         workers: Annotated[int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")] = 4,
         png: Png = None,
@@ -256,7 +257,10 @@ def schedule(
         loaded = planning.load(model)
     if epochs is None:
         last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
-        epochs = max(10, math.ceil(1.25 * last / steps_per_epoch))
+        epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
+        if epochs > EPOCHS and epochs * steps_per_epoch > STEPS:
+            raise typer.BadParameter(f"EXPR: {expression!r} changes as late as at step {last:,}; accepted: with "
+                                     "--epochs, how far to look")
     steps = epochs * steps_per_epoch
     values = [chosen(step) for step in range(steps)]
     sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}

@@ -417,7 +417,7 @@ class _Search:
         finished = _read(study)
         self.finished = len(finished)
         self.rivals = [(t.setting.density, t.reports) for t in finished if t.state == "complete"]
-        self.bar = tqdm(total=self.trials, initial=self.finished, desc="dgc tune", unit="trial",
+        self.bar = tqdm(total=self.trials, initial=min(self.finished, self.trials), desc="dgc tune", unit="trial",
                         file=sys.stderr, dynamic_ncols=True, disable=None)  # the bar, where nobody looks at a terminal
         if finished:
             counts = Counter(t.state for t in finished)

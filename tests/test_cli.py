@@ -121,6 +121,7 @@ def test_schedule_prints_where_it_changes():
     (["schedule", "99.9"], "from step 0 on is 99.9; accepted: a number in [0, 1), 0 meaning dense; 99.9 % is 0.999"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity is 1.0; accepted"),
     (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),
+    (["schedule", "dense_until:10000000"], "changes as late as at step 10,000,000; accepted: with --epochs"),
     (["schedule", "adaptive"], "dgc schedule: Invalid value: EXPR: 'adaptive' goes by the network's speed, so nobody "
      "knows it beforehand; accepted: any other schedule, say one of its bounds, 0.99 and 0.9999"),
     (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
