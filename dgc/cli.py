@@ -399,15 +399,15 @@ def tune(
     except KeyboardInterrupt:
         print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
         raise
-    told, complete = json.dumps(found.json(), indent=1), any(trial.state == "complete" for trial in found.trials)
+    told = json.dumps(found.json(), indent=1)
     summary.write_text(told + "\n")
-    if complete:
+    if found.front:
         tuning.draw(found, png)
     if as_json:
         print(told)
     else:
         _print_found(found, console().print)
-        print(f"Picture: {png}. All trials: {summary}" if complete else f"All trials: {summary}")
+        print(f"Picture: {png}. All trials: {summary}" if found.front else f"All trials: {summary}")
     raise typer.Exit(0 if found.recommended else 1)
 
 
@@ -421,7 +421,7 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
         marks = [mark for mark, one in (("the paper's", paper), ("recommended", best)) if trial is one]
         assert trial.metric is not None and trial.bytes_sent is not None  # it is complete
         share = f"{100 * trial.bytes_sent / paper.bytes_sent:.3g} %" if paper and paper.bytes_sent else ""
-        clip = "" if found.task.clip_norm is None else f"{trial.setting.clip_norm or 'none'}"
+        clip = found.task.clipping(trial.setting)
         table.add_row(str(trial.setting.trial), trial.setting.expression, clip, f"{trial.metric:.6g}",
                       _size(trial.bytes_sent), share, ", ".join(marks), style="bold" if trial is best else "")
     show(table)

@@ -146,6 +146,10 @@ class Task:
     epochs: int
     clip_norm: float | None  # of the paper's trial, 0 being none; None: it is not searched
 
+    def clipping(self, setting: Setting) -> str:
+        """In words; nothing where it is not searched."""
+        return "" if self.clip_norm is None else str(setting.clip_norm or "none")
+
     def fill(self, setting: Setting, out: Path) -> list[str]:
         """The command of one trial."""
         clip = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
@@ -470,7 +474,7 @@ class _Search:
                     self.said[trial.number] = f"{trial.number} begins"
                     self.show()
                     if self.bar.disable:
-                        self.tell(f"trial {trial.number} begins: {setting.expression}{self.clip(setting)}")
+                        self.tell(f"trial {trial.number} begins: {self.words(setting)}")
                 self.one(trial, setting, paper, place)
         except Stopped:
             pass  # the study has it as running: the next search takes it up
@@ -533,12 +537,13 @@ class _Search:
             return  # the search ends with it
         told = (f"{self.task.metric} {values[0]:.6g}, {values[1]:,.0f} bytes" if values else
                 f"given up, {why}" if state == self.state.PRUNED else f"failed, {why}")
-        self.tell(f"trial {number}: {setting.expression}{self.clip(setting)}: {told}")
+        self.tell(f"trial {number}: {self.words(setting)}: {told}")
         self.bar.update()
         self.show()
 
-    def clip(self, setting: Setting) -> str:
-        return "" if self.task.clip_norm is None else f", clip_norm {setting.clip_norm or 'none'}"
+    def words(self, setting: Setting) -> str:
+        clip = self.task.clipping(setting)
+        return setting.expression + (f", clip_norm {clip}" if clip else "")
 
     def show(self) -> None:
         self.bar.set_postfix_str("; ".join(self.said.values()))

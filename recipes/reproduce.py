@@ -219,12 +219,14 @@ def chosen(budget: Budget, only: list[str]) -> list[Run]:
     """
     tables = matrix(budget)
     runs = {name: run for table in tables.values() for name, run in table.items()}
+    names: set[str] = set()
     for word in only:
-        if word not in tables and not any(word in name for name in runs):
+        found = tables[word] if word in tables else [word] if word in runs else [name for name in runs if word in name]
+        if not found:
             raise typer.BadParameter(f"--only {word} is in no run; accepted: {', '.join(tables)}, or a part of a name "
                                      "as --list gives it")
-    return [run for name, run in runs.items() if not only or any(
-        name in tables[word] if word in tables else name == word if word in runs else word in name for word in only)]
+        names.update(found)
+    return [run for name, run in runs.items() if not only or name in names]
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_a_study_ends_with_its_front_and_a_recommendation(place):
     shown = " ".join(invoke(*line("--trials", 9)).stdout.split())  # nothing is left to run
     assert f"Recommended: trial {best['trial']}, the fewest bytes" in shown and best["config"] in shown
     if schedule(0) != schedule(299):  # of 4 epochs of 70 steps
-        last, = [step for step in range(1, 300) if schedule(step) != schedule(299)][-1:]
+        last = max(step for step in range(300) if schedule(step) != schedule(299))
         told, = re.findall(r"Its warm-up is (\S+) % of these 4 epochs; of a training of 100 it would be epochs=", shown)
         assert float(told) == pytest.approx(100 * (last + 1) / (4 * 70), abs=100 * 0.51 / (4 * 70))
     else:
