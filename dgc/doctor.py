@@ -154,8 +154,8 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
                 if time.monotonic() - began > limit:
                     return {"error": f"not done after {limit:g} s"}
                 time.sleep(0.05)
-            if any(p.poll() for p in processes):
-                return {"error": _last(log, f"a process ended with status {max(p.poll() or 0 for p in processes)}")}
+            if failed := [p.returncode for p in processes if p.poll()]:
+                return {"error": _told(log, failed[0])}
             results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(processes))]
         except Exception as error:
             return {"error": _line(error)}
@@ -175,10 +175,14 @@ def _path() -> str:
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _last(log: Path, otherwise: str) -> str:
-    """The last line that looks like an exception's."""
+def _told(log: Path, status: int) -> str:
+    """Why a process failed: the last line that looks like an exception's, else the last of all; a signal by its name."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line or "error" in line), otherwise)
+    line = next((line for line in reversed(lines) if "Error" in line or "error" in line), lines[-1] if lines else "")
+    if status > 0 and line:
+        return line
+    how = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+    return f"a process {how}" + (f": {line}" if line else "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -206,7 +206,9 @@ def test_doctor_knows_this_installation():
 
 @pytest.mark.timeout(300)
 def test_doctor_trains_between_two_processes(monkeypatch):
-    assert doctor.self_test("torch", 280)["seconds"] > 0
+    works = doctor.self_test("torch", 280)
+    assert "error" not in works
+    assert works["seconds"] > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     assert "error" in doctor.self_test("torch", 100)
 
@@ -214,7 +216,18 @@ def test_doctor_trains_between_two_processes(monkeypatch):
 @pytest.mark.timeout(300)
 def test_doctor_trains_over_horovod():
     pytest.importorskip("horovod.torch")
-    assert doctor.self_test("horovod", 280)["seconds"] > 0
+    works = doctor.self_test("horovod", 280)
+    assert "error" not in works
+    assert works["seconds"] > 0
+
+
+@pytest.mark.parametrize(("log", "status", "told"), [
+    ("step 1\nValueError: no\nbye\n", 1, "ValueError: no"), ("step 1\n\nbye\n", 3, "bye"),
+    ("", 3, "a process ended with status 3"), ("", -9, "a process was ended by SIGKILL"),
+    ("terminate called\n", -6, "a process was ended by SIGABRT: terminate called")])
+def test_doctor_tells_why_a_process_failed(log, status, told, tmp_path):
+    (tmp_path / "log").write_text(log)
+    assert doctor._told(tmp_path / "log", status) == told
 
 
 def test_doctor_ends_its_processes_in_time():
