@@ -176,7 +176,7 @@ def _path() -> str:
 
 
 def _told(log: Path, status: int) -> str:
-    """Why a process failed: the last line that looks like an exception's, else the last of all; a signal by its name."""
+    """Why a process failed: the last line that looks like an exception's, else the last; and the name of a signal."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     line = next((line for line in reversed(lines) if "Error" in line or "error" in line), lines[-1] if lines else "")
     if status > 0 and line:
