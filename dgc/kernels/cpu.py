@@ -26,6 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from dgc.kernels.jit import jit
 from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS, LINE, stride
 from dgc.wire import BLOCK, NONFINITE, TOP, Layout
@@ -39,9 +40,9 @@ AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
 
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+_jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 # Sums may be reordered where nothing but a norm for the report depends on them.
-_jit_sum = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+_jit_sum = jit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
 
 
 # -- numba cannot point ------------------------------------------------------------------------------------------------
