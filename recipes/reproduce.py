@@ -207,9 +207,14 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     rows = ablations(budget)
     # The main rows seed by seed, so that what is cut short compares methods.
     main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
+    workers, grid, exchanges = by_workers(budget), by_sparsity(budget), list(by_exchange(budget).values())
+    usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
+    cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
+                   for warmup in budget.warmups for sparsity in budget.sparsities)
     tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
-              "workers": by_workers(budget).values(), "sparsity": by_sparsity(budget).values(),
-              "exchange": [line[n] for n in budget.crowds for line in by_exchange(budget).values()]}
+              "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
+              "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
+              "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 
 

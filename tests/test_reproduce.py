@@ -129,6 +129,10 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
                run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
     assert len(names) == 9 + 6 + 10 + 9 + 18 + 18
+    assert names[25:28] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
+    assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[34:40]} == {
+        (0.99, 2), (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
+    assert [run.options["seed"] for run in runs[-18:]] == [0] * 9 + [1] * 9
     for budget in reproduce.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in reproduce.chosen(budget, [])]
