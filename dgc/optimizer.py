@@ -754,6 +754,7 @@ class _Distributed(torch.optim.Optimizer):
             self._scale = self._clip_scale()
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
+        delivered: list[tuple[Bucket, Update]] = []
         with torch.no_grad():
             while self._exchanges:
                 shipment, parameters, exchange = self._exchanges.pop(0)
@@ -766,6 +767,7 @@ class _Distributed(torch.optim.Optimizer):
                         with _beside(others[0].device):
                             other.abandon(wait=True)
                     self._exchanges.clear()
+                    self._put_back(delivered)
                     self._reset()
                     raise
                 _rejoin(device)
@@ -773,7 +775,15 @@ class _Distributed(torch.optim.Optimizer):
                     parameters[0].grad = update
                 else:
                     self._deliver(shipment, parameters, update)
+                    if shipment.kept is not None:
+                        delivered.append((shipment.kept, update))
         self._close()
+
+    def _put_back(self, delivered: Iterable[tuple[Bucket, Update]]) -> None:
+        """As the step fails, updates of it will not be applied: each rank takes its share of them back into v."""
+        share = 1.0 if self._average else 1 / self._world.size
+        for bucket, update in delivered:
+            update.add(list(bucket.views(bucket.v).values()), [share] * len(bucket.names))
 
     @property
     def _between(self) -> bool:

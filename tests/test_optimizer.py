@@ -647,6 +647,44 @@ def test_an_optimizer_goes_on_after_a_bad_gradient():
     assert torch.equal(*results) and results[0].isfinite().all()
 
 
+@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+@pytest.mark.parametrize("config", [SPARSE, DENSE, dgc.Config(sparsity=0.9, apply_directly=True),
+                                    dgc.Config(sparsity=0.9, dense_dtype=torch.float16)])
+def test_a_bad_gradient_loses_nothing_of_other_buckets(config, op):
+    """Also of those whose exchange had ended when it was found: what all ranks have in v is what they accumulated."""
+    def gradient(rank, step, name):
+        return torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + 10 * rank + len(name)))
+
+    def worker():
+        network = nn.Module()
+        network.good = nn.Parameter(torch.zeros(40, 40))
+        network.small = nn.Parameter(torch.zeros(40, 40)[0])
+        network.worse = nn.Parameter(torch.zeros(40, 40))
+        groups = [[network.good, network.small], [network.worse]]
+        _, optimizer = wrapped(config, network, groups=groups, op=op)
+        for step in range(2):
+            for name, p in network.named_parameters():
+                p.grad = gradient(rank(), step, name).view(-1)[:p.numel()].view_as(p)
+            if step == 0:
+                optimizer.step()
+        before = optimizer.residual_state_dict()
+        if rank() == 1:
+            network.worse.grad[3, 3] = torch.inf
+        given = {name: p.grad.clone() for name, p in network.named_parameters()}
+        with pytest.raises(FloatingPointError, match="rank 1 has a gradient that is not finite, in: worse"):
+            optimizer.step()
+        after = optimizer.residual_state_dict()
+        kept = [name for name in after["v"] if name != "worse"]
+        assert sorted(kept) == ["good"] + ["small"] * (config.dense_dtype is not None)
+        u = {name: before["u"].get(name, torch.zeros(())) for name in kept}
+        return ({name: before["v"][name] + 0.9 * u[name] + given[name] for name in kept},
+                {name: after["v"][name] for name in kept})
+
+    (accumulated, pending), (more, others) = in_lockstep(worker)
+    for name in accumulated:
+        assert torch.allclose(pending[name] + others[name], accumulated[name] + more[name], rtol=1e-5, atol=1e-5)
+
+
 def test_a_bound_on_the_norm_holds_with_one_process_too():
     def worker():
         weight = nn.Parameter(torch.zeros(40, 40))
