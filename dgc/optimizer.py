@@ -1120,6 +1120,7 @@ class _Distributed(torch.optim.Optimizer):
             for name, view in views.items():
                 view.copy_(state[letter][name])
 
+    @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
     @torch.no_grad()
     def flush(self) -> None:
         """Sends what is pending in v, on all ranks, and applies it at the current learning rate. Call it on all of

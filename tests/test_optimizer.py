@@ -795,6 +795,23 @@ def test_flush_applies_what_is_pending_and_then_nothing():
         assert torch.allclose(part, expected.double(), rtol=1e-3, atol=1e-5) and torch.equal(part, same[name])
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float16, None])
+def test_flushing_while_evaluating(exchange, dtype):
+    """As a trainer does that evaluates in inference mode: the training goes on as after any flush."""
+    def worker():
+        ends = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            network, optimizer = train(range(2), dgc.Config(sparsity=0.9, exchange=exchange, dense_dtype=dtype))
+            with mode():
+                optimizer.flush()
+            train(range(2, 5), None, network, optimizer)
+            ends.append(flat(network))
+        assert torch.equal(*ends)
+
+    in_lockstep(worker)
+
+
 def test_flush_between_backward_and_step_is_refused():
     def worker():
         network, optimizer = wrapped()
