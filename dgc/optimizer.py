@@ -1059,7 +1059,9 @@ class _Distributed(torch.optim.Optimizer):
         """
         self._reset()
         self._should_synchronize = True
+        groups = self.param_groups
         self._inner.load_state_dict(self, state_dict)
+        groups[:], self.param_groups = self.param_groups, groups  # a scheduler made before wrapping goes by this list
         if self._plain and not self._outside:
             return
         self.param_groups[0].setdefault(STEP, 0)

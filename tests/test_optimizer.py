@@ -104,6 +104,21 @@ def test_a_scheduler_made_before_wrapping_still_drives_it():
     in_lockstep(worker)
 
 
+def test_it_drives_it_after_a_state_was_loaded():
+    def worker():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), DENSE)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        inner._opt_called = True
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+    in_lockstep(worker)
+    in_lockstep(worker, 1)
+
+
 def contents(optimizer):
     return {key: {name: type(value) for name, value in state.items()}
             for key, state in optimizer.state_dict()["state"].items()}
