@@ -666,6 +666,7 @@ class _Distributed(torch.optim.Optimizer):
         g = self._of_node[parameter] if parameter in self._of_node else self._own(parameter)
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
             scale = self._unscaled(self._scale_of(parameter))
+            g = g.to(residual_dtype(g.dtype))  # in float16, what the loss's scale was for would be lost without it
             g = g if scale is None else g * scale.to(g)
             group = self._group_of[parameter]
             decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
@@ -683,7 +684,7 @@ class _Distributed(torch.optim.Optimizer):
         taking_part, gradients = set(parameters), {}
         for parameter in shipment.parameters:
             takes_part = parameter in taking_part
-            g = self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))
+            g = (self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))).to(shipment.dtype)
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
                 scale = self._unscaled(scale)

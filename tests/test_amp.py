@@ -371,3 +371,21 @@ def test_a_scale_near_the_largest_number_is_lowered_before_an_update_overflows()
         assert 0 < optimizer.report().skipped < 12 and scaler.get_scale() < 2.0 ** 112
 
     dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("config", [dgc.Config(dense_dtype=torch.float16), dgc.Config(local_weight_decay=False)])
+def test_a_loss_scale_reaches_the_residual_of_float16_parameters(config):
+    """The gradient is 2e-9, which float16 can only tell from zero by its scale. torch's fused SGD accepts such."""
+    def worker():
+        torch.manual_seed(0)
+        network = nn.Linear(40, 40).half()
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0, fused=True)
+        scaler = scaler_of(2.0 ** 16)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler)
+        scaler.scale(network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9).backward()
+        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], optimizer.residual_state_dict()["v"]
+
+    (updates, v), _ = dgc.lockstep.run(worker, 2)
+    for name, update in zip(("weight", "bias"), updates, strict=True):
+        accumulated = update if name not in v else update.where(v[name] == 0, v[name])
+        assert torch.allclose(accumulated, torch.full_like(update, 2e-9), rtol=1e-2, atol=0)
