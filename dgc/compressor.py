@@ -321,7 +321,10 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
 
 def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
     """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world, average))
+    sent_before = bucket.entries_sent
+    taken = bucket.take_all(bucket.names)
+    bucket.entries_sent = sent_before  # it is no step, and what is reported is the last one's
+    return (yield from _summed(bucket, None, taken, world, average))
 
 
 def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int) -> Layout:

@@ -857,6 +857,8 @@ def test_the_report():
         assert report.total_dense_bytes == 4 * report.dense_bytes
         v = torch.cat([x.flatten() for x in optimizer.residual_state_dict()["v"].values()])
         assert report.residual_norm == pytest.approx(v.norm().item(), rel=1e-5)
+        optimizer.flush()  # which is no step
+        assert optimizer.report().density == report.density and optimizer.report().bytes_sent == report.bytes_sent
         optimizer.zero_grad()
         loss(network, rank(), 9).backward(inputs=list(network.parameters()))
         return report.gradient_norm
