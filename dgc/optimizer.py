@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -286,6 +287,7 @@ class _Distributed(torch.optim.Optimizer):
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
         self._should_synchronize = True
+        self._lock = threading.RLock()
         self._pace: Pace | None = None  # if the sparsity is adaptive
         self._reset()
         if not self._plain:
@@ -341,11 +343,12 @@ class _Distributed(torch.optim.Optimizer):
 
     def _hook(self, parameter: Tensor) -> None:
         """Has torch call :meth:`_on_gradient`."""
-        method = weakref.WeakMethod(self._on_gradient)  # the parameter outlives this optimizer
+        method, lock = weakref.WeakMethod(self._on_gradient), self._lock  # the parameter outlives this optimizer
 
         def on_gradient(parameter: Tensor) -> None:
             if (alive := method()) is not None:
-                alive(parameter)
+                with lock:  # torch has a thread for each device of a model, and they run backward side by side
+                    alive(parameter)
 
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import threading
+import time
 import warnings
 
 import pytest
@@ -529,6 +531,37 @@ def test_tied_weights_and_channels_last():
         return flat(network)
 
     assert torch.equal(*in_lockstep(worker))
+
+
+def test_backward_passes_of_several_threads_open_a_step_once():
+    """As torch runs them where a model has parameters on several devices: whoever comes second waits for the first,
+    which may be asking the other ranks.
+    """
+    asked = []
+
+    def sparsity(step):
+        asked.append(step)
+        time.sleep(1e-3)  # the other thread runs meanwhile
+        return 0.9
+
+    def worker():
+        network = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
+        _, optimizer = wrapped(dgc.Config(sparsity=sparsity, nonfinite="skip"), network)
+        together = threading.Barrier(2)
+
+        def half(part):
+            together.wait()
+            part(torch.ones(1, 40)).sum().backward()
+
+        threads = [threading.Thread(target=half, args=(part,)) for part in network]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(asked) == len(set(asked))  # for what is compared before the first step, no step is asked for twice
+        optimizer.step()
+
+    in_lockstep(worker, 1)
 
 
 def test_sparse_gradients_with_momentum_are_saved_and_loaded():
