@@ -153,6 +153,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+        if checked_scaler(Config(), grad_scaler) is not None:
+            raise ValueError("grad_scaler is given and compression is Horovod's, whose optimizer does not know of it; "
+                             "accepted: one of them, and with Horovod's a synchronize() before scaler.step()")
         import horovod.torch as hvd  # whose compressor this is
         return hvd.DistributedOptimizer(
             optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,

@@ -926,9 +926,17 @@ def sgd(**settings):
     return torch.optim.SGD(model().parameters(), **{"lr": 0.1, **settings})
 
 
+class Compressor:
+    """With what Horovod's are told by."""
+
+    compress = decompress = None
+
+
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: dgc.DistributedOptimizer(sgd(), compression="fp16"), TypeError,
      r"compression is 'fp16'; accepted: a dgc\.Config"),
+    (lambda: dgc.DistributedOptimizer(sgd(), compression=Compressor, grad_scaler=torch.amp.GradScaler("cpu")),
+     ValueError, "grad_scaler is given and compression is Horovod's"),
     (lambda: dgc.DistributedOptimizer("sgd"), TypeError, r"optimizer is 'sgd'; accepted: a torch\.optim\.Optimizer"),
     (lambda: dgc.DistributedOptimizer(sgd(), op=2), ValueError, r"op is 2; .*accepted: Average \(0\) and Sum \(1\)"),
     (lambda: dgc.DistributedOptimizer(sgd(momentum=0.9, dampening=0.1)), ValueError, r"dampening is 0\.1; accepted: 0"),
