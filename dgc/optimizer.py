@@ -438,6 +438,11 @@ class _Distributed(torch.optim.Optimizer):
                     "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
                     "backward() ends, and their update waits for step(), which cannot be left out. Increase "
                     "backward_passes_per_step to accumulate gradients locally.")
+            if self._between and self._versions.get(parameter) == (id(parameter.grad), parameter.grad._version - 1):
+                raise AssertionError(
+                    "backward() was called between synchronize() and step(), and has added to an update that was "
+                    "exchanged already; momentum would count it twice. Call step() first, or increase "
+                    "backward_passes_per_step to accumulate gradients locally.")
             self._open()
         self._fired.add(parameter)
         self._delay[parameter] -= 1
@@ -461,6 +466,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def _open(self) -> None:
         """The first gradient of a step has come."""
+        if self._between:
+            self._leave_out()
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
@@ -474,6 +481,15 @@ class _Distributed(torch.optim.Optimizer):
             warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
                           "before: save optimizer.residual_state_dict() on every rank, and load it there with "
                           "load_residual_state_dict()", stacklevel=4)
+
+    def _leave_out(self) -> None:
+        """There was no step() after synchronize(): its update is dropped, as it is where ``p.grad`` was set to None."""
+        self._synchronized, self._direct = False, []
+        if not self._warned_of_change:
+            self._warned_of_change = True
+            warnings.warn("there was no step() after synchronize(), so the update is dropped, and what was sent for it "
+                          "is no longer in the residual; to leave out steps whose gradients are not finite, give "
+                          "Config(nonfinite='skip')", stacklevel=5)
 
     def _meet(self) -> None:
         """Before anything is exchanged."""

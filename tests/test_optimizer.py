@@ -258,6 +258,46 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
     in_lockstep(worker)
 
 
+def test_a_backward_between_synchronize_and_step_is_refused():
+    """It adds to an update, in which there is momentum already."""
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        with pytest.raises(AssertionError, match=r"between synchronize\(\) and step\(\), and has added to an update"):
+            backward(network, 1)
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_step_left_out_is_left_out(directly, to_none):
+    """After synchronize(); and it is said once that this loses what was sent."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        for step in range(2):
+            backward(network, step)
+            optimizer.synchronize()
+            optimizer.zero_grad(set_to_none=to_none)
+        before, pending = flat(network), optimizer.residual_state_dict()
+        backward(network, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is not the second synchronize() before this step
+            optimizer.step()
+        moved = flat(network)
+        other, expected = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        expected.load_residual_state_dict(pending)
+        expected.param_groups[0]["dgc_step"] = 2  # which rotates the sample
+        backward(other, 2)
+        expected.step()
+        assert torch.equal(moved, flat(other)) and not torch.equal(moved, before)
+
+    with pytest.warns(UserWarning, match=r"there was no step\(\) after synchronize\(\)") as told:
+        in_lockstep(worker)
+    assert len(told) == 2  # each rank
+
+
 def test_changing_gradients_before_the_step_warns_once():
     def worker():
         network, optimizer = wrapped()
