@@ -468,6 +468,7 @@ class _Distributed(torch.optim.Optimizer):
         """The first gradient of a step has come."""
         if self._between:
             self._leave_out()
+        self._versions = {}
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
@@ -485,11 +486,15 @@ class _Distributed(torch.optim.Optimizer):
     def _leave_out(self) -> None:
         """There was no step() after synchronize(): its update is dropped, as it is where ``p.grad`` was set to None."""
         self._synchronized, self._direct = False, []
+        self._warn_of_loss("there was no step() after synchronize(), so the update is dropped, and what was sent for "
+                           "it is no longer in the residual; to leave out steps whose gradients are not finite, give "
+                           "Config(nonfinite='skip')", stacklevel=6)
+
+    def _warn_of_loss(self, message: str, stacklevel: int) -> None:
+        """Once."""
         if not self._warned_of_change:
             self._warned_of_change = True
-            warnings.warn("there was no step() after synchronize(), so the update is dropped, and what was sent for it "
-                          "is no longer in the residual; to leave out steps whose gradients are not finite, give "
-                          "Config(nonfinite='skip')", stacklevel=5)
+            warnings.warn(message, stacklevel=stacklevel)
 
     def _meet(self) -> None:
         """Before anything is exchanged."""
@@ -609,6 +614,7 @@ class _Distributed(torch.optim.Optimizer):
     def _launch(self, shipment: _Shipment) -> None:
         self._next += 1
         present = self._taking_part(shipment.parameters)
+        self._note_versions(present)
         alone = self._sparse_among(present)
         dense = [p for p in present if p not in self._sparse]
         if dense:
@@ -764,6 +770,9 @@ class _Distributed(torch.optim.Optimizer):
             return
         if not self._fired:
             self._open()
+        if (name := self._changed()) is not None:
+            self._warn_of_loss(f"the gradient of {name} was changed after backward(), which had sent it by then, so "
+                               "that this had no effect; to clip, give Config(clip_norm=...)", stacklevel=5)
         if self._pace is not None:
             self._pace.stand()
         if self._waits and not self._all_finite():
@@ -955,7 +964,7 @@ class _Distributed(torch.optim.Optimizer):
         direct = self._direct
         self._reset()
         self._synchronized, self._direct = True, direct
-        self._versions = {p: (id(p.grad), p.grad._version) for p in self._delay if p.grad is not None}
+        self._note_versions(self._delay)
 
     def _buckets(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
@@ -1004,17 +1013,21 @@ class _Distributed(torch.optim.Optimizer):
         self._synchronized = self._skipping = False
         return loss
 
+    def _note_versions(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers which gradients there are, to notice where one is changed when that is too late."""
+        self._versions.update({p: (id(p.grad), p.grad._version) for p in parameters if p.grad is not None})
+
+    def _changed(self) -> str | None:
+        """A parameter whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
+        return next((self._names[p] for p, version in self._versions.items()
+                     if p.grad is None or (id(p.grad), p.grad._version) != version), None)
+
     def _warn_of_change(self) -> None:
-        if self._plain or self._warned_of_change or not self._synchronized:
-            return
-        for p, version in self._versions.items():  # a scaler's unscale_ does not count as a change
-            if p.grad is None or (id(p.grad), p.grad._version) != version:
-                self._warned_of_change = True
-                warnings.warn(
-                    f"the gradient of {self._names[p]} was changed between synchronize() and step(). What was sent is "
-                    "no longer in the residual, so the difference is lost; to clip, give Config(clip_norm=...), which "
-                    "clips before anything is accumulated", stacklevel=5)
-                return
+        if not self._plain and self._synchronized and (name := self._changed()) is not None:
+            self._warn_of_loss(
+                f"the gradient of {name} was changed between synchronize() and step(). What was sent is no longer in "
+                "the residual, so the difference is lost; to clip, give Config(clip_norm=...), which clips before "
+                "anything is accumulated", stacklevel=6)
 
     def _apply(self) -> None:
         """The wrapped optimizer's step, on the updates in ``p.grad``.

@@ -258,6 +258,36 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
     in_lockstep(worker)
 
 
+@pytest.mark.parametrize("change", [lambda network: nn.utils.clip_grad_norm_(network.parameters(), 1e-3),
+                                    lambda network: network.zero_grad()])
+def test_changing_gradients_that_were_sent_is_told(change):
+    """As a script does that clips between backward() and step(), which is right where nothing is exchanged."""
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        change(network)
+        optimizer.step()
+        return flat(network)
+
+    with pytest.warns(UserWarning, match=r"changed after backward\(\), which had sent it by then") as told:
+        results = in_lockstep(worker)
+    assert len(told) == 2 and torch.equal(*results)  # each rank
+
+
+def test_what_was_not_sent_yet_may_be_changed():
+    """A bound on the global norm needs all gradients, so nothing leaves during backward()."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, clip_norm=1e6))
+        backward(network)
+        nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+        optimizer.step()
+        assert optimizer.report().gradient_norm <= 1.001e-3
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_lockstep(worker)
+
+
 def test_a_backward_between_synchronize_and_step_is_refused():
     """It adds to an update, in which there is momentum already."""
     def worker():
