@@ -261,7 +261,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
 
     Args:
         bucket: has v and no u.
-        gradients: parameter -> gradient, already clipped; one for each parameter.
+        gradients: parameter -> gradient, already clipped. A parameter without one sits this step out.
         dtype: float16 or bfloat16.
         world: this rank and how many there are.
         average: divide the sum by N.
@@ -275,8 +275,11 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
     layout = _kept(bucket, dtype, lambda: Whole(bucket, dtype))
     if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
-        return (yield from _summed(bucket, None, bucket.take_all(() if bad else bucket.names), world, average, bad))
-    message, sent = layout.encode(bucket.v, bad)
+        return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
+    values = bucket.v.clone()
+    for name in set(bucket.names).difference(gradients):
+        bucket.views(values)[name].zero_()
+    message, sent = layout.encode(values, bad)
     if not bad:
         bucket.v -= sent
     try:

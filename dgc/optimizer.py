@@ -720,6 +720,7 @@ class _Distributed(torch.optim.Optimizer):
         if shipment.rest is not None and self._world.size > 1:
             dtype = self._config.dense_dtype
             assert dtype is not None
+            gradients = {self._names[p]: gradients[self._names[p]] for p in parameters}
             return reduce_rounded(shipment.rest, gradients, dtype, self._world.flat, average=self._average)
         return reduce_dense(gradients, self._world.flat, average=self._average, predivide=self._predivide)
 
