@@ -254,6 +254,25 @@ def test_an_error_on_one_rank_ends_the_job_with_that_error(launcher):
     print(f"{launcher}: the job ended after {seconds:.0f} s")
 
 
+def test_the_default_group_before_torch_2_8(monkeypatch):
+    """Which then does not know the ranks of a group that is None."""
+    ranks, dist = torch.distributed.get_process_group_ranks, torch.distributed
+
+    def as_of_2_4(group):
+        if group is None:
+            raise KeyError(None)
+        return ranks(group)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", as_of_2_4)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parameter = torch.arange(3.0)
+        dgc.broadcast_parameters([parameter])
+        assert parameter.tolist() == [0, 1, 2] and find().by_node(parameter.device) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_join_is_an_error_and_not_a_hang():
     status, output, _ = launch("horovod", 2, ["join"], limit=90, check=False)
     assert status != 0 and "join" in output.lower()

@@ -30,7 +30,7 @@ class TorchDistributed:
 
     def by_node(self, device: torch.device) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
-        ranks = dist.get_process_group_ranks(self._group)
+        ranks = _ranks(self._group)
         if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
             raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of "
                              "all ranks")
@@ -57,7 +57,7 @@ class TorchDistributed:
         elif collective.op == "sum":
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         else:
-            root = dist.get_process_group_ranks(group)[collective.root]
+            root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
 
         def wait() -> torch.Tensor:
@@ -65,3 +65,8 @@ class TorchDistributed:
             return result
 
         return wait
+
+
+def _ranks(group: Any) -> list[int]:
+    """The global ranks of a group. Before torch 2.8 the default group is not known as None here."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
