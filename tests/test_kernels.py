@@ -224,13 +224,18 @@ def test_which_is_found():
     assert kernels.find("cpu", torch.bfloat16) is plain and kernels.find("xpu", torch.float32) is plain
 
 
-def test_a_compiler_that_does_not_work_is_told(tmp_path):
+@pytest.mark.parametrize(("module", "disabled", "told"), [
+    ("raise ImportError('Numba needs NumPy 1.0 or less')", "0", "Numba needs NumPy 1.0 or less"),
+    ("raise OSError('Could not find/load libllvmlite.so')", "0", "Could not find/load libllvmlite.so"),
+    (None, "1", "NUMBA_DISABLE_JIT is set, and these loops run compiled only")])
+def test_a_compiler_that_does_not_work_is_told(module, disabled, told, tmp_path):
     """A numba that refuses the NumPy beside it, say: a warning, and the torch operations."""
-    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 1.0 or less')")
+    if module:
+        (tmp_path / "numba.py").write_text(module)
     code = ("import torch, dgc.kernels; "
             "print(dgc.kernels.find('cpu', torch.float32).__name__, dgc.kernels.find('cpu', torch.float32).__name__)")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-                             env={**os.environ, "PYTHONPATH": path})
+                             env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled})
     assert process.stdout.split() == ["dgc.kernels.plain"] * 2
-    assert process.stderr.count("numba is installed but cannot be imported (Numba needs NumPy 1.0 or less)") == 1
+    assert process.stderr.count(f"numba is installed but cannot be imported ({told})") == 1

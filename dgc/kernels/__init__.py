@@ -27,7 +27,7 @@ def find(kind: str, dtype: torch.dtype) -> Any:
     if compiler and dtype in (torch.float32, torch.float64) and importlib.util.find_spec(compiler):
         try:
             return import_module(f"dgc.kernels.{kind}")
-        except ImportError as error:
+        except Exception as error:  # llvmlite raises an OSError where its library cannot be loaded
             warnings.warn(f"{compiler} is installed but cannot be imported ({error}), so compression runs in plain "
                           "torch operations, several times slower", stacklevel=2)
     return import_module("dgc.kernels.plain")

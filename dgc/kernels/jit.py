@@ -17,6 +17,9 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and these loops run compiled only")
+
 
 class _Files(IndexDataCacheFile):
     """One file for each signature and processor, and no index."""
