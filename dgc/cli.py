@@ -47,6 +47,8 @@ Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", 
 
 def run() -> int:
     """The exit status: 0; 1 for a failure; 2 for a wrong command line. Either is told in one line."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a bar that a locale's encoding lacks is no reason to fail
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="dgc", standalone_mode=False)
     except Exception as error:
@@ -73,7 +75,7 @@ def usage(option: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout and sys.stdout.isatty() else 120)  # it is None where it was closed
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------

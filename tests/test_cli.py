@@ -139,6 +139,18 @@ def test_failures_are_one_line_and_status_1(tmp_path):
     assert (status, output, told) == (1, "", "dgc: RuntimeError: no model today\n")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_the_bars_is_no_failure(encoding):
+    code = "import sys; sys.stdout.reconfigure(encoding=sys.argv.pop()); from dgc.__main__ import main; main()"
+    status, output, told = command("schedule", "0.999", encoding, code=code)
+    assert (status, told) == (0, "") and "| ? |" in output and "of dense float32." in output
+
+
+def test_a_closed_output_is_no_failure():
+    code = "import sys; sys.stdout = None; from dgc.__main__ import main; main()"
+    assert command("schedule", "0.999", code=code) == (0, "", "")
+
+
 def test_the_command_in_a_process():
     status, output, told = command("plan", "alexnet", "--compute", "0.3", "--json")
     assert status == 0 and not told and json.loads(output)["parameters"] == 61_100_840
