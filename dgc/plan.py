@@ -182,11 +182,12 @@ def find(name: str) -> Any:
         ImportError, AttributeError: there is none.
     """
     module, _, attributes = name.partition(":")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()  # which the module may change
+    sys.path.insert(0, here)
     try:
         return operator.attrgetter(attributes)(importlib.import_module(module))
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(here)
 
 
 def _checkpoint(file: str) -> list[Shape]:
@@ -195,7 +196,7 @@ def _checkpoint(file: str) -> list[Shape]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling meets
         raise ValueError(f"model is {file!r}, which torch.load(weights_only=True) does not read: "
-                         f"{str(error).splitlines()[0]}") from None
+                         f"{(str(error).splitlines() or [type(error).__name__])[0]}") from None
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -202,6 +202,9 @@ def test_a_callable_of_the_users(here):
     assert plan.measure(plan.load("mine:build"), 1) > 0 and plan.measure(plan.load("mine:two"), 1) > 0
     with pytest.raises(ValueError, match=r"to be measured it has to be a module:callable that returns"):
         plan.measure(plan.load("mine:alone"))
+    (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
+    before = list(sys.path)
+    assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
     for wrong, message in (("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
                            ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable")):
@@ -218,9 +221,10 @@ def test_a_checkpoint(here):
         assert plan.load(file).shapes == ((8, 3, 3, 3), (8,), (8,), (8,))
     torch.save({"loss": 1.0}, "empty.pt")
     Path("not.pt").write_text("no")
+    Path("full_disk.pt").touch()  # torch then raises an error without a word
     torch.save(model, "pickled.pt")
     for file, message in (("empty.pt", "holds no parameters"), ("not.pt", "does not read"),
-                          ("pickled.pt", "does not read")):
+                          ("pickled.pt", "does not read"), ("full_disk.pt", "does not read: EOFError")):
         with pytest.raises(ValueError, match=message):
             plan.load(file)
 
