@@ -43,7 +43,7 @@ import torch
 
 from dgc.config import Schedule
 from dgc.schedule import parse
-from dgc.transport import lockstep
+from dgc.transport import find
 
 REPORTS = "DGC_TUNE_REPORTS"
 NAME = "dgc tune"  # of the study in its file
@@ -200,7 +200,8 @@ _heard: Heard | None = None  # by the search that runs in this process
 def report(epoch: int, metric: float, bytes_sent: float) -> None:
     """Says what training has reached; to be called after each epoch. Without a search it does nothing.
 
-    Of several ranks only rank 0 is heard, over Horovod, torchrun and :mod:`dgc.lockstep`.
+    Of several ranks only rank 0 is heard: of Horovod, torch.distributed or :mod:`dgc.lockstep`, where one of them is
+    initialised; else by the environment of horovodrun, Open MPI or torchrun.
 
     Args:
         epoch: from 1.
@@ -210,11 +211,7 @@ def report(epoch: int, metric: float, bytes_sent: float) -> None:
     Raises:
         Pruned: in a Python function whose trial is given up. A script is ended from outside.
     """
-    if (rank := lockstep.current()) is not None:
-        number = rank.world.rank
-    else:
-        number = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
-    if number > 0:
+    if (_heard is None and REPORTS not in os.environ) or not _is_first():
         return
     epoch, metric, bytes_sent = int(epoch), float(metric), float(bytes_sent)
     if _heard is not None:
@@ -222,6 +219,15 @@ def report(epoch: int, metric: float, bytes_sent: float) -> None:
     elif REPORTS in os.environ:
         with open(os.environ[REPORTS], "a") as file:
             file.write(json.dumps({"epoch": epoch, "metric": metric, "bytes": bytes_sent}) + "\n")
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0, as what is initialised has it; else as this process was launched."""
+    try:
+        world = find().world
+    except RuntimeError:  # nothing is
+        return next((os.environ[name] == "0" for name in RANKS if os.environ.get(name, "").isdecimal()), True)
+    return world is None or world.rank == 0
 
 
 def bad(reports: Mapping[int, float], rivals: Sequence[Mapping[int, float]], maximize: bool) -> bool:
@@ -295,7 +301,9 @@ def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool,
 def _optuna() -> Any:
     try:
         import optuna
-    except ImportError:
+    except ImportError as error:
+        if error.name != "optuna":  # it is there, and what it needs is not
+            raise
         raise ImportError("dgc.tune needs optuna: pip install optuna", name="optuna") from None
     return optuna
 
@@ -634,7 +642,7 @@ def _lines(file: BinaryIO, ended: bool) -> Iterator[tuple[int, float, float]]:
 
 def _out(file: Path, metric: str) -> tuple[float, float]:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_bytes())  # in UTF-8, whatever the locale
     except FileNotFoundError:
         raise NoResultError(f"the command ended well and left no {file}, which it had as {{out}}") from None
     except ValueError as error:

@@ -332,8 +332,11 @@ def test_a_function_from_the_command_line(place):
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "gold")
     tune.report(1, 2.0, 3.0)  # nobody listens
     monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
+    tune.report(6, 2.0, 3.0)  # that is no rank's number
+    monkeypatch.delenv("RANK")
     for name in ("HOROVOD_RANK", "RANK"):
         monkeypatch.setenv(name, "1")
         tune.report(1, 2.0, 3.0)
@@ -342,7 +345,22 @@ def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     dgc.lockstep.run(lambda: tune.report(7, 8, 9), 3)
     lines = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
-    assert lines == [{"epoch": 1, "metric": 2.0, "bytes": 3.0}] * 2 + [{"epoch": 7, "metric": 8.0, "bytes": 9.0}]
+    assert [line["epoch"] for line in lines] == [6, 1, 1, 7] and lines[-1] == {"epoch": 7, "metric": 8.0, "bytes": 9.0}
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
+def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monkeypatch):
+    """As under srun, whose variables are others; and whatever another launcher's say."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
+    monkeypatch.setenv("RANK", str(1 - rank))
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        tune.report(1, 2.0, 3.0)
+    finally:
+        distributed.destroy_process_group()
+    assert (tmp_path / "reports").exists() == said
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -436,6 +454,23 @@ def test_without_optuna_it_says_how_to_get_it(place):
             "'true', '{sparsity}']; from dgc.__main__ import main; main()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
     assert (done.returncode, done.stderr) == (1, "dgc: tune needs optuna: pip install optuna\n")
+
+
+def test_an_optuna_that_lacks_something_says_what(tmp_path, monkeypatch):
+    (tmp_path / "optuna.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "optuna")
+    with pytest.raises(ImportError, match="No module named 'no_such_package'"):
+        tune._optuna()
+
+
+def test_a_result_is_read_in_any_locale(tmp_path):
+    (tmp_path / "out.json").write_text('{"précision": 91.5, "bytes_sent": 7}', encoding="utf-8")
+    code = ("import sys; from pathlib import Path; from dgc import tune; "
+            "print(tune._out(Path(sys.argv[1]), 'pr\\xe9cision'))")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.json")], capture_output=True, text=True,
+                          timeout=60, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert done.stdout == "(91.5, 7.0)\n", done.stderr
 
 
 def test_help_teaches_by_example():
