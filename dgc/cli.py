@@ -403,12 +403,13 @@ def tune(
         raise
     told = json.dumps(found.json(), indent=1)
     summary.write_text(told + "\n")
-    if found.front:
-        tuning.draw(found, png)
     if as_json:
         print(told)
     else:
         _print_found(found, console().print)
+    if found.front:
+        tuning.draw(found, png)  # last, as it may fail, and the rest took hours
+    if not as_json:
         print(f"Picture: {png}. All trials: {summary}" if found.front else f"All trials: {summary}")
     raise typer.Exit(0 if found.recommended else 1)
 

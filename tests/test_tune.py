@@ -473,6 +473,13 @@ def test_a_result_is_read_in_any_locale(tmp_path):
     assert done.stdout == "(91.5, 7.0)\n", done.stderr
 
 
+@pytest.mark.parametrize(("options", "told"), [((), "Recommended: trial 0"), (("--json",), '"recommended": {')])
+def test_what_was_found_is_told_also_where_it_cannot_be_drawn(place, options, told):
+    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "no/such/folder.png", *options))
+    assert isinstance(found.exception, FileNotFoundError) and told in found.stdout
+    assert json.loads((place / "tune.json").read_text())["recommended"]["trial"] == 0
+
+
 def test_help_teaches_by_example():
     shown = invoke("tune", "--help").stdout
     assert "python recipes/cifar10.py" in shown and "{sparsity}" in shown and "train:objective" in shown
