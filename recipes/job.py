@@ -135,8 +135,7 @@ def checkpoint(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, s
     """Saves the epoch that has just ended, whole or not at all."""
     dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
                         {"scheduler": scheduler.state_dict(), "history": history})
-    if rank == 0:
-        shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough
+    shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough, on any disk
 
 
 def board(a: Any, rank: int) -> Any:
