@@ -13,7 +13,7 @@ set -euo pipefail
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 python=${PYTHON:-python3}
-cache=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dgc}
+cache=${CACHE:-${XDG_CACHE_HOME:-~/.cache}/dgc}  # ~ is there also where HOME is not
 backend=auto
 
 say() { printf '%s\n' "build_horovod: $*"; }

@@ -44,6 +44,12 @@ def test_a_gpu_build_of_a_cpu_torch_is_refused():
         assert f"a CUDA build of torch ({torch.__version__} is for the CPU), or leave --gpu out" in output
 
 
+def test_without_a_home_it_goes_on(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert "scripts/build_horovod.sh [--cpu | --gpu]" in build("--help", cache="")[1]
+
+
 def test_wrong_arguments():
     status, output = build("--fast")
     assert status == 1 and "unknown argument '--fast'; accepted: --cpu, --gpu" in output
