@@ -10,6 +10,7 @@ import queue
 import shutil
 import sys
 import tarfile
+import tempfile
 import threading
 import urllib.request
 from pathlib import Path
@@ -24,7 +25,17 @@ from tqdm import tqdm
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 SECONDS = 10  # for a download to begin
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dgc"
+
+
+def _cache() -> Path:
+    """The user's; a temporary one of a user who has no home, as in a container."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dgc"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"dgc-{os.getuid()}"
+
+
+CACHE = _cache()
 
 
 def find_data(data: str | None, cache: Path) -> str:
@@ -52,16 +63,27 @@ def load(data: str) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def download(cache: Path) -> Path | None:
-    """The official archive, verified and unpacked; None when the download does not start within ten seconds."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "cifar-10.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one of the processes of this machine downloads, the others wait
-        return _download(cache, cache / "cifar-10-batches-bin")
+    """The official archive, verified and unpacked; None when the download does not start within ten seconds, or there
+    is no place for it.
+    """
+    folder = cache / "cifar-10-batches-bin"
+    try:
+        if folder.exists():  # also where nothing can be written
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "cifar-10.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the processes of this machine downloads, the others wait
+            _download(cache, folder)
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last is what a wrong proxy raises
+        print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
+              "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
+        return None
+    return folder
 
 
-def _download(cache: Path, folder: Path) -> Path | None:
+def _download(cache: Path, folder: Path) -> None:
     if folder.exists():
-        return folder
+        return
     archive, unpacked = cache / "cifar-10.part", cache / "cifar-10.unpacked"
     try:
         with started(URL) as response, archive.open("wb") as file:
@@ -69,16 +91,12 @@ def _download(cache: Path, folder: Path) -> Path | None:
         if digest != SHA256:
             raise OSError(f"its SHA-256 is {digest} and not {SHA256}")
         with tarfile.open(archive) as tar:
-            tar.extractall(unpacked, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian 12's Python 3.11.2 has none
+            tar.extractall(unpacked)
         (unpacked / folder.name).rename(folder)  # whole or not at all
-    except (OSError, http.client.HTTPException) as error:
-        print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
-              "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
-        return None
     finally:
         archive.unlink(missing_ok=True)
         shutil.rmtree(unpacked, ignore_errors=True)
-    return folder
 
 
 def started(url: str) -> Any:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,96 @@ def test_a_download_that_does_not_start_is_given_up(tmp_path, monkeypatch, capsy
         assert data.find_data(None, tmp_path / "cache") == "digits"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "training on scikit-learn's handwritten digits instead" in said
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_archive_is_unpacked_by_pythons_without_filters(old, tmp_path, monkeypatch):
+    """Debian 12's 3.11.2 among them."""
+    import tarfile
+
+    import data
+    extractall = tarfile.TarFile.extractall
+    if old:
+        monkeypatch.delattr(tarfile, "data_filter")
+        monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path=".", members=None, *, numeric_owner=False:
+                            extractall(self, path, members, numeric_owner=numeric_owner))
+    (tmp_path / "evil").write_text("out of the folder")
+    with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "evil", "cifar-10-batches-bin/test_batch.bin")
+        if not old:
+            tar.add(tmp_path / "evil", "../escaped")
+    monkeypatch.setattr(data, "URL", (tmp_path / "archive.tar.gz").as_uri())
+    monkeypatch.setattr(data, "SHA256", hashlib.sha256((tmp_path / "archive.tar.gz").read_bytes()).hexdigest())
+    if old:
+        assert (Path(data.find_data(None, tmp_path / "cache")) / "test_batch.bin").exists()
+    else:
+        with pytest.raises(tarfile.OutsideDestinationError):
+            data.find_data(None, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("befalls", ["no place", "no locks", "a wrong proxy"])
+def test_where_nothing_can_be_downloaded_to_it_is_told(befalls, tmp_path, monkeypatch, capsys):
+    import fcntl
+
+    import data
+    cache = tmp_path / "cache"
+    if befalls == "no place":
+        cache.touch()
+    elif befalls == "no locks":
+        def flock(*_):
+            raise OSError(38, "Function not implemented")  # what Lustre does by default
+        monkeypatch.setattr(fcntl, "flock", flock)
+    else:
+        monkeypatch.setenv("https_proxy", "http:/proxy:3128")
+        monkeypatch.setattr(urllib.request, "_opener", None)  # which remembers the proxies of before
+    assert data.find_data(None, cache) == "digits"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "training on scikit-learn's handwritten digits instead" in said
+
+
+def test_what_was_downloaded_is_found_where_nothing_can_be_written(tmp_path, monkeypatch):
+    import fcntl
+
+    import data
+    monkeypatch.setattr(fcntl, "flock", None)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    assert data.find_data(None, tmp_path) == str(folder) and list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("home", ["gone", "there"])
+def test_a_user_without_a_home(home, tmp_path):
+    """A number in a container, whom no /etc/passwd knows."""
+    code = ("import os, pwd, sys, tempfile\n"
+            "def getpwuid(number): raise KeyError(number)\n"
+            "pwd.getpwuid = getpwuid\n"
+            f"os.environ.update({{'TMPDIR': {str(tmp_path)!r}, 'XDG_CACHE_HOME': ''}})\n"
+            + ("del os.environ['HOME']\n" if home == "gone" else f"os.environ['HOME'] = {str(tmp_path)!r}\n")
+            + f"sys.path.insert(0, {str(ROOT / 'recipes')!r}); import data; print(data.CACHE)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    expected = tmp_path / f"dgc-{os.getuid()}" if home == "gone" else tmp_path / ".cache" / "dgc"
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_checkpoints_do_not_pile_up_on_any_disk(tmp_path):
+    """Where the machines have none in common, too: two epochs on rank 0's, and two on the others'."""
+    import job
+
+    import dgc
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        model = torch.nn.Linear(3, 2)
+        dgc.broadcast_parameters(model.state_dict())
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
+        a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")
+        for epochs in range(1, 5):
+            job.checkpoint(a, rank, 2, model, optimizer, scheduler, [{}] * epochs)
+
+    dgc.lockstep.run(worker, 2)
+    for rank in range(2):
+        assert sorted(file.name for file in (tmp_path / f"disk {rank}").iterdir()) == ["epoch003", "epoch004"]
 
 
 def test_the_networks_are_the_papers():
