@@ -148,7 +148,7 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
                 for rank, extra in enumerate(settings):
                     processes.append(subprocess.Popen(
                         [sys.executable, "-m", "dgc.doctor", kind, folder, str(rank)], stdin=subprocess.DEVNULL,
-                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
                         env={**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", **extra}))
             while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
                 if time.monotonic() - began > limit:
@@ -170,9 +170,9 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
 
 
 def _path() -> str:
-    """So that the processes import this very package."""
-    here = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    """So that the processes import this very package, from another folder: ``-m`` looks into the current one first."""
+    here, others = str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
+    return os.pathsep.join([here, *map(os.path.abspath, others.split(os.pathsep) if others else [])])
 
 
 def _told(log: Path, status: int) -> str:
@@ -239,7 +239,8 @@ def main(kind: str, folder: str, rank: int) -> None:
         result = both[0]
     elif kind == "torch":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+        store = torch.distributed.FileStore(f"{folder}/meeting", RANKS)  # a file: URL would end at a # in the path
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         result = _train("cpu", rank)
         torch.distributed.destroy_process_group()
     else:

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 
 import psutil
 import pytest
@@ -217,7 +218,13 @@ def test_doctor_knows_this_installation():
 
 
 @pytest.mark.timeout(300)
-def test_doctor_trains_between_two_processes(monkeypatch):
+def test_doctor_trains_between_two_processes(tmp_path, monkeypatch):
+    """From a folder with a package of the same name, and a temporary one whose name is no URL's."""
+    (tmp_path / "dgc").mkdir()
+    (tmp_path / "dgc" / "__init__.py").write_text("raise RuntimeError('another dgc')")
+    (tmp_path / "a #b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a #b"))
     works = doctor.self_test("torch", 280)
     assert "error" not in works
     assert works["seconds"] > 0
