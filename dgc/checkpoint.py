@@ -668,7 +668,7 @@ def _set_random_states(states: Tree, model: nn.Module, dry: bool = False) -> Non
 
 
 def _digest(tree: Any) -> str:
-    """Of all that is in it, whatever the order of dicts."""
+    """Of all that is in it, whatever the order of dicts and sets."""
     sha = hashlib.sha256()
 
     def walk(node: Any) -> None:
@@ -680,6 +680,8 @@ def _digest(tree: Any) -> str:
             sha.update(f"{len(node)}:".encode())
             for item in node:
                 walk(item)
+        elif isinstance(node, (set, frozenset)):  # in an order that each process draws for itself
+            walk(sorted(map(repr, node)))
         elif isinstance(node, Tensor):
             sha.update(f"{node.dtype}{tuple(node.shape)}".encode())
             for part in _dense(node):
