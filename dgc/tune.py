@@ -355,6 +355,9 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"study is {path}, which another search has open") from None
+        except OSError as error:  # Lustre and NFS may have none
+            raise ValueError(f"study is {path}, on a file system without locks ({error}); accepted: on another, such "
+                             "as a local disk's") from None
         yield
 
 

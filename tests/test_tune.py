@@ -1,6 +1,7 @@
 """The search, on a script whose front is known, run, killed and taken up again."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -274,6 +275,17 @@ def test_one_search_at_a_time(place):
         tune.search(os.cpu_count, epochs=1, maximize=True)
     with pytest.raises(ValueError, match=r"objective is 'true {sparsity}'; accepted: a list of words"):
         tune.search("true {sparsity}", epochs=1, maximize=True)
+
+
+def test_a_file_system_without_locks_is_told(place, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(sys, "argv", ["dgc", *line("--trials", 1)])
+    assert cli.run() == 2
+    told = capsys.readouterr().err
+    assert "tune.db, on a file system without locks ([Errno 38] Function not implemented); accepted: on another" in told
 
 
 @pytest.mark.parametrize("name", ["a?b.db", "a%20b.db", "a{b}.db", "a b#c.db"])
