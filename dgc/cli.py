@@ -47,6 +47,9 @@ Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", 
 
 def run() -> int:
     """The exit status: 0; 1 for a failure; 2 for a wrong command line. Either is told in one line."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever started this
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a bar that a locale's encoding lacks is no reason to fail
     try:
@@ -75,7 +78,7 @@ def usage(option: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout and sys.stdout.isatty() else 120)  # it is None where it was closed
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ def main(kind: str, folder: str, rank: int) -> None:
         result = both[0]
     elif kind == "torch":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        store = torch.distributed.FileStore(f"{folder}/meeting", RANKS)  # a file: URL would end at a # in the path
+        # Where a file: URL would end at a # in the path.
+        store = torch.distributed.FileStore(f"{folder}/meeting", RANKS)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         result = _train("cpu", rank)
         torch.distributed.destroy_process_group()

@@ -148,8 +148,9 @@ def test_a_locale_without_the_bars_is_no_failure(encoding):
 
 
 def test_a_closed_output_is_no_failure():
-    code = "import sys; sys.stdout = None; from dgc.__main__ import main; main()"
+    code = "import sys; sys.stdout = sys.stderr = None; from dgc.__main__ import main; main()"
     assert command("schedule", "0.999", code=code) == (0, "", "")
+    assert command("schedule", "1.999", code=code) == (2, "", "")
 
 
 def test_the_command_in_a_process():
