@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,13 @@ def _test_horovod(found: dict[str, Any], limit: float) -> dict[str, Any]:
         return {"skipped": "cannot be imported"}
     if not found["horovod"]["gloo_built"]:
         return {"skipped": "built without gloo: try mpirun -np 2 python your_script.py"}
-    return self_test("horovod", limit)
+    test, name = self_test("horovod", limit), socket.gethostname()
+    if "error" in test:
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:  # over gloo it then ends by a signal
+            test["error"] += f"; {name!r}, this machine's name, does not resolve, which Horovod needs: see /etc/hosts"
+    return test
 
 
 # -- two local processes -----------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -239,6 +240,15 @@ def test_doctor_trains_over_horovod():
     works = doctor.self_test("horovod", 280)
     assert "error" not in works
     assert works["seconds"] > 0
+
+
+def test_doctor_knows_why_horovod_crashes_where_the_machine_has_no_name(monkeypatch):
+    monkeypatch.setattr(doctor, "self_test", lambda kind, limit: {"error": "a process was ended by SIGSEGV"})
+    found = {"horovod": {"gloo_built": True}}
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert "SIGSEGV; 'no-such-host.invalid', this machine's name, does not" in doctor._test_horovod(found, 1)["error"]
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert doctor._test_horovod(found, 1) == {"error": "a process was ended by SIGSEGV"}
 
 
 @pytest.mark.parametrize(("log", "status", "told"), [
