@@ -328,6 +328,12 @@ def test_lockstep_tells_a_deadlock():
         dgc.lockstep.run(worker, 3)
 
 
+def test_lockstep_ranks_run_their_own_backward_passes():
+    """On a GPU torch has one thread for all, and a rank's hook that waits for another rank would stop that one too."""
+    assert dgc.lockstep.run(torch._C._is_multithreading_enabled, 2) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_lockstep_refuses_tensors_that_do_not_fit():
     with pytest.raises(RuntimeError, match=r"the ranks put different tensors up for 'dgc\.share\.0'"):
         dgc.lockstep.run(lambda: dgc.broadcast_parameters([torch.zeros(1 + find().world.rank)]), 2)

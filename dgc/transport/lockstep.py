@@ -52,7 +52,9 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         _here.rank = Lockstep(rank, stage, node_size)
         try:
             stage.await_turn(rank)
-            results[rank] = worker()
+            # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for one another.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = worker()
         except _Ended:
             pass
         except BaseException as error:  # carried to the caller's thread
