@@ -47,7 +47,7 @@ class Bucket:
         self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
         self.layout: Any = None  # of its messages; dgc.compressor keeps it here
         self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
-        self.total_entries = self.entries_sent
+        self.total_entries = torch.zeros_like(self.entries_sent)
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
 
@@ -121,7 +121,7 @@ class Bucket:
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
-        self.total_entries = self.total_entries + entries
+        self.total_entries += entries  # in place: given up while a stream reads it, another one's memory is used anew
 
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:

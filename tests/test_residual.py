@@ -25,6 +25,15 @@ def test_residuals_are_kept_in_float32_or_wider(dtype, expected):
     assert Bucket("b", {"a": torch.zeros(2, 2, dtype=dtype)}).v.dtype == expected
 
 
+def test_entries_are_counted_where_they_were():
+    """In the same memory: on a GPU another stream counts than the one whose memory it is."""
+    b = Bucket("b", {"a": torch.zeros(4, 5)})
+    kept = b.total_entries
+    for entries in (3, 4):
+        b.count(torch.tensor(entries))
+    assert kept is b.total_entries and int(kept) == 7 and int(b.entries_sent) == 4
+
+
 def test_views_are_the_flat_tensors():
     b = Bucket("b", {"large": torch.empty(70_000), "small": torch.empty(2, 3), "empty": torch.empty(0, 4)})
     b.views(b.v)["small"][1, 2] = 7.0
