@@ -201,6 +201,22 @@ def test_what_has_overflowed_in_v_is_confessed():
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 
 
+def test_a_sum_that_overflows_is_infinite():
+    shapes, messages = {"a": (9000,)}, []
+    for _ in range(3):
+        both, g = Pair(shapes=shapes, counts=[2], wire=torch.float32), torch.zeros(9000)
+        g[[3, 8999]] = torch.tensor([3e38, -2e38])
+        messages.append(both.step({"a": Gradient(g)}))
+    updates, results = both.received(messages, 3), targets(torch.float32, shapes=shapes)
+    for update, some in zip(updates, results, strict=True):
+        update.add(some, [-0.1])
+    assert_same(*results)
+    for update, some in zip(updates, results, strict=True):
+        update.write(some)
+    assert_same(*results)
+    assert results[1][0][[3, 8999]].tolist() == [torch.inf, -torch.inf]
+
+
 @pytest.mark.parametrize(("n", "density", "zeros", "pattern"), [
     (1, 1.0, 0.0, ""), (9000, 0.001, 0.999, ""), (9000, 0.4, 0.9, ""), (12_000, 0.01, 0.0, "rows"),
     (12_000, 0.1, 0.5, "sorted"), (9000, 0.1, 0.0, "few"), (9000, 0.01, 0.3, "few"), (10_000, 0.01, 0.0, "equal"),

@@ -524,7 +524,7 @@ def _write(u, v, parameters, chunks, used, index, work, flags, message16, messag
     sent = tl.where(valid, (value * _power_of_two(power)).to(x.dtype), 0)
     tl.store(v + position, x - sent, mask=valid)
     if MASKING:
-        tl.store(u + position, sent * 0, mask=valid & (sent != 0))
+        tl.store(u + position, tl.zeros_like(sent), mask=valid & (sent != 0))
     tl.atomic_add(work, tl.sum((sent != 0).to(tl.int64)), sem="relaxed")
 
     local = position - tl.load(here + OFFSET)
@@ -670,11 +670,11 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
             at = at & (BLOCK - 1)
             x = tl.load(total + at, mask=i < n, other=0)
             fresh = (i < n) & (x != 0)  # not yet, by an earlier message
-            x = _divided(x, divisor + x * 0)
+            x = _divided(x, divisor)
             if ADD:
                 x = tl.load(target + at, mask=fresh, other=0) + rate * x
             tl.store(target + at, x, mask=fresh)
-            tl.store(total + at, x * 0, mask=fresh)
+            tl.store(total + at, tl.zeros([ENTRIES], dtype), mask=fresh)  # x * 0 is no zero where x is infinite
 
 
 @triton.jit
