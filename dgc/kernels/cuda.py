@@ -39,6 +39,9 @@ from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS
 from dgc.wire import Layout
 
+if not hasattr(tl, "div_rn"):
+    raise ImportError(f"Triton is {triton.__version__}; accepted: 3.0 or later")
+
 ABSENT = tl.constexpr(0)  # what happens to a parameter: no gradient, no momentum, and the two kinds of it
 PLAIN = tl.constexpr(1)
 HEAVY = tl.constexpr(2)
@@ -123,13 +126,12 @@ def _moved(kind, u, v, g, m):
 
 
 @triton.jit
-def _gradient(table, scale, p, begin, i, mask, like, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
-              ALIGNED: tl.constexpr):
-    """Entries begin + i of parameter p's gradient, clipped, in the residual's dtype."""
-    g = tl.load(table + p).to(tl.pointer_type(GRADIENT))
+def _gradient(table, scale, like, p, begin, i, mask, v, SCALED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Entries begin + i of parameter p's gradient, clipped, in the residual's dtype; its own is that of ``like``."""
+    g = tl.load(table + p).to(like.dtype)
     if ALIGNED:
         g = tl.multiple_of(g, 16)
-    x = tl.load(g + begin + i, mask=mask, other=0).to(like.dtype.element_ty)
+    x = tl.load(g + begin + i, mask=mask, other=0).to(v.dtype.element_ty)
     if SCALED == 1:
         x = x * tl.load(scale)
     if SCALED == 2:
@@ -160,9 +162,8 @@ def _scattered(i, numel, step):
 
 
 @triton.jit(do_not_specialize=["step", "count"])
-def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, flags, used, step, count,
-            GRADIENT: tl.constexpr, SCALED: tl.constexpr, VELOCITY: tl.constexpr, EXACT: tl.constexpr,
-            ROUNDS: tl.constexpr):
+def _sample(u, v, table, scale, like, parameters, state, histogram, above, crowded, flags, used, step, count,
+            SCALED: tl.constexpr, VELOCITY: tl.constexpr, EXACT: tl.constexpr, ROUNDS: tl.constexpr):
     """One program a parameter: two magnitudes that its k-th largest v, as it will be, should lie between. And sets to
     zero what the other launches add to.
     """
@@ -192,7 +193,7 @@ def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, fl
         if numel > SAMPLE:
             i = _scattered(i, numel, step.to(tl.int64))
         mask, at = i < numel, tl.load(here + OFFSET) + i
-        g = _gradient(table, scale, p, 0, i, mask, v, GRADIENT, SCALED, False)
+        g = _gradient(table, scale, like, p, 0, i, mask, v, SCALED, False)
         m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
         before = tl.zeros_like(g)
         if VELOCITY:
@@ -218,9 +219,9 @@ def _sample(u, v, table, scale, parameters, state, histogram, above, crowded, fl
 # -- accumulate, and note what may be large ----------------------------------------------------------------------------
 
 @triton.jit(do_not_specialize=["count"])
-def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, histogram, above, crowded, marks, places,
-                found, count, GRADIENT: tl.constexpr, SCALED: tl.constexpr, VELOCITY: tl.constexpr,
-                SELECT: tl.constexpr, ROOM: tl.constexpr, ALIGNED: tl.constexpr):
+def _accumulate(u, v, table, scale, like, parameters, tiles, squares, flags, state, histogram, above, crowded, marks,
+                places, found, count, SCALED: tl.constexpr, VELOCITY: tl.constexpr, SELECT: tl.constexpr,
+                ROOM: tl.constexpr, ALIGNED: tl.constexpr):
     """One program a tile: adds the gradient in, and notes what reaches the interval."""
     t = tl.program_id(0)
     p, begin = tl.load(tiles + 2 * t), tl.load(tiles + 2 * t + 1)
@@ -235,7 +236,7 @@ def _accumulate(u, v, table, scale, parameters, tiles, squares, flags, state, hi
         begin, numel, offset = tl.multiple_of(begin, 16), tl.multiple_of(numel, 16), tl.multiple_of(offset, 16)
     i = tl.arange(0, TILE)
     mask = i < tl.minimum(numel - begin, TILE).to(tl.int32)
-    g = _gradient(table, scale, p, begin, i, mask, v, GRADIENT, SCALED, ALIGNED)
+    g = _gradient(table, scale, like, p, begin, i, mask, v, SCALED, ALIGNED)
     us, vs = u + (offset + begin), v + (offset + begin)
     finite = tl.abs(g) < float("inf")
     if tl.sum((~finite).to(tl.int32)) > 0:
@@ -633,7 +634,7 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
     if address == 0:
         return
     dtype: tl.constexpr = total.dtype.element_ty
-    target = address.to(tl.pointer_type(dtype)) + begin
+    target = address.to(total.dtype) + begin
     if not ADD:
         for z in range(0, size, TILE):
             local = z + tl.arange(0, TILE)
@@ -762,7 +763,7 @@ class _Gradients:
         kinds = [_kind(bucket, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
         self.table = _sent(torch.tensor([addresses, kinds, momenta]), device)
-        self.dtype, self.aligned = _TYPES[common], all(address % 16 == 0 for address in addresses)
+        self.like, self.aligned = torch.empty(0, dtype=common, device=device), all(a % 16 == 0 for a in addresses)
         self.scaled, self.scale = 0, bucket.v
         if isinstance(scale, Mapping):
             one = torch.ones((), dtype=dtype, device=device)
@@ -800,20 +801,20 @@ class _Selection:
         self.squares = new(self.table.tiles_count)
         self.flags = new(self.count + 1, dtype=torch.int32)
         self.index, self.used = new(layout.slots, dtype=torch.int64), new(self.count, dtype=torch.int64)
-        self.options = {"GRADIENT": local.dtype, "SCALED": local.scaled, "VELOCITY": bucket.u is not None}
+        self.options = {"SCALED": local.scaled, "VELOCITY": bucket.u is not None}
 
     def accumulate(self, exact: bool, step: int) -> None:
         table, local = self.table, self.local
         _sample[(self.count,)](
-            self.u, self.v, local.table, local.scale, table.parameters, self.state, self.histogram, self.above,
-            self.crowded, self.flags, self.used, step, self.count, EXACT=exact, ROUNDS=table.rounds + 1, **self.options,
-            num_warps=8, enable_fp_fusion=False)
+            self.u, self.v, local.table, local.scale, local.like, table.parameters, self.state, self.histogram,
+            self.above, self.crowded, self.flags, self.used, step, self.count, EXACT=exact, ROUNDS=table.rounds + 1,
+            **self.options, num_warps=8, enable_fp_fusion=False)
         if table.tiles_count:
             _accumulate[(table.tiles_count,)](
-                self.u, self.v, local.table, local.scale, table.parameters, table.tiles, self.squares, self.flags,
-                self.state, self.histogram, self.above, self.crowded, self.marks, self.places, self.found, self.count,
-                SELECT=True, ROOM=table.room, ALIGNED=local.aligned and table.aligned, **self.options, num_warps=8,
-                enable_fp_fusion=False)
+                self.u, self.v, local.table, local.scale, local.like, table.parameters, table.tiles, self.squares,
+                self.flags, self.state, self.histogram, self.above, self.crowded, self.marks, self.places, self.found,
+                self.count, SELECT=True, ROOM=table.room, ALIGNED=local.aligned and table.aligned, **self.options,
+                num_warps=8, enable_fp_fusion=False)
 
     def choose(self) -> None:
         table = self.table
@@ -842,10 +843,10 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
         nothing = bucket.v
         if table.tiles_count:
             _accumulate[(table.tiles_count,)](
-                u, bucket.v, local.table, local.scale, table.parameters, table.tiles, squares, bucket.flags, nothing,
-                nothing, nothing, nothing, nothing, nothing, nothing, count, GRADIENT=local.dtype,
-                SCALED=local.scaled, VELOCITY=bucket.u is not None, SELECT=False, ROOM=64,
-                ALIGNED=local.aligned and table.aligned, num_warps=8, enable_fp_fusion=False)
+                u, bucket.v, local.table, local.scale, local.like, table.parameters, table.tiles, squares, bucket.flags,
+                nothing, nothing, nothing, nothing, nothing, nothing, nothing, count, SCALED=local.scaled,
+                VELOCITY=bucket.u is not None, SELECT=False, ROOM=64, ALIGNED=local.aligned and table.aligned,
+                num_warps=8, enable_fp_fusion=False)
         bucket.gradient_square = squares.sum()
         return bucket.not_finite()
 
