@@ -314,8 +314,7 @@ class _Distributed(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
         for _, parameters, exchange in getattr(self, "_exchanges", ()):
-            with _beside(parameters[0].device):
-                exchange.abandon(wait=False)
+            _abandon(exchange, parameters[0].device, wait=False)
         self._exchanges: list[tuple[_Shipment, list[Tensor], Exchange]] = []  # with the parameters that take part
         self._next = 0  # the first shipment that has not been launched
         self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
@@ -797,8 +796,7 @@ class _Distributed(torch.optim.Optimizer):
                         update = exchange.finish()
                 except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
                     for _, others, other in self._exchanges:
-                        with _beside(others[0].device):
-                            other.abandon(wait=True)
+                        _abandon(other, others[0].device, wait=True)
                     self._exchanges.clear()
                     self._put_back(delivered)
                     self._reset()
@@ -1382,14 +1380,25 @@ def _beside(device: torch.device) -> Iterator[None]:
         return
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except BaseException:  # whoever catches it finds what was put back, and may free gradients that were being read
+        _rejoin(device)
+        raise
 
 
 def _rejoin(device: torch.device) -> None:
     """On a GPU, what is launched next runs after what was launched within :func:`_beside`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+def _abandon(exchange: Exchange, device: torch.device, wait: bool) -> None:
+    """See :meth:`Exchange.abandon`; what is launched next finds what was put back."""
+    with _beside(device):
+        exchange.abandon(wait)
+    _rejoin(device)
 
 
 def _frames() -> Iterator[Any]:

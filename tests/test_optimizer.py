@@ -1,5 +1,6 @@
 """Horovod's contract, in lockstep: what a script may call, and what it is told when it errs."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -13,6 +14,7 @@ from laws import difference, flat, loss, model, reference, train
 from torch import nn
 
 import dgc
+from dgc import optimizer as optimizers
 from dgc.optimizer import _packed
 from dgc.select import count
 
@@ -156,6 +158,34 @@ def test_messages_leave_during_the_backward_pass():
 
     first, second = in_lockstep(worker)
     assert first == second
+
+
+def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
+    """On a GPU, where the exchange runs in a stream of its own."""
+    class Stream(list):
+        def wait_stream(self, other):
+            self.append(other)
+
+    def fails(wait=False):
+        raise FloatingPointError
+
+    exchange = type("Exchange", (), {"abandon": lambda self, wait: None})()
+    main, own, device = Stream(), Stream(), torch.device("cuda", 0)
+    monkeypatch.setattr(optimizers, "_stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with optimizers._beside(device):
+        pass
+    assert own == [main] and main == []
+    with pytest.raises(FloatingPointError), optimizers._beside(device):
+        fails()
+    assert len(main) == 1 and main[0] is own
+    optimizers._abandon(exchange, device, wait=False)
+    assert len(main) == 2
+    exchange.abandon = fails
+    with pytest.raises(FloatingPointError):
+        optimizers._abandon(exchange, device, wait=True)
+    assert len(main) == 3
 
 
 def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
