@@ -285,6 +285,7 @@ class _Distributed(torch.optim.Optimizer):
         self._last: Any = Counter()
         self._totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "dense_entries": 0, "numel": 0}
         self._inverse: Tensor | None = None  # of the loss's scale, in this step
+        self._inverse_number = 1.0  # the same, for which no device is waited for
         self._task = -1  # torch's number of the last backward pass
         self._residuals_missing = False
         self._residuals_loaded = False  # since the last step
@@ -779,7 +780,8 @@ class _Distributed(torch.optim.Optimizer):
             self._skip()
             return
         if self._scaler is not None:
-            self._inverse = torch.tensor(1 / self._scaler.get_scale(), device=self._parameters()[0].device)
+            inverse = torch.tensor(1 / self._scaler.get_scale())
+            self._inverse, self._inverse_number = inverse.to(self._parameters()[0].device), inverse.item()
         if self._config.clips_globally:
             if self._world.node_size > 1:
                 self._average_all_in_node()
@@ -922,7 +924,7 @@ class _Distributed(torch.optim.Optimizer):
         targets, others = _targets(shipment, parameters, lambda p: local(p.grad))
         update.write(targets)
         if self._inverse is not None and shipment.kept is not None:
-            torch._foreach_div_([target for target in targets if target is not None], float(self._inverse))
+            torch._foreach_div_([target for target in targets if target is not None], self._inverse_number)
         for parameter, target in others:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
