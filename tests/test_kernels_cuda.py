@@ -374,8 +374,8 @@ def test_decay(nesterov, dtype):
 
 def test_a_triton_that_is_too_old_counts_as_none(monkeypatch):
     """That of torch 2.3; dgc.kernels.find warns, and does without."""
-    monkeypatch.delattr(cuda.tl, "div_rn")
-    with pytest.raises(ImportError, match=r"Triton is .*; accepted: 3\.0 or later"):
+    monkeypatch.setattr("triton.__version__", "2.3.1")
+    with pytest.raises(ImportError, match=r"Triton is 2\.3\.1; accepted: 3\.0 or later"):
         runpy.run_path(cuda.__file__)
 
 
@@ -414,7 +414,7 @@ def test_the_benchmark_runs(tmp_path):
 
 
 def test_kernels_compile_for_a_gpu(tmp_path):
-    """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice."""
+    """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200, env=environment)
@@ -445,7 +445,7 @@ for real, bits, wire, yes in ((tl.float32, 32, tl.float16, True), (tl.float64, 6
         aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
         compiled = triton.compile(ASTSource(kernel, signature, here, aligned), target=GPUTarget("cuda", 90, 32),
                                   options={"enable_fp_fusion": False, "num_warps": 8})
-        assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full", compiled.asm["ptx"]), kernel
+        assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", compiled.asm["ptx"]), kernel
         if kernel is cuda._accumulate:  # 16 bytes at once
             assert re.search(r"ld.global[.\\w]*v[24]", compiled.asm["ptx"])
         count += 1

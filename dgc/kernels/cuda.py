@@ -39,7 +39,7 @@ from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS
 from dgc.wire import Layout
 
-if not hasattr(tl, "div_rn"):
+if int(triton.__version__.split(".")[0]) < 3:
     raise ImportError(f"Triton is {triton.__version__}; accepted: 3.0 or later")
 
 ABSENT = tl.constexpr(0)  # what happens to a parameter: no gradient, no momentum, and the two kinds of it
@@ -109,10 +109,10 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _divided(x, divisor):
-    if x.dtype == tl.float32:
-        return tl.div_rn(x, divisor)  # plain division is off by a rounding or two
-    else:
-        return x / divisor
+    """The quotient rounded once. Of float32 plain division is off by a rounding or two, and that of tl.div_rn takes
+    subnormal numbers for 0 where Triton is older; float64 has so many bits that rounding twice comes to the same.
+    """
+    return (x.to(tl.float64) / divisor.to(tl.float64)).to(x.dtype)
 
 
 @triton.jit
