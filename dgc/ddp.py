@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -121,11 +121,11 @@ def _follow(optimizer: Any) -> None:
 
 
 def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, grad_scaler: _Shared, residuals: Any) -> Any:
+             config: Config, grad_scaler: _Shared, residuals: Any, sparse: Mapping[str, int]) -> Any:
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
     _change(optimizer, names, config, None, grad_scaler.value)
-    optimizer.load_residual_state_dict(residuals)
+    optimizer._take_over(residuals, sparse)
     return optimizer
 
 
@@ -217,7 +217,7 @@ class _InDDP(_Distributed):
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
         return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
-                          _Shared(self._scaler), self.residual_state_dict())
+                          _Shared(self._scaler), self.residual_state_dict(), self._sparse_names())
 
     def synchronize(self) -> None:
         """Has been done by ``backward()``."""

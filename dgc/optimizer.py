@@ -1225,7 +1225,17 @@ class _Distributed(torch.optim.Optimizer):
         """For pickle and ``copy.deepcopy``: the class is made at run time, so a copy is wrapped anew."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
         return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
-                          self.backward_passes_per_step, self._arguments, self.residual_state_dict())
+                          self.backward_passes_per_step, self._arguments, self.residual_state_dict(),
+                          self._sparse_names())
+
+    def _sparse_names(self) -> dict[str, int]:
+        """The names of parameters that had a sparse gradient, with its sparse dimensions."""
+        return {self._names[p]: dimensions for p, dimensions in self._sparse.items()}
+
+    def _take_over(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
+        """Of the optimizer that this is a copy of."""
+        self.load_residual_state_dict(residuals)
+        self._sparse.update({p: sparse[name] for p, name in self._names.items() if name in sparse})
 
 
 @dataclass(frozen=True)
@@ -1239,13 +1249,14 @@ class _Shared:
 
 
 def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any) -> Any:
+             config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any,
+             sparse: Mapping[str, int]) -> Any:
     optimizer = inner.__new__(inner)
     optimizer.__setstate__(state)
     op, predivide, groups, sparse_as_dense, process_set, grad_scaler = arguments
     wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
                                    sparse_as_dense, process_set.value, grad_scaler=grad_scaler.value)
-    wrapped.load_residual_state_dict(residuals)
+    wrapped._take_over(residuals, sparse)
     return wrapped
 
 

@@ -919,6 +919,28 @@ def test_copies_train_on_like_the_original(copied):
         assert torch.equal(original, other)
 
 
+def test_a_copy_knows_whose_gradients_are_sparse():
+    """Also on a rank that has none at its next step."""
+    def worker():
+        network = nn.Embedding(50, 40, sparse=True)
+        with torch.no_grad():
+            network.weight.fill_(1.0)
+        _, optimizer = wrapped(SPARSE, network, momentum=0.0)
+        network(torch.tensor([rank()])).sum().backward()
+        optimizer.step()
+        other, optimizer = copy.deepcopy((network, optimizer))
+        optimizer.zero_grad()
+        if rank() == 0:
+            other(torch.tensor([7])).sum().backward()
+        optimizer.step()
+        return other.weight.detach()
+
+    one, two = in_lockstep(worker)
+    expected = torch.ones(50, 40)
+    expected[[0, 1, 7]] -= 0.05 / 2
+    assert torch.equal(one, two) and torch.allclose(one, expected)
+
+
 def test_flush_applies_what_is_pending_and_then_nothing():
     def worker():
         network, optimizer = train(range(3), SPARSE, weight_decay=0.5)
