@@ -468,6 +468,7 @@ class _Distributed(torch.optim.Optimizer):
         """The first gradient of a step has come."""
         if self._between:
             self._leave_out()
+        self._check_devices()
         self._versions = {}
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
@@ -482,6 +483,16 @@ class _Distributed(torch.optim.Optimizer):
             warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
                           "before: save optimizer.residual_state_dict() on every rank, and load it there with "
                           "load_residual_state_dict()", stacklevel=4)
+
+    def _check_devices(self) -> None:
+        """The kernels are given addresses, so they cannot find out for themselves."""
+        for shipment in self._shipments:
+            if (kept := shipment.kept) is None:
+                continue
+            if moved := [self._names[p] for p in shipment.parameters if p.device != kept.v.device]:
+                raise RuntimeError(f"{', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}: on {kept.v.device} when "
+                                   "the DistributedOptimizer was made, and on another device now; accepted: move the "
+                                   "model first, then make its optimizer")
 
     def _leave_out(self) -> None:
         """There was no step() after synchronize(): its update is dropped, as it is where ``p.grad`` was set to None."""

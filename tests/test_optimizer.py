@@ -633,6 +633,23 @@ def test_tied_weights_and_channels_last():
     assert torch.equal(*in_lockstep(worker))
 
 
+def test_a_model_that_was_moved_after_wrapping_is_refused():
+    """Its gradients would be read at addresses of another device: with numba, a crash."""
+    def worker():
+        network, optimizer = wrapped()
+        torch.__future__.set_swap_module_params_on_conversion(True)  # as model.cuda() does: the same parameters, moved
+        try:
+            network.to("meta")
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        for p in network.parameters():
+            p.grad = torch.zeros_like(p)
+        with pytest.raises(RuntimeError, match=r"6\.weight, 3\.weight: on cpu when the DistributedOptimizer was made"):
+            optimizer.step()
+
+    in_lockstep(worker)
+
+
 def test_backward_passes_of_several_threads_open_a_step_once():
     """As torch runs them where a model has parameters on several devices: whoever comes second waits for the first,
     which may be asking the other ranks.
