@@ -5,6 +5,9 @@ All cases of one launcher and size run in one launch, which the tests then look 
 
 import functools
 import inspect
+import os
+import subprocess
+import sys
 
 import cases
 import pytest
@@ -252,6 +255,29 @@ def test_an_error_on_one_rank_ends_the_job_with_that_error(launcher):
     status, output, seconds = launch(launcher, 2, ["raises_on_one_rank"], limit=90, check=False)
     assert status != 0 and "rank 1 has had enough" in output
     print(f"{launcher}: the job ended after {seconds:.0f} s")
+
+
+ENDS_AT_ONCE = """
+import sys
+import torch
+import dgc
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+sys.setswitchinterval(1000)  # so that gloo's thread waits for the interpreter's lock until there is nothing more to do
+for _ in range(3):
+    dgc.broadcast_parameters({"x": torch.ones(1000)})
+"""
+
+
+def test_a_process_may_end_right_after_a_collective(tmp_path):
+    """A quarter of these processes would end by SIGABRT, of plain torch ones too."""
+    for attempt in range(5):
+        pair = [subprocess.Popen([sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / str(attempt)), str(rank)],
+                                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}) for rank in range(2)]
+        try:
+            assert [process.wait(100) for process in pair] == [0, 0]
+        finally:
+            for process in pair:
+                process.kill()
 
 
 def test_the_default_group_before_torch_2_8(monkeypatch):

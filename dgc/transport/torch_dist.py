@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import time
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ import torch.distributed as dist
 
 from dgc.compressor import Collective, World
 from dgc.transport import Wait, node_size
+
+# After a collective a thread of gloo's lets go of its tensors, for which it needs the interpreter's lock. If it still
+# waits for that when the interpreter ends, it aborts the process: "terminate called without an active exception".
+atexit.register(time.sleep, 0.05)
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
