@@ -191,6 +191,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     kernel = _kernel(bucket)
     if sparsity == 0.0:
         bad = kernel.accumulate(bucket, gradients, clip, layout)
+        bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
     exchange, dense = _cheapest(config.exchange, layout, bucket, world)
     leader = step % world.nodes
@@ -273,23 +274,18 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         FloatingPointError, ValueError: as :func:`reduce`.
     """
     bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
-    layout = _kept(bucket, dtype, lambda: Whole(bucket, dtype))
+    layout, taken = _kept(bucket, dtype, lambda: Whole(bucket, dtype)), bucket.take_all(() if bad else gradients)
     if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
-        return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
-    values = bucket.v.clone()
-    for name in set(bucket.names).difference(gradients):
-        bucket.views(values)[name].zero_()
-    message, sent = layout.encode(values, bad)
-    if not bad:
-        bucket.v -= sent
+        return (yield from _summed(bucket, None, taken, world, average, bad))
+    message, sent = layout.encode(taken, bad)
+    bucket.v += taken - sent
     try:
         messages = yield Collective("gather", message)
         total = torch.zeros_like(bucket.v)
         for sender, received in enumerate(messages):
             total += layout.decode(received, sender)
     except BaseException:
-        if not bad:
-            bucket.v += sent
+        bucket.v += sent
         raise
     return Dense(total.div_(world.divisor(average)), bucket.numels)
 
@@ -324,10 +320,8 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
 
 def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
     """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    sent_before = bucket.entries_sent
-    taken = bucket.take_all(bucket.names)
-    bucket.entries_sent = sent_before  # it is no step, and what is reported is the last one's
-    return (yield from _summed(bucket, None, taken, world, average))
+    bucket.total_entries += bucket.numel  # and entries_sent stays the last step's
+    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world, average))
 
 
 def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int) -> Layout:

@@ -721,17 +721,17 @@ class _Distributed(torch.optim.Optimizer):
 
     def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
         taking_part, gradients = set(parameters), {}
-        for parameter in shipment.parameters:
+        rounded = shipment.rest is not None and self._world.size > 1
+        for parameter in parameters if rounded else shipment.parameters:
             takes_part = parameter in taking_part
             g = (self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))).to(shipment.dtype)
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
                 scale = self._unscaled(scale)
             gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
-        if shipment.rest is not None and self._world.size > 1:
+        if rounded:
             dtype = self._config.dense_dtype
-            assert dtype is not None
-            gradients = {self._names[p]: gradients[self._names[p]] for p in parameters}
+            assert shipment.rest is not None and dtype is not None
             return reduce_rounded(shipment.rest, gradients, dtype, self._world.flat, average=self._average)
         return reduce_dense(gradients, self._world.flat, average=self._average, predivide=self._predivide)
 

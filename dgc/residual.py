@@ -110,7 +110,6 @@ class Bucket:
         for name in set(self.names).difference(names):
             left[name].copy_(here[name])
             here[name].zero_()
-        self.count(torch.full_like(self.entries_sent, self.numel))
         return taken
 
     def not_finite(self) -> list[str]:

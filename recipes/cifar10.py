@@ -184,7 +184,7 @@ def train(a: Any) -> dict[str, Any]:
             tune.report(epoch + 1, top1, job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "accuracy", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
-                job.checkpoint(a, rank, size, model, optimizer, scheduler, history)
+                job.checkpoint(a, model, optimizer, scheduler, history)
     result = job.summary(a, "cifar10", dataset, launcher, size, steps, model, history,
                          accuracy=history[-1]["accuracy"])
     if rank == 0 and a.out:

@@ -130,8 +130,7 @@ def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, sched
     return extras["history"]
 
 
-def checkpoint(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any,
-               history: list[dict[str, Any]]) -> None:
+def checkpoint(a: Any, model: nn.Module, optimizer: Any, scheduler: Any, history: list[dict[str, Any]]) -> None:
     """Saves the epoch that has just ended, whole or not at all."""
     dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
                         {"scheduler": scheduler.state_dict(), "history": history})

@@ -233,7 +233,7 @@ def train(a: Any) -> dict[str, Any]:
             tune.report(epoch + 1, history[-1]["perplexity"], job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "perplexity", "lr", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
-                job.checkpoint(a, rank, size, model, optimizer, scheduler, history)
+                job.checkpoint(a, model, optimizer, scheduler, history)
     if rank > 0:
         return {}
     result = job.summary(a, "ptb", dataset, launcher, size, steps, model, history, vocabulary=vocabulary,

@@ -91,33 +91,38 @@ def test_earlier_state_comes_along():
     assert sorted(calls) == [0, 1]
 
 
+def scheduled():
+    """A model, its optimizer, and a check that a scheduler made before wrapping drives that."""
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
+    optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), DENSE)
+
+    def drives():
+        inner._opt_called = True
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+    return network, optimizer, drives
+
+
 def test_a_scheduler_made_before_wrapping_still_drives_it():
     def worker():
-        network = model()
-        inner = torch.optim.SGD(network.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
-        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), DENSE)
+        network, optimizer, drives = scheduled()
         backward(network)
         before = flat(network)
         optimizer.step()
         assert not torch.equal(before, flat(network)) and optimizer.report().steps == 1
-        inner._opt_called = True
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        drives()
 
     in_lockstep(worker)
 
 
 def test_it_drives_it_after_a_state_was_loaded():
     def worker():
-        network = model()
-        inner = torch.optim.SGD(network.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.1)
-        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), DENSE)
+        _, optimizer, drives = scheduled()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        inner._opt_called = True
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        drives()
 
     in_lockstep(worker)
     in_lockstep(worker, 1)

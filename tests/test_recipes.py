@@ -285,7 +285,7 @@ def test_checkpoints_do_not_pile_up_on_any_disk(tmp_path):
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
         a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")
         for epochs in range(1, 5):
-            job.checkpoint(a, rank, 2, model, optimizer, scheduler, [{}] * epochs)
+            job.checkpoint(a, model, optimizer, scheduler, [{}] * epochs)
 
     dgc.lockstep.run(worker, 2)
     for rank in range(2):
