@@ -38,7 +38,7 @@ import dgc
 from dgc import kernels, select
 from dgc.compressor import World, reduce, reduce_dense
 from dgc.kernels import cpu, plain
-from dgc.optimizer import BUCKET_NUMEL
+from dgc.packing import BUCKET_NUMEL
 from dgc.residual import Bucket, Gradient
 
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4

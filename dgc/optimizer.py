@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from dgc import agree, fsdp, kernels
+from dgc.beside import abandon, beside, rejoin
 from dgc.compressor import (
     Collective,
     Update,
@@ -41,14 +41,13 @@ from dgc.compressor import (
 from dgc.config import Config
 from dgc.fsdp import local
 from dgc.pace import KEYS, SPARSITY, Pace
+from dgc.packing import MAX_NUMEL, Shipment, check_groups, compressible, named, pack
 from dgc.residual import Bucket, Gradient, clip_scale, residual_dtype
 from dgc.schedule import Adaptive
 from dgc.transport import Exchange, find
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 
-BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
-MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOT_MEASURED: Any = nullcontext()
@@ -74,26 +73,6 @@ class Report:
     total_density: float
     skipped: int  # steps that no rank took, as a gradient was not finite
     lost_residuals: int  # of ranks that an elastic job has lost
-
-
-@dataclass(eq=False)
-class _Shipment:
-    """Parameters that travel together: compressed, or dense if there is no bucket."""
-
-    name: str
-    parameters: list[Tensor]
-    bucket: Bucket | None = None
-    rest: Bucket | None = None  # of dense ones that travel rounded: what that drops
-
-    @property
-    def kept(self) -> Bucket | None:
-        """What is kept of them from step to step."""
-        return self.bucket or self.rest
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of their update."""
-        return self.parameters[0].dtype if self.kept is None else self.kept.v.dtype
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -236,7 +215,7 @@ def _check_group(group: Mapping[str, Any], config: Config) -> None:
         if parameter.dtype not in DTYPES:
             raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
                             f"accepted: {', '.join(map(str, DTYPES))}")
-        if parameter.numel() > MAX_NUMEL and _compressed(parameter, config.min_numel):
+        if parameter.numel() > MAX_NUMEL and compressible(parameter, config.min_numel):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has {parameter.numel()} entries; "
                              f"accepted: at most {MAX_NUMEL}. Split it, or let it travel dense by Config: min_numel")
 
@@ -263,8 +242,8 @@ class _Distributed(torch.optim.Optimizer):
         self._sparse_as_dense = sparse_as_dense
         self.backward_passes_per_step = backward_passes_per_step
         self._given_names = None if named_parameters is None else list(named_parameters)
-        self._names = _name(self.param_groups, self._given_names)
-        _check_groups(groups)
+        self._names = named(self.param_groups, self._given_names)
+        check_groups(groups)
         world = transport.world
         self._outside = world is None
         self._elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -275,8 +254,8 @@ class _Distributed(torch.optim.Optimizer):
         self._alone = False  # hierarchical, but all ranks are on one machine
         self._apart = False  # u and v may differ within a node
         self._agreed = self._elastic  # new ranks cannot ask those that have been asked already
-        self._shipments: list[_Shipment] = []
-        self._shipment_of: dict[Tensor, _Shipment] = {}
+        self._shipments: list[Shipment] = []
+        self._shipment_of: dict[Tensor, Shipment] = {}
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self._hooks: list[Any] = []
         self._delay: dict[Tensor, int] = {}
@@ -315,26 +294,26 @@ class _Distributed(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Between two steps: nothing is under way."""
         for _, parameters, exchange in getattr(self, "_exchanges", ()):
-            _abandon(exchange, parameters[0].device, wait=False)
-        self._exchanges: list[tuple[_Shipment, list[Tensor], Exchange]] = []  # with the parameters that take part
+            abandon(exchange, parameters[0].device, wait=False)
+        self._exchanges: list[tuple[Shipment, list[Tensor], Exchange]] = []  # with the parameters that take part
         self._next = 0  # the first shipment that has not been launched
-        self._missing: dict[_Shipment, int] = {}  # how many of its gradients are not complete yet
+        self._missing: dict[Shipment, int] = {}  # how many of its gradients are not complete yet
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._of_node: dict[Tensor, Tensor] = {}  # parameters -> the mean of its ranks' gradients
         self._scale: Tensor | None = None  # from clipping
         self._synchronized = False
         self._skipping = False  # this step
-        self._direct: list[tuple[_Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
+        self._direct: list[tuple[Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
         self._versions: dict[Tensor, tuple[int, int]] = {}
         for parameter in self._delay:
             self._delay[parameter] = self.backward_passes_per_step
 
     def _register(self, parameters: list[Tensor], groups: Any) -> None:
-        for names, together in _packed(parameters, self._names, groups, self._config.min_numel):
+        for names, together in pack(parameters, self._names, groups, self._config.min_numel):
             name, members = f"bucket {len(self._shipments)}", dict(zip(names, map(local, together), strict=True))
-            shipment = _Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together)
-            if _compressed(together[0], self._config.min_numel):
+            shipment = Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together)
+            if compressible(together[0], self._config.min_numel):
                 shipment.bucket = Bucket(name, members, velocity=self._config.momentum_correction)
             elif self._config.dense_dtype is not None:
                 shipment.rest = Bucket(name, members, velocity=False)
@@ -374,7 +353,7 @@ class _Distributed(torch.optim.Optimizer):
                 if momentum is not None and momentum.is_sparse:
                     self._sparse[parameter] = momentum.sparse_dim()
                 # Outside a process set nothing is exchanged, but a broadcast to all needs the same state there.
-                if self._config.momentum_correction and parameter not in self._sparse and _compressed(
+                if self._config.momentum_correction and parameter not in self._sparse and compressible(
                         parameter, self._config.min_numel):
                     if not self._outside:
                         self._move_into_u(parameter, group)
@@ -411,7 +390,7 @@ class _Distributed(torch.optim.Optimizer):
             raise
         if self._plain:
             return
-        self._names = _name(self.param_groups, self._given_names, generate=True)
+        self._names = named(self.param_groups, self._given_names, generate=True)
         self._register(list(self.param_groups[-1]["params"]), None)
         self._fill_state()
 
@@ -622,7 +601,7 @@ class _Distributed(torch.optim.Optimizer):
             while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
                 self._launch(self._shipments[self._next])
 
-    def _launch(self, shipment: _Shipment) -> None:
+    def _launch(self, shipment: Shipment) -> None:
         self._next += 1
         present = self._taking_part(shipment.parameters)
         self._note_versions(present)
@@ -649,12 +628,12 @@ class _Distributed(torch.optim.Optimizer):
                 self._sparse.setdefault(p, p.grad.sparse_dim())
         return [p for p in parameters if p in self._sparse]
 
-    def _path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+    def _path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         if shipment.bucket is None:
             return self._dense_path(shipment, parameters)
         return self._compressed_path(shipment, parameters)
 
-    def _by_node_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+    def _by_node_path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is."""
         try:
             yield from self._in_node(shipment, parameters)
@@ -666,7 +645,7 @@ class _Distributed(torch.optim.Optimizer):
                 raise FloatingPointError(blame) from None
             raise
 
-    def _in_node(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+    def _in_node(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         """Fills in the mean of the node's gradients, for the parameters of a shipment where that has not been done."""
         of_name = {self._names[p]: p for p in parameters if p not in self._of_node}
         if of_name:
@@ -675,7 +654,7 @@ class _Distributed(torch.optim.Optimizer):
             means = yield from average_in_node(gradients, residual_dtype(shipment.dtype), self._world)
             self._of_node.update({p: means[name].to(shipment.dtype) for name, p in of_name.items()})
 
-    def _compressed_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+    def _compressed_path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         assert shipment.bucket is not None
         config = self._paced()
         if self._alone or self._world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
@@ -719,7 +698,7 @@ class _Distributed(torch.optim.Optimizer):
             return torch.zeros_like(local(parameter))
         return (g.to_dense() if g.is_sparse else g).detach()
 
-    def _dense_path(self, shipment: _Shipment, parameters: list[Tensor]) -> Any:
+    def _dense_path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         taking_part, gradients = set(parameters), {}
         rounded = shipment.rest is not None and self._world.size > 1
         for parameter in parameters if rounded else shipment.parameters:
@@ -757,12 +736,12 @@ class _Distributed(torch.optim.Optimizer):
         """A clipping factor that also takes the loss's scale out."""
         return scale if self._inverse is None else self._inverse if scale is None else scale * self._inverse.to(scale)
 
-    def _begin(self, shipment: _Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
+    def _begin(self, shipment: Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
         for _, others, earlier in self._exchanges:
             if earlier.under_way.group == "node":  # so that it goes on to the other nodes during the backward pass
-                with _beside(others[0].device):
+                with beside(others[0].device):
                     earlier.advance()
-        with _beside(parameters[0].device):
+        with beside(parameters[0].device):
             self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
     def _count(self, collective: Collective) -> None:
@@ -805,16 +784,16 @@ class _Distributed(torch.optim.Optimizer):
                 shipment, parameters, exchange = self._exchanges.pop(0)
                 device = parameters[0].device
                 try:
-                    with _beside(device):
+                    with beside(device):
                         update = exchange.finish()
                 except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
                     for _, others, other in self._exchanges:
-                        _abandon(other, others[0].device, wait=True)
+                        abandon(other, others[0].device, wait=True)
                     self._exchanges.clear()
                     self._put_back(delivered)
                     self._reset()
                     raise
-                _rejoin(device)
+                rejoin(device)
                 if isinstance(update, Tensor):  # a sparse one
                     parameters[0].grad = update
                 else:
@@ -891,13 +870,13 @@ class _Distributed(torch.optim.Optimizer):
                                  "force, and clip_norm needs the norm of the node's mean of it; accepted: "
                                  "sparse_as_dense=True")
             if present:
-                with _beside(present[0].device):
+                with beside(present[0].device):
                     exchanges.append((present[0].device, Exchange(
                         self._in_node(shipment, present), self._transport, f"{shipment.name}.node", self._count)))
         for device, exchange in exchanges:
-            with _beside(device):
+            with beside(device):
                 exchange.finish()
-            _rejoin(device)
+            rejoin(device)
 
     def _clip_scale(self) -> Tensor:
         norms = [self._norm(gradient) for gradient in self._gradients()]
@@ -925,7 +904,7 @@ class _Distributed(torch.optim.Optimizer):
         """Parameter -> its group."""
         return {p: group for group in self.param_groups for p in group["params"]}
 
-    def _deliver(self, shipment: _Shipment, parameters: list[Tensor], update: Update) -> None:
+    def _deliver(self, shipment: Shipment, parameters: list[Tensor], update: Update) -> None:
         """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`step` to apply."""
         if self._config.apply_directly and shipment.bucket is not None:
             self._direct.append((shipment, parameters, update))
@@ -945,7 +924,7 @@ class _Distributed(torch.optim.Optimizer):
             else:
                 local(parameter.grad).copy_(target)
 
-    def _add(self, shipment: _Shipment, parameters: list[Tensor], update: Update,
+    def _add(self, shipment: Shipment, parameters: list[Tensor], update: Update,
              group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Adds an update to the parameters, times their learning rates."""
         targets, others = _targets(shipment, parameters, lambda p: local(p).detach())
@@ -1271,87 +1250,6 @@ def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: l
     return wrapped
 
 
-def _name(param_groups: list[dict[str, Any]], named_parameters: list[tuple[str, Tensor]] | None,
-          generate: bool = False) -> dict[Tensor, str]:
-    """Parameter -> name, with Horovod's checks and its generated names.
-
-    Args:
-        param_groups: of the optimizer.
-        named_parameters: as given by the user.
-        generate: make up the names that are missing from ``named_parameters``, instead of refusing.
-    """
-    made_up = {p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(param_groups)
-               for j, p in enumerate(group["params"])}
-    if named_parameters is None:
-        return made_up
-    if any(not isinstance(item, tuple) for item in named_parameters):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                         "model.named_parameters().")
-    names = [name for name, _ in named_parameters]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if duplicates:
-        raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: "
-                         + ", ".join(duplicates))
-    given = {p: name for name, p in sorted(named_parameters, key=lambda item: item[0])}
-    unnamed = [p for p in made_up if p not in given]
-    if unnamed and not generate:
-        raise ValueError("named_parameters was specified, but one or more model parameters were not named. "
-                         f"Python object ids: {', '.join(str(id(p)) for p in unnamed)}")
-    return {p: given.get(p, name) for p, name in made_up.items()}
-
-
-def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
-        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-    seen: set[int] = set()
-    for parameter in (p for group in groups for p in group) if isinstance(groups, list) else ():
-        if not isinstance(parameter, Tensor):
-            raise ValueError("groups must consist of torch.Tensor.")
-        if id(parameter) in seen:
-            raise ValueError("A parameter can only appear once in groups.")
-        seen.add(id(parameter))
-
-
-def _compressed(parameter: Tensor, min_numel: int) -> bool:
-    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel)
-
-
-def _packed(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
-            min_numel: int) -> list[tuple[list[str], list[Tensor]]]:
-    """Which parameters travel together: of one kind, in the order in which a backward pass completes them."""
-    backward = parameters[::-1]
-    if groups is None:
-        sets = [backward]
-    elif isinstance(groups, int):
-        share, extra = divmod(len(backward), groups)
-        ends = [share * (i + 1) + min(i + 1, extra) for i in range(groups)]
-        sets = [backward[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    else:
-        position = {p: i for i, p in enumerate(backward)}
-        sets = [sorted((p for p in group if p in position), key=position.__getitem__) for group in groups]
-        grouped = {p for together in sets for p in together}
-        sets.append([p for p in backward if p not in grouped])
-    packed = []
-    for together in [[p for p in kept if p.requires_grad] for kept in sets] + [
-            [p for p in kept if not p.requires_grad] for kept in sets]:
-        filling: dict[Any, list[Tensor]] = {}
-        numel: dict[Any, int] = {}
-        for parameter in together:
-            kind = (parameter.device, parameter.dtype, _compressed(parameter, min_numel))
-            if numel.get(kind, 0) + parameter.numel() > MAX_NUMEL and kind in filling:
-                packed.append(filling.pop(kind))
-                numel[kind] = 0
-            filling.setdefault(kind, []).append(parameter)
-            numel[kind] = numel.get(kind, 0) + parameter.numel()
-            if groups is None and numel[kind] >= BUCKET_NUMEL:
-                packed.append(filling.pop(kind))
-                numel[kind] = 0
-        packed.extend(filling.values())
-    return [([names[p] for p in together], together) for together in packed]
-
-
 def _said(value: Any) -> Any:
     """Of a setting what is alike on ranks that are: not where an object lies, on which device, or in what order."""
     if isinstance(value, Tensor):
@@ -1369,7 +1267,7 @@ def _sparsity(config: Config, step: int) -> Any:
         return type(error).__name__
 
 
-def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
+def _targets(shipment: Shipment, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
              ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
     """For :class:`dgc.compressor.Update`: ``of(p)`` of these parameters where its memory will do; else, and listed once
     more with their parameter, new tensors. None for the shipment's other parameters.
@@ -1389,40 +1287,6 @@ def _targets(shipment: _Shipment, parameters: Iterable[Tensor], of: Callable[[Te
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
     if state.get(key) is None:
         state[key] = None if like is None else torch.zeros_like(like, requires_grad=False)
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """On a GPU, what is launched within runs after what has been launched so far and beside what is launched next."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    except BaseException:  # whoever catches it finds what was put back, and may free gradients that were being read
-        _rejoin(device)
-        raise
-
-
-def _rejoin(device: torch.device) -> None:
-    """On a GPU, what is launched next runs after what was launched within :func:`_beside`."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_stream(device))
-
-
-def _abandon(exchange: Exchange, device: torch.device, wait: bool) -> None:
-    """See :meth:`Exchange.abandon`; what is launched next finds what was put back."""
-    with _beside(device):
-        exchange.abandon(wait)
-    _rejoin(device)
 
 
 def _frames() -> Iterator[Any]:

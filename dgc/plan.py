@@ -31,7 +31,7 @@ from torch import nn
 from dgc import cost, select
 from dgc.config import Config
 from dgc.cost import Cluster, Link, Sizes
-from dgc.optimizer import _compressed, _packed
+from dgc.packing import compressible, pack
 from dgc.residual import Bucket, residual_dtype
 from dgc.wire import Layout
 
@@ -270,8 +270,8 @@ def shipments(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple
     if config.dense_dtype is not None:
         raise ValueError(f"Config: dense_dtype is {config.dense_dtype}; accepted in a plan: None")
     sparsity, made = config.sparsity_at(step), []
-    for ready, together in _pack(shapes, config.min_numel):
-        compressed = sparsity > 0.0 and _compressed(together[0], config.min_numel)
+    for ready, together in _departing(shapes, config.min_numel):
+        compressed = sparsity > 0.0 and compressible(together[0], config.min_numel)
         message = _message(together, sparsity, config.wire_dtype) if compressed else (None,)
         made.append(Shipment(ready, sum(p.numel() for p in together), *message))
     return tuple(made)
@@ -281,17 +281,17 @@ def shipments(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple
 def dense_shipments(shapes: tuple[Shape, ...]) -> tuple[Shipment, ...]:
     """The same, with nothing compressed."""
     return tuple(Shipment(ready, sum(p.numel() for p in together), None)
-                 for ready, together in _pack(shapes, sum(torch.Size(shape).numel() for shape in shapes) + 1))
+                 for ready, together in _departing(shapes, sum(torch.Size(shape).numel() for shape in shapes) + 1))
 
 
-def _pack(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
+def _departing(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
     """Buckets in the order in which they leave, and the share of the backward pass after which they can."""
     parameters = [torch.empty(shape, device="meta") for shape in shapes]
     done, weights = {}, 0
     for parameter in reversed(parameters):
         done[parameter] = weights = weights + (parameter.dim() > 1)
     latest, packed = 0.0, []
-    for _, together in _packed(parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel):
+    for _, together in pack(parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel):
         latest = max(latest, *(done[p] / max(1, weights) for p in together))  # none overtakes another
         packed.append((latest, together))
     return packed

@@ -8,8 +8,8 @@ from pathlib import Path
 import dgc
 
 ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "kernels", "compressor", "transport", "agree",
-         "fsdp", "pace", "optimizer", "checkpoint", "ddp", "elastic", "plan", "watch", "tune", "doctor", "cli",
-         "__main__"]
+         "fsdp", "pace", "packing", "beside", "optimizer", "checkpoint", "ddp", "elastic", "plan", "watch", "tune",
+         "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 

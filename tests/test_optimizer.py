@@ -14,8 +14,8 @@ from laws import difference, flat, loss, model, reference, train
 from torch import nn
 
 import dgc
-from dgc import optimizer as optimizers
-from dgc.optimizer import _packed
+from dgc import beside
+from dgc.packing import pack
 from dgc.select import count
 
 DENSE, SPARSE = dgc.Config(sparsity=0.0), dgc.Config(sparsity=0.9)
@@ -176,20 +176,20 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
 
     exchange = type("Exchange", (), {"abandon": lambda self, wait: None})()
     main, own, device = Stream(), Stream(), torch.device("cuda", 0)
-    monkeypatch.setattr(optimizers, "_stream", lambda device: own)
+    monkeypatch.setattr(beside, "_stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    with optimizers._beside(device):
+    with beside.beside(device):
         pass
     assert own == [main] and main == []
-    with pytest.raises(FloatingPointError), optimizers._beside(device):
+    with pytest.raises(FloatingPointError), beside.beside(device):
         fails()
     assert len(main) == 1 and main[0] is own
-    optimizers._abandon(exchange, device, wait=False)
+    beside.abandon(exchange, device, wait=False)
     assert len(main) == 2
     exchange.abandon = fails
     with pytest.raises(FloatingPointError):
-        optimizers._abandon(exchange, device, wait=True)
+        beside.abandon(exchange, device, wait=True)
     assert len(main) == 3
 
 
@@ -197,16 +197,16 @@ def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
     network = nn.Sequential(*[nn.Linear(1200, 1200) for _ in range(6)], nn.Linear(1200, 40).double())
     parameters = list(network.parameters())
     names = {p: name for name, p in network.named_parameters()}
-    packed = _packed(parameters, names, None, 1024)
+    packed = pack(parameters, names, None, 1024)
     assert sorted(name for group, _ in packed for name in group) == sorted(names.values())
     for _, together in packed:
         assert len({(p.dtype, p.dim() > 1) for p in together}) == 1
     compressed = [name for group, together in packed if together[0].dim() > 1 and together[0].dtype == torch.float32
                   for name in group]
     assert compressed == [f"{i}.weight" for i in (5, 4, 3, 2, 1, 0)]
-    by_list = _packed(parameters, names, [[parameters[2], parameters[0]], [parameters[4]]], 1024)
+    by_list = pack(parameters, names, [[parameters[2], parameters[0]], [parameters[4]]], 1024)
     assert [group for group, _ in by_list][:2] == [["1.weight", "0.weight"], ["2.weight"]]
-    by_number = _packed(parameters, names, 7, 1024)
+    by_number = pack(parameters, names, 7, 1024)
     assert len({frozenset(group) for group, _ in by_number}) == 14
 
 
@@ -1277,5 +1277,5 @@ def test_more_entries_than_positions_are_refused_or_divided():
 
     in_lockstep(worker)
     large = [nn.Parameter(torch.empty(1 << 15, 1 << 15, device="meta")) for _ in range(3)]
-    packed = _packed(large, {p: str(i) for i, p in enumerate(large)}, 1, 0)
+    packed = pack(large, {p: str(i) for i, p in enumerate(large)}, 1, 0)
     assert [names for names, _ in packed] == [["2"], ["1"], ["0"]]
