@@ -244,7 +244,7 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
     Raises:
         FloatingPointError: a rank's gradient is not finite; raised on all of them.
     """
-    flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients.values()])
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     if scale is not None:
         flat.mul_(scale.to(flat.dtype))
     if predivide != 1.0:

@@ -259,6 +259,7 @@ class _Distributed(torch.optim.Optimizer):
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self._hooks: list[Any] = []
         self._delay: dict[Tensor, int] = {}
+        self._numels: dict[Tensor, int] = {}  # of this rank's parts
         self._steps = self._skipped = self._lost_residuals = 0
         self._shared_by = 0  # how many ranks' average u and v are a share of; 0: they are empty
         self._last: Any = Counter()
@@ -321,16 +322,17 @@ class _Distributed(torch.optim.Optimizer):
             self._shipment_of.update(dict.fromkeys(together, shipment))
         for parameter in parameters:
             self._delay[parameter] = self.backward_passes_per_step
+            self._numels[parameter] = local(parameter).numel()
             self._hook(parameter)
 
     def _hook(self, parameter: Tensor) -> None:
         """Has torch call :meth:`_on_gradient`."""
-        method, lock = weakref.WeakMethod(self._on_gradient), self._lock  # the parameter outlives this optimizer
+        optimizer, lock = weakref.ref(self), self._lock  # the parameter outlives this optimizer
 
         def on_gradient(parameter: Tensor) -> None:
-            if (alive := method()) is not None:
+            if (alive := optimizer()) is not None:
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
-                    alive(parameter)
+                    alive._on_gradient(parameter)
 
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later
@@ -406,28 +408,32 @@ class _Distributed(torch.optim.Optimizer):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by torch when a backward pass has added to a parameter's gradient."""
-        if self._delay[parameter] <= 0:
+        delay = self._delay[parameter]
+        if delay <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally.")
-        assert parameter.grad is not None and not parameter.grad.requires_grad
+        gradient = parameter.grad
+        assert gradient is not None and not gradient.requires_grad
         if not self._fired:
             if self._scaler is not None and self._between:
                 raise AssertionError(
                     "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
                     "backward() ends, and their update waits for step(), which cannot be left out. Increase "
                     "backward_passes_per_step to accumulate gradients locally.")
-            if self._between and self._versions.get(parameter) == (id(parameter.grad), parameter.grad._version - 1):
+            if self._between and self._versions.get(parameter) == (id(gradient), gradient._version - 1):
                 raise AssertionError(
                     "backward() was called between synchronize() and step(), and has added to an update that was "
                     "exchanged already; momentum would count it twice. Call step() first, or increase "
                     "backward_passes_per_step to accumulate gradients locally.")
             self._open()
         self._fired.add(parameter)
-        self._delay[parameter] -= 1
-        if self._delay[parameter] == 0:
-            self._missing[self._shipment_of[parameter]] -= 1
-            self._launch_ready()
+        self._delay[parameter] = delay - 1
+        if delay == 1:
+            shipment = self._shipment_of[parameter]
+            self._missing[shipment] -= 1
+            if self._missing[shipment] == 0:
+                self._launch_ready()
         if self._scaler is not None and (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self._at_end(self._on_end)  # as scaler.step() looks at p.grad before it calls step()
@@ -591,14 +597,14 @@ class _Distributed(torch.optim.Optimizer):
         self._agreed = False
 
     def _dense_bytes(self, world: World) -> float:
-        return 2 * (world.size - 1) / world.size * 4 * sum(local(p).numel() for p in self._delay if p.requires_grad)
+        return 2 * (world.size - 1) / world.size * 4 * sum(n for p, n in self._numels.items() if p.requires_grad)
 
     def _launch_ready(self) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
         if self._waits or self._config.clips_globally:
             return  # whether all are finite, and the global norm, need all gradients
         with self._pace or _NOT_MEASURED:
-            while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] <= 0:
+            while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] == 0:
                 self._launch(self._shipments[self._next])
 
     def _launch(self, shipment: Shipment) -> None:
@@ -606,7 +612,7 @@ class _Distributed(torch.optim.Optimizer):
         present = self._taking_part(shipment.parameters)
         self._note_versions(present)
         alone = self._sparse_among(present)
-        dense = [p for p in present if p not in self._sparse]
+        dense = [p for p in present if p not in self._sparse] if alone else present
         if dense:
             by_node = self._world.node_size > 1 and (shipment.bucket is not None or self._config.clip_norm is not None)
             path = self._by_node_path(shipment, dense) if by_node else self._path(shipment, dense)
@@ -623,10 +629,11 @@ class _Distributed(torch.optim.Optimizer):
 
     def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those that travel as sparse tensors, each on its own: what a gradient was at first decides."""
-        for p in parameters:
-            if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
-                self._sparse.setdefault(p, p.grad.sparse_dim())
-        return [p for p in parameters if p in self._sparse]
+        if not self._sparse_as_dense:
+            for p in parameters:
+                if (g := p.grad) is not None and g.is_sparse:
+                    self._sparse.setdefault(p, g.sparse_dim())
+        return [p for p in parameters if p in self._sparse] if self._sparse else []
 
     def _path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         if shipment.bucket is None:
@@ -681,7 +688,8 @@ class _Distributed(torch.optim.Optimizer):
         """What is exchanged of a parameter: its local gradient, or the mean of the node's, and the decay if that is
         sent.
         """
-        g = self._of_node[parameter] if parameter in self._of_node else self._own(parameter)
+        if (g := self._of_node.get(parameter)) is None:
+            g = self._own(parameter)
         if not self._config.local_weight_decay and self._shipment_of[parameter].bucket is not None:
             scale = self._unscaled(self._scale_of(parameter))
             g = g.to(residual_dtype(g.dtype))  # in float16, what the loss's scale was for would be lost without it
@@ -689,29 +697,32 @@ class _Distributed(torch.optim.Optimizer):
             group = self._group_of[parameter]
             decay = group["weight_decay"] / (1 if self._average else self._world.size)  # counted once in a sum
             g = g.add(local(parameter).detach(), alpha=-decay if group["maximize"] else decay)
-        return g.detach()
+        return g
 
     def _own(self, parameter: Tensor) -> Tensor:
         """A parameter's local gradient; zero where this rank has none but another may."""
         g = local(parameter.grad)
         if g is None:
-            return torch.zeros_like(local(parameter))
-        return (g.to_dense() if g.is_sparse else g).detach()
+            return torch.zeros_like(local(parameter)).detach()
+        if g.is_sparse:
+            g = g.to_dense()
+        return g.detach() if g.requires_grad else g
 
     def _dense_path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
-        taking_part, gradients = set(parameters), {}
+        taking_part, gradients, dtype = set(parameters), {}, shipment.dtype
         rounded = shipment.rest is not None and self._world.size > 1
         for parameter in parameters if rounded else shipment.parameters:
             takes_part = parameter in taking_part
-            g = (self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))).to(shipment.dtype)
+            g = self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter)).detach()
+            g = g if g.dtype == dtype else g.to(dtype)
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
                 scale = self._unscaled(scale)
             gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
         if rounded:
-            dtype = self._config.dense_dtype
-            assert shipment.rest is not None and dtype is not None
-            return reduce_rounded(shipment.rest, gradients, dtype, self._world.flat, average=self._average)
+            assert shipment.rest is not None and self._config.dense_dtype is not None
+            return reduce_rounded(shipment.rest, gradients, self._config.dense_dtype, self._world.flat,
+                                  average=self._average)
         return reduce_dense(gradients, self._world.flat, average=self._average, predivide=self._predivide)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
@@ -945,7 +956,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._pace is not None:
             self._pace.tick(self.param_groups[0], self.param_groups[0][STEP])
         buckets = self._buckets()
-        numel = sum(local(p).numel() for p in self._delay)
+        numel = sum(self._numels.values())
         dense = numel - sum(bucket.numel for bucket in buckets)
         self._last["dense_entries"] = dense
         self._totals["bytes_sent"] += self._last["bytes_sent"]
@@ -1006,12 +1017,16 @@ class _Distributed(torch.optim.Optimizer):
 
     def _note_versions(self, parameters: Iterable[Tensor]) -> None:
         """Remembers which gradients there are, to notice where one is changed when that is too late."""
-        self._versions.update({p: (id(p.grad), p.grad._version) for p in parameters if p.grad is not None})
+        for p in parameters:
+            if (g := p.grad) is not None:
+                self._versions[p] = id(g), g._version
 
     def _changed(self) -> str | None:
         """A parameter whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
-        return next((self._names[p] for p, version in self._versions.items()
-                     if p.grad is None or (id(p.grad), p.grad._version) != version), None)
+        for p, (identity, version) in self._versions.items():
+            if (g := p.grad) is None or id(g) != identity or g._version != version:
+                return self._names[p]
+        return None
 
     def _warn_of_change(self) -> None:
         if not self._plain and self._synchronized and (name := self._changed()) is not None:
@@ -1041,8 +1056,10 @@ class _Distributed(torch.optim.Optimizer):
             self._direct = []
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        compressed = [p for p in group["params"] if self._bucket_of(p) is not None]
-        dense = [p for p in group["params"] if self._bucket_of(p) is None]
+        dense: list[Tensor] = []
+        compressed: list[Tensor] = []
+        for p in group["params"]:
+            (dense if self._bucket_of(p) is None else compressed).append(p)
         changed: dict[str, Any] = {}
         if self._config.momentum_correction:
             changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
@@ -1188,7 +1205,7 @@ class _Distributed(torch.optim.Optimizer):
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
         self._settle()
         buckets, last, totals = self._buckets(), self._last, self._totals
-        numel = sum(local(parameter).numel() for parameter in self._delay)
+        numel = sum(self._numels.values())
         return Report(
             steps=self._steps,
             bytes_sent=float(last["bytes_sent"]),
@@ -1272,9 +1289,9 @@ def _targets(shipment: Shipment, parameters: Iterable[Tensor], of: Callable[[Ten
     """For :class:`dgc.compressor.Update`: ``of(p)`` of these parameters where its memory will do; else, and listed once
     more with their parameter, new tensors. None for the shipment's other parameters.
     """
-    wanted, targets, others = set(parameters), [], []
+    wanted, targets, others, dtype = set(parameters), [], [], shipment.dtype
     for p in shipment.parameters:
-        target, dtype = None, shipment.dtype
+        target = None
         if p in wanted:
             target = of(p)
             if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():

@@ -1149,7 +1149,12 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
     8 times the density; from step 60 on, when the bandwidth is halved, 16 times. 0.6 of that is hidden, and 0.02 never.
     """
     world, sparsities, now, delta = find().world, [], 0, 0
-    looks = len(list((model() if network is None else network).parameters())) + 1  # a launch at each; synchronize()
+    if network is None:
+        network = model()
+    if optimizer is None:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+    looks = len(optimizer._shipments) + 1  # as each of them is complete; synchronize()
     unit = 10 ** 8 * looks  # whole numbers: no rounding
     computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
 
@@ -1159,11 +1164,6 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
         return float(now)
 
     CLOCKS[world.rank] = clock
-    if network is None:
-        network = model()
-    if optimizer is None:
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
     for step in steps:
         sparsity = optimizer.param_groups[0]["dgc_sparsity"]
         wire = round(1e8 * (0.02 + max(0, (8 if step < 60 else 16) * (1 - sparsity) - 0.6))) * looks

@@ -39,6 +39,8 @@ STRIP = 64  # entries whose candidates are counted together; a strip without any
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
+# What tells a loop the dtype behind an address.
+LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 # Sums may be reordered where nothing but a norm for the report depends on them.
@@ -573,6 +575,8 @@ def _share(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list
 
     Waking a thread takes about as long as reading a megabyte; one that comes too late is not waited for.
     """
+    if len(tasks) == 1:
+        return [work(*tasks[0])]
     results: list[Any] = [None] * len(tasks)
     waiting = iter(range(len(tasks)))  # whose next() is atomic
 
@@ -603,7 +607,9 @@ class _Gradients:
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            g = gradient.g.to(dtype).contiguous()
+            g = gradient.g
+            if g.dtype != dtype or not g.is_contiguous():
+                g = g.to(dtype).contiguous()
             self._alive.append(g)
             self.addresses[p] = g.data_ptr()
             moving = bucket.u is not None and gradient.momentum != 0
@@ -744,7 +750,7 @@ def settle(layout: Layout) -> None:
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
     """As :func:`dgc.kernels.plain.decay`."""
-    like = parameter.new_empty(0).numpy()
+    like = LIKE[parameter.dtype]
     p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
     threads, real = torch.get_num_threads(), like.dtype.type
     chunks = 1 if threads == 1 else -(-n // CHUNK)

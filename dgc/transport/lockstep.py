@@ -104,7 +104,8 @@ class _Stage:
     def __init__(self, size: int):
         self.size = size
         self.error: BaseException | None = None
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._called = [threading.Condition(lock) for _ in range(size)]  # each rank is woken only when it is to go on
         self._turn = 0
         self._left: set[int] = set()
         self._waiting: dict[int, Any] = {}  # rank -> what it found missing since anything last happened
@@ -112,8 +113,8 @@ class _Stage:
         self._results: dict[Any, Tensor] = {}
 
     def await_turn(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == rank or self.error is not None)
+        with self._called[rank]:
+            self._called[rank].wait_for(lambda: self._turn == rank or self.error is not None)
         if self.error is not None:
             raise _Ended
 
@@ -146,15 +147,17 @@ class _Stage:
             self._pass_on(rank)
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = self.error or error
-            self._changed.notify_all()
+        for called in self._called:
+            with called:
+                self.error = self.error or error
+                called.notify()
 
     def _pass_on(self, rank: int) -> None:
-        following = [(rank + i) % self.size for i in range(1, self.size + 1)]
-        with self._changed:
-            self._turn = next((r for r in following if r not in self._left), -1)
-            self._changed.notify_all()
+        following = ((rank + i) % self.size for i in range(1, self.size + 1))
+        turn = next((r for r in following if r not in self._left), -1)
+        with self._called[turn]:
+            self._turn = turn
+            self._called[turn].notify()
 
 
 def _perform(collectives: list[Collective], name: str) -> Tensor:
