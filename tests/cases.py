@@ -1432,3 +1432,10 @@ def checkpoint_stock():
     optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
     dgc.load_checkpoint(folder, network, optimizer)
     return ((steps(range(7, 10)) - expected).norm() / expected.norm()).item()
+
+
+def host_benchmark():
+    """benchmarks/host.py, in small: seconds of the thread, by method."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import host
+    return {method: host.seconds(method, 6, 10) for method in host.METHODS}

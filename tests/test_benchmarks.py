@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -68,3 +69,9 @@ def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
     adaptive.draw({"steps": 200, "change": 100, "rates": [25, 12.5], "sparsities": sparsities, "seconds": seconds,
                    "hosts": 2, "alone": 2.0}, tmp_path / "adaptive.png")
     assert (tmp_path / "adaptive.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_host_times_the_thread_that_trains():
+    results, _ = launch("horovod", 2, ["host_benchmark"], limit=120)
+    for times in results["host_benchmark"]:
+        assert list(times) == ["SGD", "Horovod", "DGC"] and min(min(pair) for pair in times.values()) > 0
