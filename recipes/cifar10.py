@@ -143,7 +143,7 @@ def train(a: Any) -> dict[str, Any]:
 
     optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(a.epochs * e / 164) for e in (81, 122)])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [max(1, round(a.epochs * e / 164)) for e in (81, 122)])
 
     history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
     board = job.board(a, rank)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -119,13 +120,22 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, met
 
 
 def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
-    """Takes up the last epoch of which there is a checkpoint, and returns the history up to there."""
-    done = max((e for e in range(1, a.epochs + 1) if (a.checkpoints / FOLDER.format(e) / "manifest.json").exists()),
+    """Takes up the last epoch of which there is a checkpoint, and returns the history up to there.
+
+    Raises:
+        typer.BadParameter: it is of a training with other settings, of which this one would be half.
+    """
+    done = max((int(file.parent.name.removeprefix("epoch")) for file in a.checkpoints.glob("epoch*/manifest.json")),
                default=0)
     done = int(of_rank_0([done], next(model.parameters()).device)[0])  # whose disk counts
     if not done:
         return []
     extras = dgc.load_checkpoint(a.checkpoints / FOLDER.format(done), model, optimizer)
+    was, now = extras["settings"], settings(a)
+    if wrong := [f"{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in {**was, **now}
+                 if was.get(key) != now.get(key) and key != "threads"]:
+        raise typer.BadParameter(f"--resume: in the checkpoint in {a.checkpoints}, {'; '.join(wrong)}; accepted: the "
+                                 "same settings, or another folder")
     scheduler.load_state_dict(extras["scheduler"])
     return extras["history"]
 
@@ -133,7 +143,7 @@ def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, sched
 def checkpoint(a: Any, model: nn.Module, optimizer: Any, scheduler: Any, history: list[dict[str, Any]]) -> None:
     """Saves the epoch that has just ended, whole or not at all."""
     dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
-                        {"scheduler": scheduler.state_dict(), "history": history})
+                        {"scheduler": scheduler.state_dict(), "history": history, "settings": settings(a)})
     shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough, on any disk
 
 
@@ -165,10 +175,27 @@ def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: 
             "parameters": sum(p.numel() for p in model.parameters()),
             "dense_bytes_per_step": dense_bytes(model, size), "bytes_sent": bytes_sent(history, steps), **measured,
             "history": history,
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS},
+            "settings": settings(a),
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                         "device": str(next(model.parameters()).device), "torch": torch.__version__,
-                        "python": platform.python_version()}}
+                        "python": platform.python_version(), "dgc": version()}}
+
+
+def settings(a: Any) -> dict[str, Any]:
+    """What a training depends on."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS}
+
+
+def version() -> str:
+    """The package's, with the commit in a clone; "-dirty" if it has been changed since."""
+    if not (Path(dgc.__file__).parents[1] / ".git").exists():
+        return dgc.__version__
+    try:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(dgc.__file__).parent, text=True,
+                                capture_output=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return dgc.__version__
+    return f"{dgc.__version__}, commit {commit}"
 
 
 def dense_bytes(model: nn.Module, size: int) -> float:

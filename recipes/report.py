@@ -49,6 +49,8 @@ COLOURS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:pu
 
 def label(result: Result) -> str:
     chosen = result["settings"]
+    if result["workers"] == 1:
+        return "one worker"  # exchanges nothing
     if chosen["method"] != "dgc":
         return NAMES[chosen["method"]]
     without = [f", no {part.replace('_', ' ')}" for part in PARTS if not chosen.get(part, True)]
@@ -116,7 +118,8 @@ def picture(results: list[Result], out: Path) -> None:
         measure.plot([epoch["epoch"] for epoch in epochs], [epoch[recipe.measure] for epoch in epochs], ".-", **style)
         kept = settings(result)
         steps = range(len(epochs) * result["steps_per_epoch"])
-        sparsity.step(steps, [100 * kept.sparsity_at(step) for step in steps], where="post", **style)
+        sparsity.step(steps, [100 * kept.sparsity_at(step) * (result["workers"] > 1) for step in steps], where="post",
+                      **style)
     loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", ylim=(0, None))
     measure.set(xlabel="epoch", ylabel=recipe.axis, title=recipe.curve, xlim=(0, None), yscale=recipe.scale)
     sparsity.set(xlabel="step", ylabel="entries kept back (%)", title="sparsity", ylim=(-4, 104))

@@ -444,7 +444,8 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
 def conditions(study: Study, rows: list[Row]) -> str:
     """In words, from what the results say."""
     results = [result for row in rows for result in row.results.values()]
-    machines = sorted({f"{result['machine']['device']}, torch {result['machine']['torch']}" for result in results})
+    machines = sorted({f"{result['machine']['device']}, torch {result['machine']['torch']}, dgc "
+                       + result["machine"].get("dgc", "of a commit that was not recorded") for result in results})
     return (f"{study.title} on {' and '.join(sorted({result['dataset'] for result in results}))}, "
             f"{study.options['epochs']} epochs, {study.options['virtual_workers']} workers, "
             f"{100 * study.options['sparsity']:.5g} %, warm-up of {study.options['warmup_epochs']:g} epochs; "

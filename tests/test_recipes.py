@@ -74,6 +74,10 @@ def test_resuming_is_bit_for_bit(tmp_path):
     for part in ("model", "residuals"):
         for (name, a), b in zip(flattened(straight[part]), flattened(resumed[part]), strict=True):
             assert torch.equal(a, b[1]), name
+    for changed, message in ((("--seed", "1"), "seed was 0 and is 1"), (("--epochs", "1"), "epochs was 2 and is 1")):
+        status, output = recipe(*arguments, *changed, "--checkpoints", str(folder), "--resume",
+                                launcher=LAUNCHERS["python"])
+        assert status != 0 and f"{message}; accepted: the same settings" in " ".join(output.replace("│", " ").split())
 
 
 def saved(folder, rank):
@@ -283,7 +287,7 @@ def test_checkpoints_do_not_pile_up_on_any_disk(tmp_path):
         dgc.broadcast_parameters(model.state_dict())
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
-        a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")
+        a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")  # and no settings
         for epochs in range(1, 5):
             job.checkpoint(a, model, optimizer, scheduler, [{}] * epochs)
 
@@ -496,7 +500,9 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     assert [report.label(result) for result in results] == ["DGC 99.9 %", "dense", "DGC 99.9 %, no local clipping"]
     report.picture(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    console.print(report.table([language_model(virtual_workers=1)]))  # which sends nothing
+    alone = language_model(virtual_workers=1)  # which sends nothing
+    console.print(report.table([alone]))
+    assert report.label(alone) == "one worker" and alone["machine"]["dgc"].startswith("0.")
     for i, result in enumerate([results[0], {**results[0], "recipe": "cifar10"}]):
         (tmp_path / f"{i}.json").write_text(json.dumps(result))
     with pytest.raises(Exception, match="results of cifar10, ptb; accepted: those of one recipe"):

@@ -48,7 +48,7 @@ options.pop("resume"), options.pop("data", None)
 epoch = {"epoch": 1, "loss": 1.0, "accuracy": 90.0, "perplexity": 90.0, "step_seconds": 3.6, "bytes_per_step": 10.0}
 result = {"recipe": name, "dataset": {"cifar10": "digits", "ptb": "pydoc topics"}[name], "steps_per_epoch": 100,
           "dense_bytes_per_step": 1000.0, "accuracy": 90.0 + options["seed"], "perplexity": 90.0 + options["seed"],
-          "history": [epoch], "settings": options, "machine": {"device": "cpu", "torch": "2"}}
+          "workers": 4, "history": [epoch], "settings": options, "machine": {"device": "cpu", "torch": "2"}}
 out.parent.mkdir(parents=True, exist_ok=True)
 part = out.with_name(out.name + ".part")
 part.write_text(json.dumps(result))
