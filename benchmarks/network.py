@@ -1,7 +1,8 @@
 """How long an exchange of gradients takes between hosts, and what it does to the speed of training.
 
 Four hosts are network namespaces of this machine (hosts.py), with one process in each. One run measures Horovod dense
-(float32, float16), DistributedDataParallel dense, PyTorch's PowerSGD hook, and DGC over Horovod and torch.distributed:
+and DistributedDataParallel dense (float32, float16), PyTorch's PowerSGD hook, and DGC over Horovod and
+torch.distributed:
 
     sudo python benchmarks/network.py --rates 1gbit,100mbit
 
@@ -67,6 +68,14 @@ def torch_dense(model: Any, _: Any) -> tuple[Any, Any]:
     return DistributedDataParallel(model, broadcast_buffers=False), sgd(model)
 
 
+def torch_fp16(model: Any, _: Any) -> tuple[Any, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return parallel, sgd(model)
+
+
 def powersgd(model: Any, _: Any) -> tuple[Any, Any]:
     """Of rank 4, in one bucket: with several its collectives start in another order on each rank, and gloo aborts."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -91,8 +100,8 @@ def dgc_config(options: dict[str, Any]) -> Any:
 
 
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
-    "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "powersgd": powersgd,
-    "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer}
+    "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "torch-fp16": torch_fp16,
+    "powersgd": powersgd, "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer}
 
 
 def sgd(model: Any) -> Any:
