@@ -1043,15 +1043,34 @@ def test_the_report():
     assert all(norm > 0 for norm in in_lockstep(worker, 4))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_the_reported_gradient_is_the_last_one_clipped(clip_norm):
+    """The clipping bounds the norm of all local gradients (paper, section 3.2); reported are the compressed ones."""
+    def worker():
+        config = dgc.Config(sparsity=0.99, clip_norm=clip_norm)
+        network, optimizer = train(range(2), config)
+        gradients = torch.autograd.grad(loss(network, rank(), 2), list(network.parameters()))
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        scale = 1.0 if clip_norm is None else clip_norm * 4 ** 0.5 / norm  # of 4 workers, to be averaged
+        assert scale == 1 or scale < 0.5
+        train([2], config, network, optimizer)
+        compressed = torch.cat([g.flatten() for g in gradients if g.dim() > 1 and g.numel() >= 1024])
+        assert optimizer.report().gradient_norm == pytest.approx(float(scale * compressed.norm()), rel=1e-5)
+
+    in_lockstep(worker, 4)
+
+
 def test_the_sparsity_follows_the_schedule_step_by_step():
     def worker():
         config = dgc.Config(sparsity=lambda step: 0.5 + step / 100)
-        network, optimizer = model(), None
+        network, optimizer, total = model(), None, 0
         sizes = [p.numel() for p in network.parameters()]
         for step in range(3):
             network, optimizer = train([step], config, network, optimizer)
             sent = sum(count(0.5 + step / 100, n) if n >= config.min_numel else n for n in sizes)
-            assert optimizer.report().density == sent / sum(sizes)
+            total += sent
+            report = optimizer.report()
+            assert report.density == sent / sum(sizes) and report.total_density == total / ((step + 1) * sum(sizes))
 
     in_lockstep(worker)
 
