@@ -323,6 +323,86 @@ def test_augmentation_crops_and_flips_within_four_pixels():
     assert len({int(image[16, 17] < image[16, 16]) for image in augmented(images, False, torch.Generator())[:, 0]}) == 1
 
 
+class Looking(torch.nn.Module):
+    """Notes which images it is trained with, at which learning rate, and what it is when it is evaluated; then it tells
+    images' classes by their shade.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.rates = torch.nn.Linear(3 * 16 * 16, 10), [], []
+
+    def forward(self, x):
+        import cifar10
+        shades = ((x[:, 0, 16, 16] * cifar10.STD[0] + cifar10.MEAN[0]) * 255).round().long()
+        if not self.training:
+            self.evaluated = self.linear.weight.detach().clone()
+            return torch.nn.functional.one_hot(shades % 10, 10)
+        self.seen.append(shades)
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        return self.linear(x[:, :, 8:24, 8:24].flatten(1))
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    """Trains such a model within this process, on 13 images of the shades 0 to 12: settings -> result, the ranks'
+    models. It takes no image of training for what that is, and three of the four to test, of the shades 100 to 103.
+    """
+    import cifar10
+    import job
+
+    import dgc
+    shades, test_shades = torch.arange(13), torch.arange(100, 104)
+    parts = [(shades, (shades + 1) % 10), (test_shades, torch.tensor([0, 1, 2, 4]))]
+    data = [(x.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 32, 32), labels) for x, labels in parts]
+    distributed, models = job.distributed, {}
+
+    def noted(optimizer, model, *rest):
+        model.optimizer = distributed(optimizer, model, *rest)
+        return model.optimizer
+
+    monkeypatch.setattr(job, "distributed", noted)
+    monkeypatch.setattr(cifar10, "loaded", lambda *_: ("shades", *data))
+    monkeypatch.setattr(cifar10, "resnet", lambda _: models.setdefault(dgc.lockstep.current().world.rank, Looking()))
+
+    def run(**changed):
+        models.clear()
+        settings = {name: option.default for name, option in inspect.signature(cifar10.main).parameters.items()}
+        a = argparse.Namespace(**{**settings, "batch_size": 2, "virtual_workers": 2, **changed})
+        return job.run(lambda: cifar10.train(a), a), [models[rank] for rank in range(a.virtual_workers)]
+
+    return run
+
+
+def test_the_workers_share_out_the_images_anew_in_each_epoch(looking):
+    """In three steps, each of two workers has two images that nobody else has in that epoch."""
+    _, models = looking(method="dense", epochs=5)
+    orders = [tuple(torch.stack([torch.cat(model.seen[start:start + 3]) for model in models], 1).flatten().tolist())
+              for start in range(0, 15, 3)]
+    assert [len(model.seen) for model in models] == [15, 15] and {len(batch) for batch in models[1].seen} == {2}
+    assert all(len(set(order)) == 12 and set(order) <= set(range(13)) for order in orders)
+    assert len(set(orders)) == 5
+
+
+def test_the_learning_rate_is_divided_by_10_after_81_and_122_of_164_epochs(looking):
+    _, (model,) = looking(method="dense", batch_size=13, virtual_workers=1)
+    assert model.rates == pytest.approx([0.1] * 81 + [0.01] * 41 + [0.001] * 42)
+
+
+def test_the_accuracy_is_that_of_the_test_images(looking):
+    result, _ = looking(method="dense", epochs=2)
+    assert [epoch["accuracy"] for epoch in result["history"]] == [75, 75] and result["accuracy"] == 75
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_is_pending_is_applied_before_the_last_evaluation(looking, flush, tmp_path):
+    _, models = looking(epochs=2, sparsity=0.99, flush=flush, checkpoints=tmp_path)
+    pending = [[bool(saved(tmp_path / folder, rank)["residuals"]["v"]["linear.weight"].any()) for rank in range(2)]
+               for folder in ("epoch001", "epoch002")]
+    assert pending == [[True, True], [not flush] * 2]
+    assert torch.equal(models[0].evaluated, saved(tmp_path / "epoch002", 0)["model"]["linear.weight"])
+
+
 # -- naive top-k -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -459,6 +539,47 @@ def test_dense_training_of_the_language_model_is_that_of_one_process(language_mo
     assert [epoch["perplexity"] for epoch in together["history"]] == pytest.approx(
         [epoch["perplexity"] for epoch in alone["history"]], rel=1e-4)
     assert together["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-4)
+
+
+def test_the_language_model_is_trained_with_the_state_that_the_batch_before_left(language_model, text):
+    """Against the loop written out: plain SGD, the gradient's norm at most 0.25."""
+    import ptb
+    result = language_model(method="dense", virtual_workers=1, bptt=50)
+    torch.manual_seed(0)
+    _, vocabulary, parts = ptb.load(text)
+    model, words, hidden, losses = ptb.LanguageModel(vocabulary, 32, 0.0), ptb.columns(parts["train"], 20), None, []
+    sgd = torch.optim.SGD(model.parameters(), 20.0)
+    for start in range(0, len(words) - 1, 50):
+        following = words[start + 1:start + 51]
+        logits, hidden = model(words[start:start + len(following)], hidden)
+        sgd.zero_grad()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        sgd.step()
+        losses.append(loss.item())
+    assert len(losses) >= 3 and result["history"][0]["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+def test_the_perplexities_are_of_validation_in_each_epoch_and_of_the_test_at_last(language_model, text, tmp_path):
+    """Of the parameters that are saved, so after what was pending has been applied."""
+    import ptb
+    result = language_model(sparsity=0.99, checkpoints=tmp_path)
+    _, vocabulary, parts = ptb.load(text)
+    model = ptb.LanguageModel(vocabulary, 32, 0.0)
+    model.load_state_dict(saved(tmp_path / "epoch001", 0)["model"])
+    for part, seen in {"valid": result["history"][0]["perplexity"], "test": result["perplexity"]}.items():
+        words = ptb.columns(parts[part], 10)
+        loss = torch.nn.functional.cross_entropy(model(words[:-1])[0].flatten(0, 1), words[1:].flatten())
+        assert seen == pytest.approx(loss.exp().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_is_pending_in_the_language_model_is_applied_after_the_last_epoch(language_model, flush, tmp_path):
+    language_model(epochs=2, sparsity=0.99, flush=flush, checkpoints=tmp_path)
+    pending = [[any(v.any() for v in saved(tmp_path / folder, rank)["residuals"]["v"].values()) for rank in range(2)]
+               for folder in ("epoch001", "epoch002")]
+    assert pending == [[True, True], [not flush] * 2]
 
 
 @pytest.mark.timeout(60)
