@@ -98,7 +98,9 @@ def plan(
             help="Seconds of a worker's forward and backward pass. Or --measure.")] = None,
         measure: Annotated[bool, typer.Option(
             "--measure", help="Time it here; MODEL is a module:callable that returns (module, inputs).")] = False,
-        sparsity: Annotated[float, typer.Option(help="Share of entries kept back.")] = 0.999,
+        sparsity: Annotated[float | None, typer.Option(
+            help=f"Share of entries kept back. Default: the tables have {planning.DGC.sparsity}, and advised is one of "
+                 f"{', '.join(map(str, planning.SPARSITIES))}.")] = None,
         worker: Annotated[Literal["cpu", "gpu"], typer.Option(
             help="Whose cost of compressing; the CPU's is measured, the GPU's an estimate.")] = "cpu",
         compress_ns: Annotated[float | None, typer.Option(
@@ -133,7 +135,7 @@ def plan(
     with usage("--inside"):
         within = link(inside, planning.INSIDE)
     with usage("--sparsity"):
-        config = Config(sparsity)
+        config = None if sparsity is None else Config(sparsity)
     if (compute is None) != measure:
         raise typer.BadParameter("give either --compute SECONDS or --measure")
     if compute is None:

@@ -19,7 +19,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,8 @@ BACKWARD = 2 / 3  # of the compute time: it computes two products for each one o
 WORTH = 1.05  # times faster than dense exchange, from which on compression is said to pay
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
+OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
+MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
 LARGEST = 65_536  # workers
 
@@ -437,81 +439,100 @@ class Advice(NamedTuple):
     """What to do on a cluster."""
 
     pays: bool
-    dense: Prediction  # the fastest
-    dgc: Prediction  # the fastest, with ``sparsity``
+    dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
+    dgc: Prediction  # the simplest that is nearly as fast as any, with ``sparsity``
     sparsity: float
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
+    other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
     words: tuple[str, ...]
 
 
-def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config = DGC,
+def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config | None = None,
            local: Local = CPU, overlap: bool = True) -> Advice:
-    """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity."""
+    """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
 
-    def best(kind: str, on: Cluster = cluster, chosen: Config = config) -> Prediction:
-        made = [predict(shapes, on, m, compute, chosen, local, overlap) for m in methods(on)
-                if (m.kind == "dgc") == (kind == "dgc")]
-        fastest = min(p.step_seconds for p in made)
-        return next(p for p in made if p.step_seconds <= (NEARLY if kind == "dgc" else 1) * fastest)
+    It is compared with the dense exchanges in ``OFFERED``. Where it pays in a range of bandwidths only, ``below`` is
+    the end of that in which the cluster is, or of the next one below it: ``pays`` is whether the cluster's bandwidth is
+    no higher.
+
+    Args:
+        shapes, cluster, compute, local, overlap: as for :func:`predict`.
+        config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
+    """
+    configs = [replace(DGC, sparsity=s) for s in SPARSITIES] if config is None else [config]
+
+    def choose(on: Cluster) -> tuple[bool, Prediction, Prediction, float]:
+        """Whether it pays, the fastest dense exchange that is offered, and what DGC does best, with which sparsity."""
+        dense = min((predict(shapes, on, m, compute, DGC, local, overlap) for m in methods(on)
+                     if m.kind != "dgc" and m.name in OFFERED), key=lambda p: p.step_seconds)
+        made = [(predict(shapes, on, m, compute, c, local, overlap), c.sparsity_at(0)) for c in configs
+                for m in methods(on) if m.kind == "dgc"]
+        fastest = min(p.step_seconds for p, _ in made)
+        simplest = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
+        return dense.step_seconds >= WORTH * fastest, dense, *simplest
 
     def pays_at(bandwidth: float) -> bool:
-        on = replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
-        return best("dense", on).step_seconds >= WORTH * best("dgc", on).step_seconds
+        return choose(replace(cluster, between=replace(cluster.between, bandwidth=bandwidth)))[0]
 
-    dense, of_sparsity = best("dense"), {s: best("dgc", chosen=replace(config, sparsity=s)) for s in SPARSITIES}
-    fastest = min(p.step_seconds for p in of_sparsity.values())
-    sparsity = min(s for s, p in of_sparsity.items() if p.step_seconds <= NEARLY * fastest)
-    dgc, below = of_sparsity[sparsity], _highest(pays_at) if cluster.nodes > 1 else None
-    pays = dense.step_seconds >= WORTH * dgc.step_seconds
-    rings = [predict(shapes, cluster, Method("ring", kind), compute, config, local, overlap)
-             for kind in ("float32", "float16")]
-    return Advice(pays, dense, dgc, sparsity, below,
-                  tuple(_words(cluster, compute, pays, dense, rings, dgc, sparsity, below)))
+    pays, dense, dgc, sparsity = choose(cluster)
+    below = _highest(pays_at, cluster.between.bandwidth) if cluster.nodes > 1 else None
+    other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
+                 if m.kind != "dgc"), key=lambda p: p.step_seconds)
+    advised = dgc if pays else dense
+    advice = Advice(pays, dense, dgc, sparsity, below,
+                    other if NEARLY * other.step_seconds < advised.step_seconds else None, ())
+    return advice._replace(words=tuple(_words(cluster, compute, advice, given=config is not None)))
 
 
-def _highest(holds: Any) -> float | None:
-    """The highest bandwidth, in bytes a second, at which it holds: to 2 %, between 1 Mbit/s and 10 Tbit/s."""
-    grid = [1.25e5 * 10 ** (i / 4) for i in range(29)]
-    holding = [i for i, bandwidth in enumerate(grid) if holds(bandwidth)]
-    if not holding:
-        return None
-    low = grid[holding[-1]]
-    high = grid[min(holding[-1] + 1, len(grid) - 1)]
+def _highest(holds: Callable[[float], bool], here: float) -> float | None:
+    """The bandwidth, in bytes a second, up to which it holds: from ``here`` up, or if it does not hold there, from
+    there down. To 2 %, between 1 Mbit/s and ``MOST``, which is returned if it holds up to there.
+    """
+    up = holds(here)
+    grid = [here, *sorted((b for b in (1.25e5 * 10 ** (i / 4) for i in range(29)) if b != here and (b > here) == up),
+                          reverse=not up)]
+    turn = next((i for i, bandwidth in enumerate(grid) if holds(bandwidth) != up), None)
+    if turn is None:
+        return max(MOST, here) if up else None
+    low, high = sorted(grid[turn - 1:turn + 1])
     while high > 1.02 * low:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 
-def _words(cluster: Cluster, compute: float, pays: bool, dense: Prediction, rings: list[Prediction], dgc: Prediction,
-           sparsity: float, below: float | None) -> Iterable[str]:
+def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Iterable[str]:
+    dense, dgc, sparsity = advice.dense, advice.dgc, advice.sparsity
     if cluster.workers == 1:
         yield "One worker exchanges nothing: there is nothing to compress."
         return
-    ratio = dense.step_seconds / dgc.step_seconds
-    if pays:
-        yield (f"DGC pays here: {_time(dgc.step_seconds)} a step instead of {_time(dense.step_seconds)} with the "
-               f"fastest dense exchange ({dense.method}), {ratio:.1f} times as fast.")
+    offered = f"the fastest dense exchange of Horovod and DistributedDataParallel ({dense.method})"
+    if advice.pays:
+        yield (f"DGC pays here: {_time(dgc.step_seconds)} a step instead of {_time(dense.step_seconds)} with "
+               f"{offered}, {dense.step_seconds / dgc.step_seconds:.3g} times as fast.")
     else:
-        yield (f"DGC does not pay here: {_time(dgc.step_seconds)} a step, and {_time(dense.step_seconds)} with the "
-               f"fastest dense exchange ({dense.method}). Use that one.")
-    if dense.method.name != "ring":
-        yield ("What Horovod and DistributedDataParallel run over gloo or NCCL is a ring: "
-               f"{_time(rings[0].step_seconds)} in float32, {_time(rings[1].step_seconds)} in float16.")
-    if below is None:
-        yield ("No bandwidth between nodes would change that." if cluster.nodes > 1 else
+        yield (f"DGC does not pay here: {_time(dgc.step_seconds)} a step, and {_time(dense.step_seconds)} with "
+               f"{offered}. Use that one.")
+    if advice.other:
+        yield (f"{advice.other.method} would be faster still, {_time(advice.other.step_seconds)} a step, in a library "
+               "that has it.")
+    if advice.below is None:
+        yield ("No lower bandwidth between nodes would change that." if cluster.nodes > 1 else
                "All workers are in one node, where the network plays no part.")
+    elif advice.below >= MOST:
+        yield f"On this cluster it pays up to {bits(advice.below)} between nodes, as far as was looked."
     else:
-        yield f"On this cluster it pays up to {bits(below)} between nodes, and not above."
-    if pays:
+        yield f"On this cluster it pays up to {bits(advice.below)} between nodes, and not above."
+    if advice.pays:
         exchange = (', exchange="shared"' if dgc.method.name.endswith("shared") else "") + (
             ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else "")
         end = "" if sparsity == 0.999 else f", end={sparsity:g}"
-        yield (f"Recommended: dgc.Config(sparsity=dgc.warmup(epochs=4, steps_per_epoch=len(loader){end}){exchange})"
-               + ("." if sparsity == max(SPARSITIES) else
+        schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
+        yield (f"Recommended: dgc.Config(sparsity={schedule}{exchange})"
+               + ("." if given or sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     lost = dgc.step_seconds - compute
-    if pays and lost > 0.2 * compute:
+    if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
                "or fewer workers, helps as well.")
     worked = dgc.step_seconds - compute - dgc.exchange_seconds
@@ -550,7 +571,8 @@ class Report(NamedTuple):
     def json(self) -> dict[str, Any]:
         """Numbers only; seconds and bytes."""
         flat = {n: [_plain(p) for p in predictions] for n, predictions in self.scaling.items()}
-        advice = {**self.advice._asdict(), "dense": _plain(self.advice.dense), "dgc": _plain(self.advice.dgc)}
+        advice = {**self.advice._asdict(), "dense": _plain(self.advice.dense), "dgc": _plain(self.advice.dgc),
+                  "other": self.advice.other and _plain(self.advice.other)}
         return {"model": self.model, "parameters": self.numel, "cluster": asdict(self.cluster),
                 "compute_seconds": self.compute, "sparsity": self.sparsity, "here": [_plain(p) for p in self.here],
                 "scaling": flat, "advice": advice}
@@ -560,9 +582,14 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
     return {**prediction._asdict(), "method": prediction.method.name, "kind": prediction.method.kind}
 
 
-def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config = DGC, local: Local = CPU,
+def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None = None, local: Local = CPU,
          overlap: bool = True) -> Report:
     """Predictions for every method, on the cluster and on larger and smaller ones of its kind, and advice.
+
+    Args:
+        loaded: the model.
+        cluster, compute, local, overlap: as for :func:`predict`.
+        config: of DGC; None: the default one, and advice which sparsity to choose.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0, or the model has no parameters.
@@ -573,10 +600,11 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config = DGC,
         raise ValueError(f"model is {loaded.name!r}, which has no parameters")
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
-        return tuple(predict(loaded.shapes, some, m, compute, config, local, overlap) for m in methods(some))
+        return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
 
     scaling = {workers: on(of_size(cluster, workers)) for workers in sizes(cluster)}
-    return Report(loaded.name, loaded.numel, cluster, compute, config.sparsity_at(0), on(cluster), scaling,
+    return Report(loaded.name, loaded.numel, cluster, compute, (config or DGC).sparsity_at(0), on(cluster),
+                  scaling,
                   advise(loaded.shapes, cluster, compute, config, local, overlap))
 
 
