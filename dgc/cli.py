@@ -78,7 +78,8 @@ def usage(option: str) -> Iterator[None]:
 
 
 def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
+    """Everything as it is written: an error's [/path] is no markup."""
+    return Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -156,9 +157,9 @@ def plan(
     out = console()
     out.print(_here(report), _scaling(report))
     for sentence in report.advice.words:
-        out.print(sentence, markup=False, highlight=False)
+        out.print(sentence, highlight=False)
     if png:
-        out.print(f"Picture: {png}", markup=False, highlight=False)
+        out.print(f"Picture: {png}", highlight=False)
 
 
 def link(text: str, presets: dict[str, Link]) -> Link:
@@ -286,9 +287,9 @@ def schedule(
     out = console()
     out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
     out.print(f"{_size(total)} in all, {dense * steps / total:,.1f} times fewer than {_size(dense * steps)} of dense "
-              "float32.", markup=False, highlight=False)
+              "float32.", highlight=False)
     if png:
-        out.print(f"Picture: {png}", markup=False, highlight=False)
+        out.print(f"Picture: {png}", highlight=False)
 
 
 def _sent(shapes: tuple[planning.Shape, ...], sparsity: float, workers: int) -> float:
@@ -500,6 +501,6 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
         table.add_row(f"2 processes, {name}" if name != "cuda" else "2 ranks on the GPU", told)
     show(table)
     for problem in found["problems"]:
-        show(f"Problem: {problem}", markup=False, highlight=False)
+        show(f"Problem: {problem}", highlight=False)
     if not found["problems"]:
         show("All that is installed works.", highlight=False)

@@ -211,6 +211,16 @@ def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
     assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
 
 
+def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
+    error = "[rank1]: RuntimeError: [/gloo/tcp/pair.cc:547] closed [bold] :smile: by [127.0.0.1]"
+    broken = {**FOUND, "self_test": {"torch.distributed": {"error": error}}, "problems": [f"two processes: {error}"]}
+    monkeypatch.setattr(doctor, "examine", lambda limit: broken)
+    assert error in (shown := invoke("doctor", status=1)) and f"Problem: two processes: {error}" in shown
+    loaded = plan.load("resnet110")._replace(name="[/model] [red]")
+    monkeypatch.setattr(plan, "load", lambda model: loaded)
+    assert loaded.name in invoke(*PLAN) and ": [/model]," in invoke("schedule", "0.9", "--model", "[/model]")
+
+
 def test_doctor_knows_this_installation():
     import torch
     assert doctor._torch()["version"] == torch.__version__
