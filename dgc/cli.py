@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,6 +77,11 @@ def usage(option: str) -> Iterator[None]:
         raise typer.BadParameter(f"{option}: {error}") from None
 
 
+def aside(as_json: bool) -> AbstractContextManager[object]:
+    """What the user's own code prints is no part of the JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
 def console() -> Console:
     """Everything as it is written: an error's [/path] is no markup."""
     return Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
@@ -129,7 +134,7 @@ def plan(
 
       dgc plan checkpoint.pt --compute 0.25 --json | jq .advice.pays
     """
-    with usage("MODEL"):
+    with usage("MODEL"), aside(as_json):
         loaded = planning.load(model)
     with usage("--network"):
         between = link(network, planning.NETWORKS)
@@ -140,7 +145,7 @@ def plan(
     if (compute is None) != measure:
         raise typer.BadParameter("give either --compute SECONDS or --measure")
     if compute is None:
-        with usage("--measure"):
+        with usage("--measure"), aside(as_json):
             compute = planning.measure(loaded)
     local = planning.LOCAL[worker]
     if compress_ns is not None:
@@ -261,7 +266,7 @@ def schedule(
         if isinstance(chosen, schedules.Adaptive):
             raise ValueError(f"{expression!r} goes by the network's speed, so nobody knows it beforehand; accepted: "
                              f"any other schedule, say one of its bounds, {chosen.least:g} and {chosen.most:g}")
-    with usage("--model"):
+    with usage("--model"), aside(as_json):
         loaded = planning.load(model)
     if epochs is None:
         last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
@@ -392,7 +397,8 @@ def tune(
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
         sys.path.insert(0, os.getcwd())  # for good: a function may import when it is called
         try:
-            objective = planning.find(command[0])
+            with aside(as_json):
+                objective = planning.find(command[0])
         except (ImportError, AttributeError) as error:
             raise typer.BadParameter(f"COMMAND: {command[0]!r}; {error}") from None
     png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
@@ -400,8 +406,9 @@ def tune(
         raise typer.BadParameter(f"study is {study}, its picture {png} and its summary {summary}; accepted: a name for "
                                  "each, such as tune.db, of which the others are tune.png and tune.json")
     try:
-        found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study, metric=metric,
-                              clip_norm=clip_norm, jobs=jobs, tolerance=tolerance, seed=seed)
+        with aside(as_json):
+            found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study,
+                                  metric=metric, clip_norm=clip_norm, jobs=jobs, tolerance=tolerance, seed=seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except KeyboardInterrupt:

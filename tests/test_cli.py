@@ -59,6 +59,19 @@ def test_plan_measures(tmp_path, monkeypatch):
     assert told["parameters"] == 1230 and 0 < told["compute_seconds"] < 10
 
 
+def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.py").write_text(
+        "import torch\nprint('loading')\nclass Talks(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        print('forward')\n        return super().forward(x)\n"
+        "def build():\n    print('building')\n    return Talks(40, 30), (torch.zeros(2, 40),)\n")
+    result = CliRunner().invoke(cli.app, ["plan", "talks:build", "--measure", "--json"])
+    assert json.loads(result.stdout)["parameters"] == 1230
+    assert all(word in result.stderr for word in ("loading", "building", "forward"))
+    told = json.loads(invoke("schedule", "0.9", "--model", "talks:build", "--epochs", 1, "--json"))
+    assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1230
+
+
 @pytest.mark.parametrize(("text", "link"), [
     ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
     ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),

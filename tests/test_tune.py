@@ -333,7 +333,8 @@ def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
 
 
 def test_a_function_from_the_command_line(place):
-    (place / "mine_to_tune.py").write_text("def run(setting):\n    return 1 - setting.density, 1e6 * setting.density\n")
+    (place / "mine_to_tune.py").write_text("print('loading')\ndef run(setting):\n    print('training')\n"
+                                           "    return 1 - setting.density, 1e6 * setting.density\n")
     found = json.loads(invoke("tune", "--epochs", 3, "--maximize", "--trials", 3, "--json", "mine_to_tune:run").stdout)
     assert found["task"]["command"] == "mine_to_tune.run" and found["recommended"]["line"].startswith("dgc.Config(")
     for t in found["trials"]:
