@@ -61,7 +61,8 @@ def run() -> int:
             return int(getattr(error, "exit_code", 2))
         if isinstance(error, typer.Abort):
             return 130
-        if isinstance(error, ImportError):
+        from dgc.__main__ import EXTRA  # which imports this file
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in EXTRA:
             raise
         print(f"dgc: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -75,6 +76,12 @@ def usage(option: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def importable(name: str) -> None:
+    """Puts the current folder where modules are looked for, for good: a function may import when it is called."""
+    if planning.NAME.fullmatch(name):
+        sys.path.insert(0, os.getcwd())
 
 
 def aside(as_json: bool) -> AbstractContextManager[object]:
@@ -134,6 +141,7 @@ def plan(
 
       dgc plan checkpoint.pt --compute 0.25 --json | jq .advice.pays
     """
+    importable(model)
     with usage("MODEL"), aside(as_json):
         loaded = planning.load(model)
     with usage("--network"):
@@ -266,6 +274,7 @@ def schedule(
         if isinstance(chosen, schedules.Adaptive):
             raise ValueError(f"{expression!r} goes by the network's speed, so nobody knows it beforehand; accepted: "
                              f"any other schedule, say one of its bounds, {chosen.least:g} and {chosen.most:g}")
+    importable(model)
     with usage("--model"), aside(as_json):
         loaded = planning.load(model)
     if epochs is None:
@@ -395,7 +404,7 @@ def tune(
     """
     objective: Any = command
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
-        sys.path.insert(0, os.getcwd())  # for good: a function may import when it is called
+        importable(command[0])
         try:
             with aside(as_json):
                 objective = planning.find(command[0])

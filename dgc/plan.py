@@ -157,7 +157,7 @@ def load(model: str) -> Loaded:
             what to call it with; or a file with a state dict, alone or under ``model`` or ``state_dict``.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is none of them, or has no parameters to train.
     """
     if model in MODELS:
         return Loaded(model, tuple(MODELS[model]()))
@@ -174,7 +174,10 @@ def load(model: str) -> Loaded:
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
         raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
                          "that and a tuple of what to call it with")
-    return Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
+    loaded = Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
+    if not loaded.numel:
+        raise ValueError(f"model is {model!r}, which has no parameters to train")
+    return loaded
 
 
 def find(name: str) -> Any:
@@ -206,7 +209,7 @@ def _checkpoint(file: str) -> list[Shape]:
         state, dict) else {}
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not name.endswith(("running_mean", "running_var"))}
-    if not kept:
+    if not any(tensor.numel() for tensor in kept.values()):
         raise ValueError(f"model is {file!r}, which holds no parameters; accepted: a state dict, alone or under "
                          "'model' or 'state_dict'")
     return list({(t.data_ptr(), tuple(t.shape)): tuple(t.shape) for t in kept.values()}.values())  # tied ones once
@@ -592,12 +595,10 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         config: of DGC; None: the default one, and advice which sparsity to choose.
 
     Raises:
-        ValueError: ``compute`` is not a finite number > 0, or the model has no parameters.
+        ValueError: ``compute`` is not a finite number > 0.
     """
     if not 0 < compute < float("inf"):
         raise ValueError(f"compute is {compute!r}; accepted: seconds > 0")
-    if not loaded.numel:
-        raise ValueError(f"model is {loaded.name!r}, which has no parameters")
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))

@@ -154,6 +154,27 @@ def test_failures_are_one_line_and_status_1(tmp_path):
     assert (status, output, told) == (1, "", "dgc: RuntimeError: no model today\n")
 
 
+def test_what_the_users_code_lacks_is_one_line_and_status_1(tmp_path):
+    (tmp_path / "lacking.py").write_text("def build():\n    import no_such_package\n")
+    code = f"import os; os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
+    for line in (["plan", "lacking:build", "--compute", "1"], ["schedule", "0.9", "--model", "lacking:build"]):
+        status, output, told = command(*line, code=code)
+        assert (status, output, told) == (1, "", "dgc: ModuleNotFoundError: No module named 'no_such_package'\n")
+
+
+@pytest.mark.parametrize("line", [["plan", "late:build", "--measure"], ["schedule", "0.9", "--model", "late:build"]])
+def test_the_users_code_imports_from_the_current_folder_when_it_is_called(line, tmp_path):
+    (tmp_path / "late.py").write_text("def build():\n    from later import make\n    return make()\n")
+    (tmp_path / "later.py").write_text(
+        "import torch\nclass Late(torch.nn.Linear):\n    def forward(self, x):\n        import latest\n"
+        "        return super().forward(x)\ndef make():\n    return Late(40, 30), (torch.zeros(2, 40),)\n")
+    (tmp_path / "latest.py").touch()
+    code = ("import os, sys; sys.path[:] = [p for p in sys.path if p]; "  # as the script dgc has it
+            f"os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()")
+    status, output, told = command(*line, code=code)
+    assert (status, told) == (0, "") and "late:build" in output
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_locale_without_the_bars_is_no_failure(encoding):
     code = "import sys; sys.stdout.reconfigure(encoding=sys.argv.pop()); from dgc.__main__ import main; main()"

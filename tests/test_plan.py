@@ -243,6 +243,7 @@ def here(tmp_path, monkeypatch):
         "import torch\nfrom torch import nn\n"
         "def build():\n    return nn.Linear(4, 3), (torch.zeros(2, 4),)\n"
         "def alone():\n    return nn.Linear(4, 3)\n"
+        "def frozen():\n    return nn.Linear(4, 3).requires_grad_(False)\n"
         "def nothing():\n    return 7\n"
         "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
@@ -259,7 +260,8 @@ def test_a_callable_of_the_users(here):
     (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
     before = list(sys.path)
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
-    for wrong, message in (("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
+    for wrong, message in (("mine:frozen", "model is 'mine:frozen', which has no parameters to train"),
+                           ("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
                            ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable")):
         with pytest.raises(ValueError, match=message):
@@ -277,7 +279,9 @@ def test_a_checkpoint(here):
     Path("not.pt").write_text("no")
     Path("full_disk.pt").touch()  # torch then raises an error without a word
     torch.save(model, "pickled.pt")
-    for file, message in (("empty.pt", "holds no parameters"), ("not.pt", "does not read"),
+    torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
+    for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
+                          ("not.pt", "does not read"),
                           ("pickled.pt", "does not read"), ("full_disk.pt", "does not read: EOFError")):
         with pytest.raises(ValueError, match=message):
             plan.load(file)
