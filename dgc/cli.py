@@ -184,6 +184,9 @@ def link(text: str, presets: dict[str, Link]) -> Link:
     name = text.strip().lower()
     if name in presets:
         return presets[name]
+    if re.search("[0-9] ?[kmgtKMGT]?i?B(?!it|IT)", text.partition(",")[0]):
+        raise ValueError(f"{text!r}, of which the rate is in bytes; accepted: bits a second, eight times as many, as "
+                         "in 2.5gbit or 300mbit")
     rate, comma, latency = (part.strip() for part in name.partition(","))
     bandwidth = _quantity(rate, {"mbit": 1.25e5, "gbit": 1.25e8, "mbps": 1.25e5, "gbps": 1.25e8})
     microseconds = _quantity(latency, {"us": 1, "ms": 1e3}) if comma else 50.0

@@ -75,6 +75,7 @@ def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "link"), [
     ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
     ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
+    ("3GBIT", Link(50e-6, 0.375e9)), ("3Gbps", Link(50e-6, 0.375e9)),
     ("Infiniband", plan.NETWORKS["infiniband"])])
 def test_networks(text, link):
     read = cli.link(text, plan.NETWORKS)
@@ -88,6 +89,12 @@ def test_networks(text, link):
 def test_networks_that_are_refused(text, part):
     with pytest.raises(ValueError, match=rf"of which its {part}, is wrong; accepted: 1gbit, .* if it is not 50us"):
         cli.link(text, plan.NETWORKS)
+
+
+@pytest.mark.parametrize("text", ["300GBps", "100MBps", "1.5 GB/s,2us", "25GB", "10GBPS"])
+def test_bytes_a_second_are_refused(text):
+    with pytest.raises(ValueError, match=rf"'{text}', of which the rate is in bytes; accepted: bits a second, eight "):
+        cli.link(text, plan.INSIDE)
 
 
 def test_schedule_is_the_functions(tmp_path):
