@@ -195,13 +195,16 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     return piecewise({0: 0.0, step: then})
 
 
+ROUNDED = 10  # parts of a warm-up: of many, the error of a rounded factor would add up => 0.995 as 1 never warms up
+
+
 def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end: float = 0.999,
            stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
     """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
 
     The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is
-    ((1 - end) / (1 - start)) ** (1 / epochs), rounded to two digits: the paper's is 1/4. ``stages=4`` gives a training
-    that is shorter than the paper's 164 epochs the same warm-up in proportion.
+    ((1 - end) / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the paper's is
+    1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the same warm-up in proportion.
 
     Args:
         epochs: length of the warm-up; 0 for none.
@@ -230,7 +233,9 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     if per_step:
         return Ramp(length, start, end)
     parts = epochs if stages is None else stages
-    factor = float(f"{((1 - end) / (1 - start)) ** (1 / parts):.2g}")
+    factor = ((1 - end) / (1 - start)) ** (1 / parts)
+    if parts <= ROUNDED:
+        factor = float(f"{factor:.2g}")
     furthest = min if end >= start else max  # rounding the factor must not carry us past the end
     points = {round(part * epochs * steps_per_epoch / parts): furthest(end, 1 - (1 - start) * factor**part)
               for part in range(math.ceil(parts))}

@@ -33,6 +33,18 @@ def test_the_papers_warm_up_in_proportion(quarter, epochs, end):
     assert dgc.warmup(epochs, stages=epochs, steps_per_epoch=3, end=end) == by_epoch
 
 
+@pytest.mark.parametrize("parts", [11, 60, 1200])
+def test_many_parts_pass_through_the_geometric_means(parts):
+    by_epoch = dgc.warmup(parts, steps_per_epoch=1)
+    stages = dgc.warmup(3, steps_per_epoch=400, stages=parts)
+    for share in (0, 0.5, 1):
+        step = round(share * parts)
+        expected = 0.25 * (0.001 / 0.25) ** (step / parts)
+        assert 1 - by_epoch(step) == pytest.approx(expected, rel=0.01)
+        assert 1 - stages(round(step * 1200 / parts)) == pytest.approx(expected, rel=0.01)
+    assert len({by_epoch(step) for step in range(parts)}) == parts
+
+
 def test_per_step_passes_through_the_geometric_means():
     schedule = dgc.warmup(2, steps_per_epoch=5, start=0.0, end=0.99, per_step=True)
     assert [1 - schedule(step) for step in (0, 5, 10)] == pytest.approx([1.0, 0.1, 0.01])
