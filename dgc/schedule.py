@@ -85,7 +85,8 @@ class Adaptive:
         - Too dense (share > HIGH): halfway back to ``good``, as geometric mean, or right there if that is near. If
           there is none, or it was this, the network has changed: d shrinks as a time in proportion to it would have to.
         - Room for more (share < LOW): halfway to ``bad``; no further if that is near; and by ``GROW`` if none is known.
-        - Between the two: as it is.
+        - Between the two: as it is; but where ``forget``, as if there were room: else a latency that alone is more than
+          LOW would keep for good what a network that was slow for a while has led to.
 
         Apart from those onto a bound and back, moves are by factors of more than 1.2, so messages are not laid out anew
         for nothing.
@@ -102,12 +103,12 @@ class Adaptive:
             wanted = (density * min(max(AIM / share, SHRINK), 1 / GROW) if good == 0.0 else
                       good if bad <= NEAR * good else math.sqrt(good * bad))
         else:
-            good = density
-            if bad <= good or (forget and share < LOW and bad <= NEAR * good):
+            good, room = density, share < LOW or (forget and share <= HIGH)
+            if bad <= good or (forget and room and bad <= NEAR * good):
                 bad = 2.0
-            if share < LOW and bad == 2.0:
+            if room and bad == 2.0:
                 wanted = GROW * density
-            elif share < LOW and bad > NEAR * good:
+            elif room and bad > NEAR * good:
                 wanted = math.sqrt(good * bad)
         return Found(self.within(1 - wanted), 1 - good, 1 - bad)
 
@@ -128,10 +129,11 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float = 0.999,
     with computing = step - exposed. Exposed is the waiting, and the work of compression as far as nothing computes
     beside it, which on a CPU is all of it: denser messages also take longer to make. A rank that arrives early waits
     for the others, too, which no sparsity would change; hence the least. Above a share of 9 % the density falls; below
-    6 % it rises, until it was seen to go above 9 %, and at most 16 decisions later once more. :meth:`Adaptive.after`
-    has the law. As far as the bounds allow it, a step so takes at most 9 % longer than computing alone, but for those
-    in which it looks for the limit, or the network has just changed. Time that no sparsity saves (latency, parameters
-    that travel dense, accumulating) counts, and may drive the sparsity to ``most``.
+    6 % it rises, until it was seen to go above 9 %, and at most 16 decisions later once more; between the two it rises
+    every 16 decisions only. :meth:`Adaptive.after` has the law. As far as the bounds allow it, a step so takes at most
+    9 % longer than computing alone, but for those in which it looks for the limit, or the network has just changed.
+    Time that no sparsity saves (latency, parameters that travel dense, accumulating) counts, and may drive the sparsity
+    to ``most``.
 
     What is found lies in ``optimizer.param_groups[0]`` (``dgc_sparsity``, and what is known of its neighbours), so it
     is saved, loaded and broadcast with the learning rate; ``optimizer.report().sparsity`` tells it. A training that
