@@ -105,7 +105,7 @@ class Setting:
         if colon:
             words = [word.replace("=true", "=True") for word in arguments.split(",")]
             sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
-        clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:g}"
+        clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"
         return f"dgc.Config(sparsity={sparsity}{clip})"
 
     @property
@@ -399,7 +399,8 @@ def _suggest(trial: Any, task: Task) -> Setting:
         clips = trial.suggest_categorical("clips", (False, True))
         today = task.clip_norm or 1.0
         norm = trial.suggest_float("clip_norm", CLIP[0] * today, CLIP[1] * today, log=True)
-        clip = float(f"{norm:.3g}") if clips else None
+        rounded = norm if norm == today else float(f"{norm:.3g}")
+        clip = rounded if clips else None
     end = f"{1 - density:.10g}"
     kind = {"none": "", "stages": ",stages=4", "per_step": ",per_step=true"}[form]
     expression = end if form == "none" else f"warmup:epochs={length:.3g},end={end}{kind}"

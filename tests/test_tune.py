@@ -321,6 +321,18 @@ def test_a_function_is_searched(place):
     assert searched["density"] == optuna.distributions.FloatDistribution(1e-4, 0.1, log=True)
 
 
+def test_the_first_trial_has_todays_bound_as_it_was_given(place):
+    seen = []
+
+    def objective(setting):
+        seen.append(setting)
+        return 1.0, 1e6
+
+    tune.search(objective, epochs=1, maximize=True, trials=4, clip_norm=0.33333333)
+    assert seen[0].clip_norm == 0.33333333 and "clip_norm=0.33333333)" in seen[0].line
+    assert all(s.clip_norm is None or float(f"{s.clip_norm:.3g}") == s.clip_norm for s in seen[1:])
+
+
 def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
     def objective(setting):
         if setting.trial == 1:
