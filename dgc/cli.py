@@ -305,6 +305,8 @@ def schedule(
     out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
     out.print(f"{_size(total)} in all, {dense * steps / total:,.1f} times fewer than {_size(dense * steps)} of dense "
               "float32.", highlight=False)
+    if loaded.caveat:
+        out.print(loaded.caveat, highlight=False)
     if png:
         out.print(f"Picture: {png}", highlight=False)
 

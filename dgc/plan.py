@@ -143,6 +143,13 @@ class Loaded(NamedTuple):
     shapes: tuple[Shape, ...]
     module: nn.Module | None = None
     inputs: tuple[Any, ...] | None = None  # what to call it with
+    dtypes: tuple[str, ...] = ("float32",)  # of the parameters, each once
+
+    @property
+    def caveat(self) -> str:
+        """What a count of bytes leaves out; nothing where it is exact."""
+        return "" if self.dtypes == ("float32",) else (
+            f"Bytes are those of float32 parameters; those of {self.name} are {' and '.join(self.dtypes)}.")
 
     @property
     def numel(self) -> int:
@@ -162,7 +169,8 @@ def load(model: str) -> Loaded:
     if model in MODELS:
         return Loaded(model, tuple(MODELS[model]()))
     if Path(model).is_file():
-        return Loaded(model, tuple(_checkpoint(model)))
+        tensors = _checkpoint(model)
+        return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
     if not NAME.fullmatch(model):
         raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}, module:callable, or a checkpoint's file")
     try:
@@ -174,7 +182,8 @@ def load(model: str) -> Loaded:
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
         raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
                          "that and a tuple of what to call it with")
-    loaded = Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
     if not loaded.numel:
         raise ValueError(f"model is {model!r}, which has no parameters to train")
     return loaded
@@ -195,8 +204,12 @@ def find(name: str) -> Any:
         sys.path.remove(here)
 
 
-def _checkpoint(file: str) -> list[Shape]:
-    """Shapes of the parameters in it: what is not a number with a fraction, or a running statistic, is none."""
+def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _checkpoint(file: str) -> list[torch.Tensor]:
+    """The parameters in it: what is not a number with a fraction, or a running statistic, is none."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling meets
@@ -212,7 +225,7 @@ def _checkpoint(file: str) -> list[Shape]:
     if not any(tensor.numel() for tensor in kept.values()):
         raise ValueError(f"model is {file!r}, which holds no parameters; accepted: a state dict, alone or under "
                          "'model' or 'state_dict'")
-    return list({(t.data_ptr(), tuple(t.shape)): tuple(t.shape) for t in kept.values()}.values())  # tied ones once
+    return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once
 
 
 def measure(loaded: Loaded, steps: int = 5) -> float:
@@ -603,10 +616,12 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
 
+    advice = advise(loaded.shapes, cluster, compute, config, local, overlap)
+    if loaded.caveat:
+        advice = advice._replace(words=(*advice.words, loaded.caveat))
     scaling = {workers: on(of_size(cluster, workers)) for workers in sizes(cluster)}
-    return Report(loaded.name, loaded.numel, cluster, compute, (config or DGC).sparsity_at(0), on(cluster),
-                  scaling,
-                  advise(loaded.shapes, cluster, compute, config, local, overlap))
+    return Report(loaded.name, loaded.numel, cluster, compute, (config or DGC).sparsity_at(0), on(cluster), scaling,
+                  advice)
 
 
 def draw(report: Report, file: Path) -> None:

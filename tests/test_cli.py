@@ -72,6 +72,22 @@ def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
     assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1230
 
 
+def test_bytes_are_said_to_be_those_of_float32(tmp_path, monkeypatch):
+    import torch
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": torch.zeros(40, 30, dtype=torch.bfloat16), "b": torch.zeros(30)}, "half.pt")
+    torch.save({"a": torch.zeros(40, 30)}, "full.pt")
+    (tmp_path / "halves.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(40, 30, dtype=torch.float16)\n")
+    for model, dtypes in (("half.pt", "bfloat16 and float32"), ("halves:build", "float16")):
+        said = f"Bytes are those of float32 parameters; those of {model} are {dtypes}."
+        assert said in invoke("plan", model, "--compute", 1) and said in invoke("schedule", "0.9", "--model", model)
+        assert said in json.loads(invoke("plan", model, "--compute", 1, "--json"))["advice"]["words"]
+    for model in ("full.pt", "resnet110"):
+        assert "those of float32" not in invoke("plan", model, "--compute", 1)
+        assert "those of float32" not in invoke("schedule", "0.9", "--model", model)
+
+
 @pytest.mark.parametrize(("text", "link"), [
     ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
     ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
