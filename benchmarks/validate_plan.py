@@ -77,6 +77,12 @@ def predicted(cell: Cell, machine: dict[str, float]) -> float:
                         local).step_seconds
 
 
+def by_default(cell: Cell) -> float:
+    """The same, as ``dgc plan`` has it for a cell without computation."""
+    cluster = Cluster(cell["hosts"], 1, Link(plan.NETWORKS["1gbit"].latency, cell["bits"] / 8), plan.INSIDE["pcie"])
+    return plan.predict(tuple(SHAPES[cell["model"]]()), cluster, METHODS[cell["method"]], 0.0).step_seconds
+
+
 def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:
     """Sets what is fitted, one after the other, and returns the cells that it was fitted to."""
     used = []
@@ -121,8 +127,20 @@ def main(files: Annotated[list[Path] | None, typer.Argument(help="Of network.py;
         print(f"{name}: {value:.3g} s")
     print(f"{len(errors)} cells predicted: median error {100 * median:.1f} %, largest {100 * max(errors):.1f} %; "
           f"hosts: {sorted({r['hosts'] for r in rows})}, rates: {sorted({r['rate'] for r in rows})}")
+    convert = used[list(FITS).index("convert")]
+    plain = {kind: [abs(by_default(cell) / cell["median_seconds"] - 1) for cell in measured
+                    if not cell["model"].startswith("resnet110") and cell is not convert
+                    and (METHODS[cell["method"]].kind == "dgc") == (kind == "dgc")] for kind in ("dense", "dgc")}
+    every = [*plain["dense"], *plain["dgc"]]
+    defaults = {"cells": len(every), "median_error": statistics.median(every), "largest_error": max(every),
+                "median_error_dense": statistics.median(plain["dense"]),
+                "median_error_dgc": statistics.median(plain["dgc"])}
+    print(f"{len(every)} cells of exchanges alone, with the defaults of dgc plan: median error "
+          f"{100 * defaults['median_error']:.1f} % ({100 * defaults['median_error_dense']:.1f} % of the dense ones, "
+          f"{100 * defaults['median_error_dgc']:.1f} % of DGC's), largest {100 * defaults['largest_error']:.1f} %")
     if out:
-        out.write_text(json.dumps({"machine": machine, "cells": rows, "median_error": median}, indent=1) + "\n")
+        out.write_text(json.dumps({"machine": machine, "cells": rows, "median_error": median, "defaults": defaults},
+                                  indent=1) + "\n")
     raise SystemExit(int(median > ACCEPTED))
 
 
