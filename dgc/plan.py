@@ -459,6 +459,7 @@ class Advice(NamedTuple):
     dgc: Prediction  # the simplest that is nearly as fast as any, with ``sparsity``
     sparsity: float
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
+    above: float | None  # and from which on; None: however slow it is
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
     words: tuple[str, ...]
 
@@ -467,9 +468,9 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
            local: Local = CPU, overlap: bool = True) -> Advice:
     """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
 
-    It is compared with the dense exchanges in ``OFFERED``. Where it pays in a range of bandwidths only, ``below`` is
-    the end of that in which the cluster is, or of the next one below it: ``pays`` is whether the cluster's bandwidth is
-    no higher.
+    It is compared with the dense exchanges in ``OFFERED``. Where it pays in a range of bandwidths only, as it may where
+    it sends as many bytes as a sum in float16, the range is the one in which the cluster is, or the next below it: so
+    ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
 
     Args:
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
@@ -491,30 +492,35 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
         return choose(replace(cluster, between=replace(cluster.between, bandwidth=bandwidth)))[0]
 
     pays, dense, dgc, sparsity = choose(cluster)
-    below = _highest(pays_at, cluster.between.bandwidth) if cluster.nodes > 1 else None
+    below = above = None
+    if cluster.nodes > 1:
+        turn = _turn(pays_at, cluster.between.bandwidth, up=pays)
+        below = turn[0] if turn else max(MOST, cluster.between.bandwidth) if pays else None
+    if below and (turn := _turn(pays_at, below, up=False)):
+        above = turn[1]
     other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
                  if m.kind != "dgc"), key=lambda p: p.step_seconds)
     advised = dgc if pays else dense
-    advice = Advice(pays, dense, dgc, sparsity, below,
+    advice = Advice(pays, dense, dgc, sparsity, below, above,
                     other if NEARLY * other.step_seconds < advised.step_seconds else None, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, given=config is not None)))
 
 
-def _highest(holds: Callable[[float], bool], here: float) -> float | None:
-    """The bandwidth, in bytes a second, up to which it holds: from ``here`` up, or if it does not hold there, from
-    there down. To 2 %, between 1 Mbit/s and ``MOST``, which is returned if it holds up to there.
+def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
+    """The first two bandwidths above ``here``, or below it, between which what holds changes: in bytes a second, the
+    lower first, within 2 %. None: it does not change between 1 Mbit/s and ``MOST``.
     """
-    up = holds(here)
-    grid = [here, *sorted((b for b in (1.25e5 * 10 ** (i / 4) for i in range(29)) if b != here and (b > here) == up),
-                          reverse=not up)]
-    turn = next((i for i, bandwidth in enumerate(grid) if holds(bandwidth) != up), None)
-    if turn is None:
-        return max(MOST, here) if up else None
-    low, high = sorted(grid[turn - 1:turn + 1])
-    while high > 1.02 * low:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    grid = [1.25e5 * 10 ** (i / 4) for i in range(29)]
+    last, held = here, holds(here)
+    for bandwidth in [b for b in grid if b > here] if up else [b for b in reversed(grid) if b < here]:
+        if holds(bandwidth) != held:
+            low, high = sorted((last, bandwidth))
+            while high > 1.02 * low:
+                middle = (low * high) ** 0.5
+                low, high = (middle, high) if (holds(middle) == held) == up else (low, middle)
+            return low, high
+        last = bandwidth
+    return None
 
 
 def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Iterable[str]:
@@ -535,10 +541,10 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
     if advice.below is None:
         yield ("No lower bandwidth between nodes would change that." if cluster.nodes > 1 else
                "All workers are in one node, where the network plays no part.")
-    elif advice.below >= MOST:
-        yield f"On this cluster it pays up to {bits(advice.below)} between nodes, as far as was looked."
     else:
-        yield f"On this cluster it pays up to {bits(advice.below)} between nodes, and not above."
+        begin = f"from {bits(advice.above)} " if advice.above else ""
+        end = "as far as was looked" if advice.below >= MOST else f"and not {'outside' if begin else 'above'}"
+        yield f"On this cluster it pays {begin}up to {bits(advice.below)} between nodes, {end}."
     if advice.pays:
         exchange = (', exchange="shared"' if dgc.method.name.endswith("shared") else "") + (
             ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else "")

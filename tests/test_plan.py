@@ -176,6 +176,28 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
 
 
+def test_advice_names_both_ends_of_a_range():
+    """70 % is about as many bytes as float16, which costs a CPU time: so it pays where neither bytes nor time rule."""
+    shapes, config = plan.load("resnet50").shapes, dgc.Config(0.7)
+    told = [plan.advise(shapes, Cluster(4, 1, Link(50e-6, 1.25e5 * 2 ** (i / 2)), plan.INSIDE["pcie"]), 0.25, config)
+            for i in range(34)]
+    bandwidths = [1.25e5 * 2 ** (i / 2) for i in range(34)]
+    pays = [t.pays for t in told]
+    first, last = pays.index(True), 33 - pays[::-1].index(True)
+    assert 0 < first < last < 33 and all(pays[first:last])
+    for bandwidth, t in zip(bandwidths, told, strict=True):
+        assert t.pays == (t.below is not None and bandwidth <= t.below)
+        if t.below is None:
+            assert bandwidth < bandwidths[first] and "No lower bandwidth" in " ".join(t.words)
+            continue
+        assert bandwidths[first - 1] < t.above < 1.02 * bandwidths[first]
+        assert bandwidths[last] / 1.02 < t.below < bandwidths[last + 1]
+        assert f"pays from {plan.bits(t.above)} up to {plan.bits(t.below)} between nodes, and not outside" in " ".join(
+            t.words)
+    assert "dgc.Config(sparsity=0.7," in " ".join(told[first].words)  # a warm-up would begin with 75 %
+    assert plan.advise(shapes, cluster(4), 0.25).above is None
+
+
 def test_advice_does_not_name_the_end_of_its_search():
     """A worker whose own node is the bottleneck: DGC pays however fast the network."""
     slow = Cluster(2, 2, Link(0, 1e9), Link(0, 1e7))
