@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from dgc import fsdp
 from dgc.compressor import Collective
@@ -442,20 +442,21 @@ def _tree(file: Any, name: str) -> Tree:
     parts = {"model", "optimizer"} if name == "common" else {"residuals", "buffers", "random"}
     if missing := sorted(key for key in {*parts, "extras"} if not isinstance(tree.get(key), dict)):
         raise ValueError(f"it lacks {missing}")
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            _check_tensor(leaf)
+    _check_tensors(tree)
     return tree
 
 
-def _check_tensor(tensor: Tensor) -> None:
-    """That reading it reads its own memory: a file can ask for what torch's kernels do not check."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"it has a tensor on {tensor.device}")
-    if tensor.layout == torch.sparse_coo:
-        torch.sparse_coo_tensor(tensor._indices(), tensor._values(), tensor.shape, check_invariants=True)
-    elif tensor.layout != torch.strided:
-        raise ValueError(f"it has a tensor of layout {tensor.layout}")
+def _check_tensors(tree: Any) -> None:
+    """That reading them reads their own memory: a file can ask for what torch's kernels do not check."""
+    for where, tensor in tree_flatten_with_path(tree)[0]:
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.device.type != "cpu":
+            raise ValueError(f"a tensor on {tensor.device} at {keystr(where)}")
+        if tensor.layout == torch.sparse_coo:
+            torch.sparse_coo_tensor(tensor._indices(), tensor._values(), tensor.shape, check_invariants=True)
+        elif tensor.layout != torch.strided:
+            raise ValueError(f"a tensor of layout {tensor.layout} at {keystr(where)}")
 
 
 @contextlib.contextmanager
@@ -470,17 +471,25 @@ def _blamed(file: Path) -> Iterator[None]:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 def _check_plain(trees: Tree) -> None:
-    """That torch will load it without running code; asked of torch itself, without the tensors' content."""
+    """That it will be loaded, without running code; asked of what loads it, without the tensors' content."""
     for name, tree in trees.items():
         file = io.BytesIO()
         try:
-            torch.save(tree_map(lambda x: torch.empty(0) if isinstance(x, Tensor) else x, tree), file)
+            torch.save(tree_map(_hollow, tree), file)
             file.seek(0)
-            torch.load(file, weights_only=True)
+            _check_tensors(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as error:
             culprit = re.search(r"GLOBAL (\S+)", str(error))
             raise TypeError(f"save_checkpoint: {name} holds {culprit[1] if culprit else error}; accepted: plain data, "
-                            "that is numbers, strings, None, tensors, and dicts, lists and tuples of such") from error
+                            "that is numbers, strings, None, tensors (dense or COO, with content), and dicts, lists "
+                            "and tuples of such") from error
+
+
+def _hollow(leaf: Any) -> Any:
+    """A plain tensor without its content; anything else, tensors of other kinds too, as it is."""
+    plain = type(leaf) in (Tensor, nn.Parameter) and not vars(leaf) and leaf.device.type != "meta" and (
+        leaf.layout in (torch.strided, torch.sparse_coo))
+    return torch.empty(0) if plain else leaf
 
 
 def _check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

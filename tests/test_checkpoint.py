@@ -370,6 +370,44 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, extras, message):
     assert not list(tmp_path.iterdir())
 
 
+class Marked(torch.Tensor):
+    """Of a class that a file cannot make without running code."""
+
+
+@pytest.mark.parametrize(("odd", "message"), [
+    (lambda: torch.ones(2).as_subclass(Marked), r"holds test_checkpoint\.Marked; accepted: plain data"),
+    (lambda: torch.eye(5).to_sparse_csr(), r"holds a tensor of layout torch\.sparse_csr at \['odd'\]; accepted: plain"),
+    (lambda: torch.ones(2, device="meta"), r"holds a tensor on meta at \['odd'\]; accepted: plain data"),
+])
+@pytest.mark.parametrize("where", ["extras", "model"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_a_tensor_that_would_not_be_loaded_is_not_saved(tmp_path, where, odd, message):
+    """The checkpoint before stays, and loads."""
+    def worker():
+        network, optimizer = made()
+        dgc.save_checkpoint(tmp_path, network, optimizer, {"epoch": 1})
+        before = sorted(file.name for file in tmp_path.iterdir())
+        if where == "model":
+            network.register_buffer("odd", odd())
+        with pytest.raises(TypeError, match=f"{where} {message}"):
+            dgc.save_checkpoint(tmp_path, network, optimizer, {"odd": odd()} if where == "extras" else {})
+        assert sorted(file.name for file in tmp_path.iterdir()) == before
+        return dgc.load_checkpoint(tmp_path, *made())
+
+    assert in_lockstep(worker, 2) == [{"epoch": 1}] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*TypedStorage:UserWarning")
+def test_tensors_of_every_kind_that_is_loaded_are_saved(tmp_path):
+    extras = {"COO": torch.eye(3).to_sparse(), "parameter": nn.Parameter(torch.ones(2)), "none": torch.zeros(0, 3),
+              "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "half": torch.ones(2).half()}
+    in_lockstep(lambda: dgc.save_checkpoint(tmp_path, *made(), extras), 2)
+    for loaded in load(tmp_path):
+        assert loaded.keys() == extras.keys()
+        assert all(torch.equal(x.to_dense() if x.is_sparse else x, extras[k].to_dense() if x.is_sparse else extras[k])
+                   for k, x in loaded.items())
+
+
 def test_nothing_is_saved_within_a_step(tmp_path):
     def worker():
         network, optimizer = made()
