@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -27,7 +28,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -185,7 +186,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     def read() -> None:
         common.update(_read(folder, "common", files, sent))
         with _blamed(_file(folder, "common", files)):
-            _check_same("model", common["model"], model.state_dict())
+            _check_model(common["model"], model)
             _check_optimizer(optimizer, common["optimizer"])
         expected = optimizer._residuals() if keeps else {letter: _names(optimizer, model) for letter in "uv"}
         for name, rank in needed.items():
@@ -195,7 +196,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
             with _blamed(_file(folder, name, files)):
                 if rank == mine:
                     own.update(state)
-                    _check_same("model", {**common["model"], **own["buffers"]}, model.state_dict())
+                    common["model"].update(own["buffers"])
+                    _check_model(common["model"], model)
                     _set_random_states(own["random"], model, dry=True)
                 if rank in weights:
                     _check_residuals(state["residuals"], expected, keeps)
@@ -204,6 +206,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
             with _blamed(_file(folder, "common", files)):
                 pending.update(_fold(optimizer, model, common["optimizer"], total))
 
+    def load() -> None:
+        with _blamed(_file(folder, "common", files)):
+            model.load_state_dict(common["model"])  # as state_dict() gave it, with the versions of its modules
+
     def apply() -> None:
         if keeps:  # before the optimizer's own state, whose momentum moves into u if it has any
             kept = optimizer.residual_state_dict()
@@ -211,7 +217,6 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
                 total.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **total})
         optimizer.load_state_dict(common["optimizer"])
-        model.load_state_dict({**common["model"], **own["buffers"]})
         with torch.no_grad():
             for p, update in pending.items():
                 p.copy_(p.double().add_(update.to(p.device)))
@@ -219,6 +224,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
             _set_random_states(own["random"], model)
 
     together(read)
+    before = _on_cpu(model)
+    try:
+        together(load)
+    except BaseException:  # a module of some rank does not take it, which may refuse this too, at the same place
+        with contextlib.suppress(Exception):
+            model.load_state_dict(before)
+        raise
     together(apply)
     return common["extras"] if mine is None else own["extras"]
 
@@ -492,20 +504,37 @@ def _hollow(leaf: Any) -> Any:
     return torch.empty(0) if plain else leaf
 
 
-def _check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _on_cpu(model: nn.Module) -> Tree:
+    """A copy of a model's state."""
+    state = model.state_dict()
+    for name, value in state.items():  # in place, as it knows the versions of its modules
+        state[name] = value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+    return state
+
+
+def _check_model(given: Mapping[str, Any], model: nn.Module) -> None:
+    expected, parameters = model.state_dict(), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # A module may change its buffers' shapes when it loads. One that does not will refuse others, but takes a scalar
+    # from whatever has one dimension.
+    _check_same("model", given, expected, {name for name, x in expected.items() if isinstance(x, Tensor) and (
+        name not in parameters and x.dim() > 0)})
+
+
+def _check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
+                of_any_shape: Collection[str] = ()) -> None:
     if given.keys() != expected.keys():
         raise ValueError(f"{what} lacks {sorted(expected.keys() - given.keys())} and has unknown "
                          f"{sorted(given.keys() - expected.keys())}")
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor):
-            _check_like(f"{what}: {name}", given[name], tensor)
+            _check_like(f"{what}: {name}", given[name], tensor, name in of_any_shape)
 
 
-def _check_like(what: str, given: Any, expected: Tensor) -> None:
+def _check_like(what: str, given: Any, expected: Tensor, of_any_shape: bool = False) -> None:
     """That one tensor can be copied into the other."""
     if not isinstance(given, Tensor):
         raise ValueError(f"{what} is not a tensor; expected one of shape {tuple(expected.shape)}")
-    if given.shape != expected.shape:
+    if given.shape != expected.shape and not of_any_shape:
         raise ValueError(f"{what} has shape {tuple(given.shape)}; expected {tuple(expected.shape)}")
     if given.layout != expected.layout or not torch.can_cast(given.dtype, expected.dtype):
         raise ValueError(f"{what} is {given.layout}, {given.dtype}; expected {expected.layout}, {expected.dtype}")

@@ -500,6 +500,84 @@ def test_what_does_not_fit_is_refused(shelf, changed, message):
         load(f"{shelf}/2-{dgc.Average}", **changed)
 
 
+class Versioned(nn.Linear):
+    """Takes its parameters from version 2 of it alone, or whoever fails first."""
+
+    _version = 2
+    fails = False
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version is {local_metadata.get('version')}; accepted: 2")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if self.fails:
+            raise ValueError("refused by the module")
+
+
+def test_modules_are_told_their_versions_and_what_one_refuses_is_loaded_on_no_rank(tmp_path):
+    """In part neither: the first module has taken its parameters when the second refuses."""
+    def worker():
+        network = nn.Sequential(nn.Linear(40, 40), Versioned(40, 40))
+
+        def step():
+            optimizer.zero_grad()
+            network(torch.full((1, 40), 1.0 + current_rank())).square().sum().backward()
+            optimizer.step()
+
+        def state():
+            residuals = optimizer.residual_state_dict()
+            return torch.cat([flat(network), *(x.flatten() for letter in "uv" for x in residuals[letter].values())])
+
+        for p in network.parameters():
+            nn.init.constant_(p, 0.01)
+        _, optimizer = made(network=network, config=dgc.Config(sparsity=0.95))
+        step()
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        saved = state()
+        step()
+        before = state()
+        network[1].fails = current_rank() == 1
+        with pytest.raises(ValueError, match=r"common-\S+: refused by the module \(on rank 1\)"):
+            dgc.load_checkpoint(tmp_path, network, optimizer)
+        assert torch.equal(state(), before) and optimizer.param_groups[0]["dgc_step"] == 2
+        network[1].fails = False
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        assert torch.equal(state(), saved) and not torch.equal(saved, before)
+
+    in_lockstep(worker, 2)
+
+
+class Grown(nn.Linear):
+    """With a buffer whose shape is known when it is loaded."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.register_buffer("seen", torch.empty(0))
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_module_may_change_the_shape_of_its_buffer_and_no_other_does(tmp_path):
+    def worker():
+        torch.manual_seed(0)
+        network = Grown(40, 40)
+        network.seen = torch.arange(5.0) + current_rank()
+        dgc.save_checkpoint(tmp_path, *made(network=network))
+        network = Grown(40, 40)
+        dgc.load_checkpoint(tmp_path, *made(network=network))
+        assert torch.equal(network.seen, torch.arange(5.0) + current_rank())
+        network = nn.Linear(40, 40)
+        network.register_buffer("seen", torch.zeros(4))
+        before = flat(network)
+        with pytest.raises(ValueError, match=r"common-\S+: Error[^`]*size mismatch for seen"):
+            dgc.load_checkpoint(tmp_path, *made(network=network))
+        assert torch.equal(flat(network), before)
+
+    in_lockstep(worker, 2)
+
+
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda files: files["common"].unlink(), r"common-\S+ is gone, which belongs to the checkpoint"),
     (lambda files: files["rank-1"].write_bytes(b""), r"rank-1-\S+: it has 0 bytes; expected \d+"),
