@@ -212,6 +212,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
 
     def apply() -> None:
         if keeps:  # before the optimizer's own state, whose momentum moves into u if it has any
+            optimizer._reset()  # what is on its way belongs to another v
             kept = optimizer.residual_state_dict()
             if not (total["u"] or total["v"]):  # it was saved without
                 total.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})

@@ -1119,7 +1119,14 @@ class _Distributed(torch.optim.Optimizer):
         self._fill_state()
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank."""
+        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank.
+
+        Raises:
+            RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on its way.
+        """
+        if self._between and not self._plain:
+            raise RuntimeError("residual_state_dict(), or a copy of the optimizer, was asked for between backward() "
+                               "and step(); accepted: after step()")
         self._settle()
         world = self._transport.world or World(0, 1)
         shard = fsdp.shard(self._parameters()[0])
@@ -1138,7 +1145,8 @@ class _Distributed(torch.optim.Optimizer):
         return views
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank.
+        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between ``backward()`` and
+        ``step()`` what is on its way is dropped, as it belongs to another v.
 
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
@@ -1157,6 +1165,7 @@ class _Distributed(torch.optim.Optimizer):
                 if tensor.shape != expected[name].shape:
                     raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
                                      f"expected {tuple(expected[name].shape)}")
+        self._reset()
         self._put_residuals(state_dict)
 
     def _put_residuals(self, state: Mapping[str, Any]) -> None:

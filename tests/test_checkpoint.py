@@ -423,6 +423,24 @@ def test_nothing_is_saved_within_a_step(tmp_path):
     in_lockstep(worker, 2)
 
 
+def test_what_is_loaded_within_a_step_is_what_was_saved(tmp_path):
+    """Nothing of the step that was not finished is added to it."""
+    def worker():
+        network, optimizer = made()
+        trained(range(3), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        saved = optimizer.residual_state_dict()
+        expected = trained(range(3, 6), network, optimizer)
+        optimizer.zero_grad()
+        loss(network, current_rank(), 6, DOUBLE).backward()
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        loaded = optimizer.residual_state_dict()
+        assert all(torch.equal(loaded[letter][name], x) for letter in "uv" for name, x in saved[letter].items())
+        return torch.equal(trained(range(3, 6), network, optimizer), expected)
+
+    assert in_lockstep(worker, 2) == [True, True]
+
+
 def test_a_loss_scaler_that_skipped_the_last_step(tmp_path):
     """It never called the optimizer's ``step()``, and there is nothing to wait for."""
     def worker():

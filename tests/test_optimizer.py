@@ -281,14 +281,13 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
         backward(network)
         optimizer.synchronize()
         grads = [p.grad.clone() for p in network.parameters()]
-        v = optimizer.residual_state_dict()["v"]
+        v = copy.deepcopy(optimizer._residuals()["v"])
         if rank() == 0:  # catching warnings is not for several threads
             with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
                 optimizer.step()
         assert optimizer.report().steps == 1
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(v.values(), optimizer.residual_state_dict()["v"].values(),
-                                                     strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(v.values(), optimizer._residuals()["v"].values(), strict=True))
 
     in_lockstep(worker)
 
@@ -345,14 +344,14 @@ def test_a_step_left_out_is_left_out(directly, to_none):
             backward(network, step)
             optimizer.synchronize()
             optimizer.zero_grad(set_to_none=to_none)
-        before, pending = flat(network), optimizer.residual_state_dict()
+        before, pending = flat(network), copy.deepcopy(optimizer._residuals())
         backward(network, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is not the second synchronize() before this step
             optimizer.step()
         moved = flat(network)
         other, expected = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
-        expected.load_residual_state_dict(pending)
+        expected.load_residual_state_dict({**expected.residual_state_dict(), **pending})
         expected.param_groups[0]["dgc_step"] = 2  # which rotates the sample
         backward(other, 2)
         expected.step()
@@ -939,6 +938,47 @@ def test_copies_train_on_like_the_original(copied):
 
     for original, other in in_lockstep(worker):
         assert torch.equal(original, other)
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("asked", [lambda optimizer: optimizer.residual_state_dict(),
+                                   copy.deepcopy, pickle.dumps])
+def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronized):
+    def worker():
+        network, optimizer = train(range(2), SPARSE)
+        optimizer.zero_grad()
+        backward(network, 2)
+        if synchronized:
+            optimizer.synchronize()
+        with pytest.raises(RuntimeError, match=r"asked for between backward\(\) and step\(\); accepted: after step"):
+            asked(optimizer)
+        with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
+            optimizer.step()
+        asked(optimizer)
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("residuals_first", [False, True])
+def test_residuals_loaded_between_backward_and_step_are_those_that_were_saved(residuals_first):
+    """To the bit, and so is what follows: nothing of the step that was not finished is added to them."""
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        saved = copy.deepcopy([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()])
+        expected = flat(train(range(3, 6), None, network, optimizer)[0])
+        optimizer.zero_grad()
+        backward(network, 6)
+        network.load_state_dict(saved[0])
+        if residuals_first:
+            optimizer.load_residual_state_dict(saved[2])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        if not residuals_first:
+            optimizer.load_residual_state_dict(saved[2])
+        loaded = optimizer.residual_state_dict()
+        assert all(torch.equal(loaded[letter][name], x) for letter in "uv" for name, x in saved[2][letter].items())
+        return torch.equal(flat(train(range(3, 6), None, network, optimizer)[0]), expected)
+
+    assert in_lockstep(worker) == [True, True]
 
 
 def test_a_copy_knows_whose_gradients_are_sparse():
