@@ -658,6 +658,10 @@ def _fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Te
         momentum, decay = u.double().mul_(-1 if group_of[index]["maximize"] else 1), buffers.pop("decay_buffer", None)
         if decay is not None:
             momentum.add_(decay)
+        if (own := buffers.get("momentum_buffer")) is not None:  # where the gradients are sparse it is not in u
+            if not momentum.any():
+                continue
+            momentum.add_(own.to_dense() if own.is_sparse else own)
         if momentum.any() or group_of[index]["momentum"]:
             buffers["momentum_buffer"] = momentum.to(names[name].dtype)
     updates = {}

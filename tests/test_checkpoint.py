@@ -144,6 +144,35 @@ def test_momentum_goes_on_from_one_process(shelf, op):
     assert all(difference(x, expected) < 1e-12 for x in in_lockstep(worker, 3))
 
 
+def test_momentum_of_sparse_gradients_goes_on_in_one_process(tmp_path):
+    """It is torch's own, not in u."""
+    def run(network, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            network(torch.arange(10) + step).square().sum().backward()
+            optimizer.step()
+        return flat(network)
+
+    def embedding():
+        torch.manual_seed(0)
+        return nn.Embedding(100, 32, sparse=True).double()
+
+    def first():
+        network, optimizer = made(network=embedding(), weight_decay=0.0)
+        run(network, optimizer, range(3))
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+
+    def second():
+        network, optimizer = made(network=embedding(), weight_decay=0.0)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        return run(network, optimizer, range(3, 6))
+
+    in_lockstep(first, 2)
+    network = embedding()
+    expected = run(network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9), range(6))
+    assert difference(in_lockstep(second, 1)[0], expected) < 1e-12
+
+
 def test_maximize(tmp_path):
     """The signs of momentum and of what is applied."""
     before = saved(2, dgc.Average, str(tmp_path), maximize=True)
