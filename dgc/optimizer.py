@@ -771,6 +771,11 @@ class _Distributed(torch.optim.Optimizer):
             self._synchronized = True
             return
         if not self._fired:
+            if self._scaler is not None and _calling_scaler() is not None:
+                raise RuntimeError(
+                    "scaler.step() has looked at gradients that were not exchanged yet, as no backward() has brought "
+                    "them since the last step, but a script's own lines perhaps; call optimizer.synchronize() before "
+                    "it, and before unscale_()")
             self._open()
         if (name := self._changed()) is not None:
             self._warn_of_loss(f"the gradient of {name} was changed after backward(), which had sent it by then, so "

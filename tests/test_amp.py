@@ -274,6 +274,36 @@ def test_fewer_passes_than_said_are_an_error():
     dgc.lockstep.run(worker, 2)
 
 
+def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_synchronized():
+    """Else they would be kept without their scale twice over."""
+    def by_hand(network, scaler, step):
+        value = scaler.scale(loss(network, rank(), step))
+        for p, g in zip(network.parameters(), torch.autograd.grad(value, list(network.parameters())), strict=True):
+            p.grad = g
+
+    def worker():
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler)
+        by_hand(network, scaler, 0)
+        before = flat(network)
+        with pytest.raises(RuntimeError, match=r"were not exchanged yet, .*; call optimizer\.synchronize\(\) before"):
+            scaler.step(optimizer)
+        assert torch.equal(flat(network), before) and not residuals(optimizer).any()
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler)
+        for step in range(4):
+            by_hand(network, scaler, step)
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return torch.equal(flat(network), flat(scaled(range(4), SPARSE)[0]))
+
+    assert dgc.lockstep.run(worker, 2) == [True, True]
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
     def worker():
