@@ -1,5 +1,8 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018) for PyTorch, over Horovod or torch.distributed."""
 
+from importlib import import_module
+from typing import Any
+
 from dgc.checkpoint import Residuals, load_checkpoint, save_checkpoint
 from dgc.config import Config
 from dgc.ddp import register_comm_hook
@@ -12,3 +15,9 @@ __version__ = "0.1.0"
 __all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "adaptive",
            "broadcast_parameters", "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise",
            "register_comm_hook", "save_checkpoint", "warmup"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "elastic":  # which needs Horovod, unlike the rest
+        return import_module("dgc.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,5 +56,6 @@ class _Handler(stock.OptimizerStateHandler):
         self._keep()
 
     def restore(self) -> None:
-        super().restore()
+        # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
+        self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         self.value._put_residuals(self._residuals)

@@ -576,19 +576,17 @@ class _Distributed(torch.optim.Optimizer):
         size = self._world.size
         asked = Collective("gather", torch.tensor([self._shared_by], device=self._parameters()[0].device))
         before = self._transport.start(asked, "dgc.regroup")().flatten().tolist()
-        former = max(before)
-        self._shared_by = size
-        if former in (0, size) and before.count(former) in (0, size):
-            return
-        if self._average and former != size:
+        own, self._shared_by = self._shared_by, size
+        if self._average and own not in (0, size):  # commits of one job may be of several sizes
             for views in self._residuals().values():
                 for view in views.values():
-                    view.mul_(size / former)
-        if lost := max(0, former - before.count(former)):
+                    view.mul_(size / own)
+        former, remain = max(before), sum(n > 0 for n in before)
+        if lost := max(0, former - remain):
             self._lost_residuals += lost
             square = Collective("sum", sum((_norm(b.v).square().view(1) for b in self._kept()), asked.tensor.new_zeros(
                 1, dtype=torch.float32)))
-            norm = (self._transport.start(square, "dgc.regroup.norm")().item() / (former - lost)) ** 0.5
+            norm = (self._transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
             warnings.warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
                           f"remain have a residual of norm {norm:.3g} each", stacklevel=5)
 

@@ -1,5 +1,6 @@
 """Workers that come and go: what the others had pending is worth as much as before."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -101,3 +102,53 @@ def test_what_remains_pending_is_worth_as_much(former, remain, size, average, mo
             new = sum(state[letter][name].double() for state, _ in now) / divisors[1]
             assert old.any() and torch.allclose(new, old, rtol=1e-6)
     assert all(lost == former - remain for _, lost in now)
+
+
+def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
+    """Ranks 0 and 1 of three; rank 0 has committed among three, and rank 1 has its commit of two."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    sizes = [3, 2]
+    kept = dgc.lockstep.run(lambda: train(range(3), dgc.Config(0.9))[1].residual_state_dict(), 2)
+
+    def after():
+        rank = dgc.lockstep.current().world.rank
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+        optimizer._regroup_at_next_step()
+        optimizer._put_residuals({**kept[rank], "size": sizes[rank]})
+        if rank == 0:
+            with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):
+                optimizer._open()
+        else:
+            optimizer._open()
+        return optimizer.residual_state_dict(), optimizer.report().lost_residuals
+
+    now = dgc.lockstep.run(after, 2)
+    for rank, (state, lost) in enumerate(now):
+        assert lost == 1
+        for letter in "uv":
+            for name, old in kept[rank][letter].items():
+                assert old.any() and torch.allclose(state[letter][name].double() / 2, old.double() / sizes[rank])
+
+
+def test_a_commit_can_be_restored_more_than_once():
+    """Steps after the first time do not change it: weight decay's momentum and that of small parameters too."""
+    pytest.importorskip("horovod.torch")
+
+    def worker():
+        network, optimizer = train(range(2), dgc.Config(0.95))
+        handler = dgc.elastic._Handler(optimizer)
+        committed, pending = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
+        for _ in range(2):
+            train(range(2, 4), None, network, optimizer)
+            handler.restore()
+            state = optimizer.state_dict()
+            assert state["param_groups"] == committed["param_groups"]
+            for index, buffers in committed["state"].items():
+                for key, buffer in buffers.items():
+                    assert torch.equal(state["state"][index][key], buffer) if buffer is not None else True
+            now = optimizer.residual_state_dict()
+            assert all(torch.equal(now[letter][name], x) for letter in "uv" for name, x in pending[letter].items())
+
+    dgc.lockstep.run(worker, 2)
