@@ -1110,6 +1110,10 @@ class _Distributed(torch.optim.Optimizer):
         self._inner.load_state_dict(self, state_dict)
         groups[:], self.param_groups = self.param_groups, groups  # a scheduler made before wrapping goes by this list
         if self._plain and not self._outside:
+            if self._momentum_missing():
+                self._warn_of_loss("the state is of several ranks, whose momentum was in their residuals, and one "
+                                   "process begins without it: save by dgc.save_checkpoint() and load by "
+                                   "dgc.load_checkpoint(), which gives it what all ranks had", stacklevel=4)
             return
         self.param_groups[0].setdefault(STEP, 0)
         self._adapt()
@@ -1120,6 +1124,14 @@ class _Distributed(torch.optim.Optimizer):
                     if flat is not None:
                         flat.zero_()
         self._fill_state()
+
+    def _momentum_missing(self) -> bool:
+        """Whether steps were taken whose momentum is not in the state of torch's own SGD."""
+        return (isinstance(self, torch.optim.SGD) and self._config.momentum_correction
+                and self.param_groups[0].get(STEP, 0) > 0 and any(
+                    group["momentum"] != 0 and p.requires_grad and compressible(p, self._config.min_numel)
+                    and self.state.get(p, {}).get("momentum_buffer") is None
+                    for group in self.param_groups for p in group["params"]))
 
     def residual_state_dict(self) -> dict[str, Any]:
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank.
@@ -1315,7 +1327,9 @@ def _targets(shipment: Shipment, parameters: Iterable[Tensor], of: Callable[[Ten
 
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
     if state.get(key) is None:
-        state[key] = None if like is None else torch.zeros_like(like, requires_grad=False)
+        state.pop(key, None)  # torch's distributed checkpoints know no None
+        if like is not None:
+            state[key] = torch.zeros_like(like, requires_grad=False)
 
 
 def _frames() -> Iterator[Any]:

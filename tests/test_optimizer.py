@@ -981,6 +981,43 @@ def test_residuals_loaded_between_backward_and_step_are_those_that_were_saved(re
     assert in_lockstep(worker) == [True, True]
 
 
+def test_one_process_is_told_that_the_momentum_of_several_is_not_in_their_state():
+    state = in_lockstep(lambda: train(range(2), SPARSE)[1].state_dict())[0]
+
+    def worker():
+        _, optimizer = wrapped()
+        with pytest.warns(UserWarning, match=r"begins without it: .* load by dgc\.load_checkpoint\(\)") as told:
+            for _ in range(2):
+                optimizer.load_state_dict(copy.deepcopy(state))
+        own = copy.deepcopy(train(range(2), SPARSE)[1].state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrapped()[1].load_state_dict(own)
+            wrapped(momentum=0.0)[1].load_state_dict({**state, "param_groups": [
+                {**group, "momentum": 0.0} for group in state["param_groups"]]})
+        return len(told)
+
+    assert in_lockstep(worker, 1) == [1]
+
+
+def test_torch_flattens_the_state():
+    """As its distributed checkpoints are asked to, and it comes back."""
+    from torch.distributed.checkpoint import state_dict as dcp
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def worker():
+        network, optimizer = train(range(2), SPARSE, weight_decay=0.0)
+        assert all(value is not None for state in optimizer.state.values() for value in state.values())
+        saved = dcp.get_optimizer_state_dict(network, optimizer, options=options)
+        before = copy.deepcopy(optimizer.state_dict())
+        dcp.set_optimizer_state_dict(network, optimizer, copy.deepcopy(saved), options=options)
+        after = optimizer.state_dict()
+        assert after["param_groups"][0]["dgc_step"] == 2 and before["state"].keys() == after["state"].keys()
+        assert all(torch.equal(after["state"][i][key], x) for i, s in before["state"].items() for key, x in s.items())
+
+    in_lockstep(worker)
+
+
 def test_a_copy_knows_whose_gradients_are_sparse():
     """Also on a rank that has none at its next step."""
     def worker():
