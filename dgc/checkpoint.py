@@ -3,7 +3,8 @@
 A checkpoint is a folder that all ranks write into::
 
     manifest.json            the number of ranks; length and SHA-256 of each file; and of itself
-    common-<hash>.pt         what is alike on all ranks, and rank 0's model whole: {"model", "optimizer", "extras"}
+    common-<hash>.pt         what is alike on all ranks, and rank 0's model whole: {"model", "optimizer", "extras",
+                             "sparse"}
     rank-<r>-<hash>.pt       rank r's own: {"residuals", "buffers", "random", "extras"}
 
 Files are named by what is in them, so a new checkpoint is written beside the one before, and becomes *the* checkpoint
@@ -72,7 +73,8 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
         OSError: a file could not be written on some rank, named in the message.
         TypeError: something is not plain data, so that it could not be loaded without running code; or the parameters
             are sharded (``fully_shard``), for which there is :class:`Residuals`.
-        ValueError: a parameter or the optimizer's state differs between ranks, or a residual has overflowed.
+        ValueError: a parameter or the optimizer's state differs between ranks, a residual has overflowed, or the
+            optimizer has parameters that the model lacks.
         RuntimeError: called between ``backward()`` and ``step()``, or outside the process set.
 
     All ranks raise what one of them meets. The checkpoint that was at ``path`` before is then still there.
@@ -86,7 +88,9 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
         # What was sent is in no residual, and not yet applied; stock Horovod's optimizer has the second.
         if getattr(optimizer, "_between", getattr(optimizer, "_synchronized", False)):
             raise RuntimeError("save_checkpoint() was called between backward() and step(); accepted: after step()")
-        common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}))
+        _check_held(optimizer, model)
+        common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}),
+                      sparse=getattr(optimizer, "_sparse_names", dict)())
         _check_plain(common)
         return _digest([{k: x for k, x in common["model"].items() if k not in buffers}, common["optimizer"]])
 
@@ -162,10 +166,26 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     Nothing in a file is ever executed (``torch.load(weights_only=True)``). The checksums guard against accidents, not
     against somebody who can write into the folder.
     """
-    transport, device, together = _connected(optimizer)
-    world, folder = transport.world, Path(path)
+    connected, folder = _connected(optimizer), Path(path)
+    transport, _, together = connected
+    assert transport.world is not None
+    look = partial(_manifest, folder) if transport.world.rank == 0 else _nothing
+    manifest = together(look)[0]
+    for _ in range(10):
+        try:
+            return _load(folder, manifest, model, optimizer, *connected)
+        except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
+            before, manifest = manifest, together(look)[0]
+            if manifest == before:
+                raise
+    return _load(folder, manifest, model, optimizer, *connected)
+
+
+def _load(folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, transport: Transport, device: torch.device,
+          together: Callable[[Callable[[], Any]], Any]) -> Tree:
+    """What :func:`load_checkpoint` does, with this manifest's files."""
+    world = transport.world
     assert world is not None
-    manifest = together(partial(_manifest, folder) if world.rank == 0 else _nothing)[0]
     size, files = manifest["size"], manifest["files"]
     mine = world.rank if size == world.size else None  # the file with what is this rank's own
     keeps = hasattr(optimizer, "residual_state_dict") and not getattr(optimizer, "_plain", False)
@@ -184,10 +204,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
     pending: dict[Tensor, Tensor] = {}
 
     def read() -> None:
+        _check_held(optimizer, model)
         common.update(_read(folder, "common", files, sent))
         with _blamed(_file(folder, "common", files)):
             _check_model(common["model"], model)
             _check_optimizer(optimizer, common["optimizer"])
+            _check_sparse(common.setdefault("sparse", {}), _names(optimizer, model))
         expected = optimizer._residuals() if keeps else {letter: _names(optimizer, model) for letter in "uv"}
         for name, rank in needed.items():
             if rank is None:
@@ -217,6 +239,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: A
             if not (total["u"] or total["v"]):  # it was saved without
                 total.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **total})
+        if hasattr(optimizer, "_sparse") and not optimizer._sparse_as_dense:  # or a rank without one would not know
+            optimizer._sparse.update({p: common["sparse"][name] for p, name in optimizer._names.items()
+                                      if name in common["sparse"]})
         optimizer.load_state_dict(common["optimizer"])
         with torch.no_grad():
             for p, update in pending.items():
@@ -505,6 +530,23 @@ def _hollow(leaf: Any) -> Any:
     return torch.empty(0) if plain else leaf
 
 
+def _check_held(optimizer: Any, model: nn.Module) -> None:
+    held = {*model.parameters(), *model.buffers()}
+    if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in held]:
+        raise ValueError(f"the optimizer has parameters that the model lacks, of shapes {foreign[:5]}, and which would "
+                         "not be saved; accepted: one module that holds them all, say nn.ModuleList([model, other])")
+
+
+def _check_sparse(given: Any, names: Mapping[str, Tensor]) -> None:
+    """Whose gradients are sparse; files of before do not say."""
+    if not isinstance(given, dict):
+        raise ValueError(f"what it says of sparse gradients is {given!r}; expected a dict")
+    for name, dimensions in given.items():
+        if name not in names or type(dimensions) is not int or not 0 < dimensions <= names[name].dim():
+            raise ValueError(f"the gradient of {name!r} is said to have {dimensions!r} sparse dimensions; expected the "
+                             "name of a parameter, and some of its dimensions")
+
+
 def _on_cpu(model: nn.Module) -> Tree:
     """A copy of a model's state."""
     state = model.state_dict()
@@ -698,7 +740,7 @@ def _set_random_states(states: Tree, model: nn.Module, dry: bool = False) -> Non
     devices = _devices(model)
     if len(devices) != len(states["cuda"]) and not dry:
         warnings.warn(f"the checkpoint has random states of {len(states['cuda'])} GPUs and the model is on "
-                      f"{len(devices)}: what is drawn on GPUs will differ", stacklevel=6)
+                      f"{len(devices)}: what is drawn on GPUs will differ", stacklevel=7)
     for device, state in zip(devices, states["cuda"], strict=False):
         torch.Generator(device).set_state(state) if dry else torch.cuda.set_rng_state(state, device)
     if "numpy" in states:

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from laws import batch, current_rank, difference, flat, loss, model
 from torch import nn
 
 import dgc
+from dgc import checkpoint
 from dgc.checkpoint import _weights
 
 DOUBLE = torch.float64
@@ -545,6 +547,74 @@ def test_what_does_not_fit_is_refused(shelf, changed, message):
     saved(2, dgc.Average, f"{shelf}/2-{dgc.Average}")
     with pytest.raises(ValueError, match=message):
         load(f"{shelf}/2-{dgc.Average}", **changed)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_the_model_lacks_are_told(tmp_path, size):
+    def worker():
+        network, other = nn.Linear(40, 40), nn.Linear(40, 3)
+        optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer)
+        both = nn.ModuleList([network, other])
+        for p in both.parameters():
+            nn.init.zeros_(p)
+        message = r"that the model lacks, of shapes \[\(3, 40\), \(3,\)\], .*; accepted: one module that holds them all"
+        with pytest.raises(ValueError, match=message):
+            dgc.save_checkpoint(tmp_path, network, optimizer)
+        assert current_rank() or not list(tmp_path.iterdir())
+        dgc.save_checkpoint(tmp_path, both, optimizer)
+        with pytest.raises(ValueError, match=message):
+            dgc.load_checkpoint(tmp_path, network, optimizer)
+        dgc.load_checkpoint(tmp_path, both, optimizer)
+
+    in_lockstep(worker, size)
+
+
+def test_a_rank_without_a_gradient_knows_after_loading_that_it_is_sparse(tmp_path):
+    """Without momentum, whose buffer would tell; to the bit as without stopping."""
+    def step(network, optimizer, has):
+        optimizer.zero_grad()
+        if has:
+            network(torch.arange(10)).square().sum().backward()
+        optimizer.step()
+
+    def worker():
+        torch.manual_seed(0)
+        weight = torch.randn(100, 32, dtype=DOUBLE)
+        network, optimizer = made(network=nn.Embedding(100, 32, sparse=True, _weight=weight.clone()), momentum=0.0,
+                                  weight_decay=0.0)
+        step(network, optimizer, True)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        step(network, optimizer, current_rank() == 0)
+        other, optimizer = made(network=nn.Embedding(100, 32, sparse=True, _weight=weight.clone()), momentum=0.0,
+                                weight_decay=0.0)
+        dgc.load_checkpoint(tmp_path, other, optimizer)
+        step(other, optimizer, current_rank() == 0)
+        return torch.equal(flat(network), flat(other))
+
+    assert in_lockstep(worker, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_new_checkpoint_while_one_is_loaded(tmp_path, size, monkeypatch):
+    """Its files are gone when they are to be read; what is new is loaded then. A file that is gone stays an error."""
+    def save(epoch):
+        return in_lockstep(lambda: dgc.save_checkpoint(tmp_path, *made(), {"epoch": epoch}), 2)
+
+    def read(*arguments):
+        if begun:
+            thread = threading.Thread(target=save, args=(begun.pop(),))
+            thread.start()
+            thread.join()
+        return original(*arguments)
+
+    save(1)
+    begun, original = [2], checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", read)
+    assert in_lockstep(lambda: dgc.load_checkpoint(tmp_path, *made()), size) == [{"epoch": 2}] * size
+    next(tmp_path.glob("common-*")).unlink()
+    with pytest.raises(FileNotFoundError, match=r"common-\S+ is gone"):
+        in_lockstep(lambda: dgc.load_checkpoint(tmp_path, *made()), size)
 
 
 class Versioned(nn.Linear):
