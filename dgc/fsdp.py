@@ -42,7 +42,7 @@ def sum_of_shards(value: Tensor, parameter: Tensor) -> Tensor:
     return value
 
 
-def check(parameters: Iterable[Tensor], process_set: Any, config: Config) -> None:
+def check(parameters: Iterable[Tensor], process_set: Any, config: Config, grad_scaler: Any = None) -> None:
     """Refuses parameters that are sharded otherwise than within a node, and an exchange among different shards.
 
     Raises:
@@ -52,6 +52,9 @@ def check(parameters: Iterable[Tensor], process_set: Any, config: Config) -> Non
     sharded: list[Any] = [p for p in parameters if hasattr(p, "device_mesh")]
     if not sharded:
         return
+    if grad_scaler is not None and torch.__version__ < "2.5":  # compares as a version
+        raise ValueError(f"grad_scaler is given and the parameters are sharded, whose hooks torch {torch.__version__} "
+                         "does not call, so that backward() ends without an exchange; accepted: torch 2.5 or later")
     accepted = ("accepted: fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
                 "mesh = init_device_mesh(device, (nodes, ranks in a node), mesh_dim_names=('across', 'shard'))")
     if len(sharded) < len(parameters):

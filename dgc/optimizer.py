@@ -142,7 +142,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     config = Config() if compression is None else compression
     grad_scaler = checked(optimizer, config, op, grad_scaler)
     transport = find(process_set)
-    fsdp.check((p for group in optimizer.param_groups for p in group["params"]), process_set, config)
+    fsdp.check((p for group in optimizer.param_groups for p in group["params"]), process_set, config,
+               grad_scaler)
     # Horovod's broadcast_optimizer_state tells distributed optimizers by their module.
     module = "horovod.torch.optimizer" if type(transport).__name__ == "Horovod" else __name__
     cls = distributed_class(type(optimizer), module)
@@ -386,7 +387,7 @@ class _Distributed(torch.optim.Optimizer):
         self._inner.add_param_group(self, param_group)
         try:
             _check_group(self.param_groups[-1], self._config)
-            fsdp.check(self._parameters(), self._arguments[4].value, self._config)
+            fsdp.check(self._parameters(), self._arguments[4].value, self._config, self._scaler)
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise

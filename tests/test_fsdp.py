@@ -8,6 +8,9 @@ import torch
 from cases import SHARDED
 from launch import launch
 
+import dgc
+from dgc import fsdp
+
 NAMES = ["fsdp_dense", "fsdp_sparse", "fsdp_conservation", "fsdp_resumed", "fsdp_skipped", "fsdp_refusals",
          "fsdp_saved"]
 
@@ -86,3 +89,18 @@ def test_the_door():
         assert "(Replicate(), Shard(dim=0))" in native
         assert "of shapes [(9, 12)], are not" in mixed
         assert "clip_per_tensor is True" in per_tensor
+
+
+def test_a_loss_scaler_before_torch_2_5(monkeypatch):
+    """Which called no hooks of sharded parameters."""
+    sharded, scaler = torch.zeros(3), torch.amp.GradScaler("cpu")
+    sharded.device_mesh = "a mesh"
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.4.1+cu121"))
+    with pytest.raises(ValueError, match=r"hooks torch 2\.4\.1\S* does not call, .*; accepted: torch 2\.5 or later"):
+        fsdp.check([sharded], None, dgc.Config(), scaler)
+    fsdp.check([torch.zeros(3)], None, dgc.Config(), scaler)
+    for version, given in (("2.5.0", scaler), ("2.4.1", None)):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        sharded.device_mesh, sharded.placements = type("Mesh", (), {"ndim": 2})(), ()
+        with pytest.raises(ValueError, match="is placed as"):
+            fsdp.check([sharded], None, dgc.Config(), given)
