@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -462,12 +463,14 @@ class _Search:
             if callable(self.objective):
                 self.work(0)
                 return
-            with ThreadPoolExecutor(self.jobs) as pool:
+            with ThreadPoolExecutor(self.jobs) as pool, _interrupts() as interrupts:
                 workers = [pool.submit(self.work, place) for place in range(self.jobs)]
                 try:
-                    while wait(workers, timeout=0.5).not_done:  # a while at a time, so that Ctrl-C is heard
+                    while wait(workers, timeout=0.5).not_done:
                         with self.lock:
                             self.bar.refresh()
+                        if interrupts:
+                            raise KeyboardInterrupt
                 finally:
                     self.stop.set()
             for worker in workers:
@@ -573,6 +576,23 @@ class _Search:
             return self.objective(setting)
         finally:
             _heard = None
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C within it, to be looked at. Raised wherever the main thread happened to be, it could leave a lock taken
+    for good, of :func:`wait` or of the bar, for which the trials' threads would then wait.
+    """
+    pressed: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it is somebody else's
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(task: Task, setting: Setting, folder: Path, environment: Mapping[str, str], heard: Heard,

@@ -41,7 +41,8 @@ Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Optio
          "and Heafield 2017), which keeps it.")]
 Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
-Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation.")]
+Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation. At a rate "
+                                            "that has not been divided by then, this costs.")]
 Exchange = Annotated[Literal["allgather", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]

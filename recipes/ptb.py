@@ -261,7 +261,7 @@ def main(
         warmup_epochs: Annotated[float | None, typer.Option(help="Default: 1 of 40, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True,
-        flush: job.Flush = True,
+        flush: job.Flush = False,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: int = 0,

@@ -221,6 +221,24 @@ def test_a_study_that_is_killed_goes_on(place, number):
             assert {**again[2]["setting"], "trial": n} == trial[2]["setting"]
 
 
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_no_lock_taken(place, monkeypatch):
+    """It comes while the search is within a lock that the trials' threads take, too."""
+    def pressed(workers, timeout):
+        workers[0]._condition.acquire()
+        os.kill(os.getpid(), signal.SIGINT)
+        workers[0]._condition.release()
+        return wait(workers, timeout)
+
+    wait = tune.wait
+    monkeypatch.setattr(tune, "wait", pressed)
+    command = [sys.executable, "-S", "script.py", "{sparsity}", "inf", "1", "{out}"]
+    with pytest.raises(KeyboardInterrupt):
+        tune.search(command, epochs=4, maximize=True, metric="accuracy", trials=99, study="tune.db")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [state for state, *_ in kept().values()] == ["RUNNING"]
+
+
 def test_a_study_that_ends_while_a_trial_is_written_down_goes_on(place, monkeypatch):
     """Its result is known by then, and its state is not: it is run again, and counts once."""
     ran, tell = [], optuna.study.Study.tell
