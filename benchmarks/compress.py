@@ -193,8 +193,7 @@ def measure(shapes: list[tuple[int, ...]], modes: dict[str, list[str]], sparsity
         floor = 1e3 * copy * STREAMS[mode] / 2
         rows.append({"numel": numel, "tensors": len(shapes), "method": method, "mode": mode, "ms": median,
                      "quartiles": [low, high], "floor_ms": floor, "of_floor": median / floor, "copy_ms": 1e3 * copy,
-                     "bare_ms": 1e3 * bare,
-                     "entries": entries, "energy": energy, "temporary_mb": memory[method, mode]})
+                     "bare_ms": 1e3 * bare, "entries": entries, "energy": energy, "temporary_mb": memory[method, mode]})
     return rows
 
 
@@ -227,8 +226,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         result.add_row(f"{row['numel']:,}", str(row["tensors"]), row["method"], row["mode"],
                        f"{row['ms']:.1f} ({row['quartiles'][0]:.1f} to {row['quartiles'][1]:.1f})",
                        f"{row['of_floor']:.2f} x", f"{row['bare_ms']:.1f} ms", f"{row['entries']:,}",
-                       f"{row['energy']:.4f}",
-                       f"{row['temporary_mb']:.1f} MB")
+                       f"{row['energy']:.4f}", f"{row['temporary_mb']:.1f} MB")
     return result
 
 

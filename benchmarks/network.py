@@ -68,12 +68,11 @@ def torch_dense(model: Any, _: Any) -> tuple[Any, Any]:
     return DistributedDataParallel(model, broadcast_buffers=False), sgd(model)
 
 
-def torch_fp16(model: Any, _: Any) -> tuple[Any, Any]:
+def torch_fp16(model: Any, options: Any) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.nn.parallel import DistributedDataParallel
-    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    parallel, optimizer = torch_dense(model, options)
     parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return parallel, sgd(model)
+    return parallel, optimizer
 
 
 def powersgd(model: Any, _: Any) -> tuple[Any, Any]:

@@ -239,9 +239,8 @@ def _load(folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, transp
             if not (total["u"] or total["v"]):  # it was saved without
                 total.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **total})
-        if hasattr(optimizer, "_sparse") and not optimizer._sparse_as_dense:  # or a rank without one would not know
-            optimizer._sparse.update({p: common["sparse"][name] for p, name in optimizer._names.items()
-                                      if name in common["sparse"]})
+        if hasattr(optimizer, "_sparse") and not optimizer._sparse_as_dense:
+            optimizer._load_sparse_names(common["sparse"])
         optimizer.load_state_dict(common["optimizer"])
         with torch.no_grad():
             for p, update in pending.items():

@@ -702,7 +702,7 @@ class _Distributed(torch.optim.Optimizer):
         """A parameter's local gradient; zero where this rank has none but another may."""
         g = local(parameter.grad)
         if g is None:
-            return torch.zeros_like(local(parameter)).detach()
+            return torch.zeros_like(local(parameter))
         if g.is_sparse:
             g = g.to_dense()
         return g.detach() if g.requires_grad else g
@@ -712,7 +712,7 @@ class _Distributed(torch.optim.Optimizer):
         rounded = shipment.rest is not None and self._world.size > 1
         for parameter in parameters if rounded else shipment.parameters:
             takes_part = parameter in taking_part
-            g = self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter)).detach()
+            g = self._gradient(parameter) if takes_part else torch.zeros_like(local(parameter))
             g = g if g.dtype == dtype else g.to(dtype)
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
@@ -1267,6 +1267,10 @@ class _Distributed(torch.optim.Optimizer):
     def _take_over(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
         """Of the optimizer that this is a copy of."""
         self.load_residual_state_dict(residuals)
+        self._load_sparse_names(sparse)
+
+    def _load_sparse_names(self, sparse: Mapping[str, int]) -> None:
+        """What :meth:`_sparse_names` gave: a rank without a gradient would not know."""
         self._sparse.update({p: sparse[name] for p, name in self._names.items() if name in sparse})
 
 

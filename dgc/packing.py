@@ -64,7 +64,7 @@ def named(param_groups: list[dict[str, Any]], named_parameters: list[tuple[str, 
 
 
 def check_groups(groups: Any) -> None:
-    """Horovod\'s checks of the argument ``groups``."""
+    """Horovod's checks of the argument ``groups``."""
     if groups is None:
         return
     if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):

@@ -103,8 +103,8 @@ class Adaptive:
             wanted = (density * min(max(AIM / share, SHRINK), 1 / GROW) if good == 0.0 else
                       good if bad <= NEAR * good else math.sqrt(good * bad))
         else:
-            good, room = density, share < LOW or (forget and share <= HIGH)
-            if bad <= good or (forget and room and bad <= NEAR * good):
+            good, room = density, share < LOW or forget
+            if bad <= good or (forget and bad <= NEAR * good):
                 bad = 2.0
             if room and bad == 2.0:
                 wanted = GROW * density

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,8 +42,8 @@ Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Optio
          "and Heafield 2017), which keeps it.")]
 Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
-Flush = Annotated[bool, typer.Option(help="Apply what is pending before the last evaluation. At a rate "
-                                            "that has not been divided by then, this costs.")]
+Flush = Annotated[bool, typer.Option(
+    help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
 Exchange = Annotated[Literal["allgather", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
@@ -187,6 +188,7 @@ def settings(a: Any) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS}
 
 
+@cache  # all workers of a process ask
 def version() -> str:
     """The package's, with the commit in a clone; "-dirty" if it has been changed since."""
     if not (Path(dgc.__file__).parents[1] / ".git").exists():

@@ -147,9 +147,9 @@ class _Stage:
             self._pass_on(rank)
 
     def fail(self, error: BaseException) -> None:
-        for called in self._called:
-            with called:
-                self.error = self.error or error
+        with self._called[0]:  # the lock is that of all
+            self.error = self.error or error
+            for called in self._called:
                 called.notify()
 
     def _pass_on(self, rank: int) -> None:
