@@ -278,7 +278,8 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a p
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+    name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 if __name__ == "__main__":

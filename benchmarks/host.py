@@ -75,8 +75,8 @@ def main(steps: Annotated[int, typer.Option(min=10)] = 200,
     if out:
         out.write_text(json.dumps({
             "benchmark": "host", "steps": steps, "cases": cases,
-            "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__,
-                        "python": platform.python_version()}}, indent=1) + "\n")
+            "machine": {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+                        "torch": torch.__version__, "python": platform.python_version()}}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
