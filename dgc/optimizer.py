@@ -1089,6 +1089,9 @@ class _Distributed(torch.optim.Optimizer):
             if buffer is None:
                 buffer = state["decay_buffer"] = torch.zeros_like(parameter)
             p, buffer = local(parameter), local(buffer)
+            if not p.is_contiguous():  # in another order of its dimensions it mostly is: channels last, transposed
+                order = sorted(range(p.dim()), key=p.stride, reverse=True)
+                p, buffer = p.permute(order), buffer.permute(order)
             kernel = kernels.find(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
             kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
 

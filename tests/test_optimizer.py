@@ -506,6 +506,27 @@ def test_decay_and_earlier_momentum_in_each_direction(maximize, local, op):
     assert difference(in_lockstep(worker)[0], expected) < 1e-6
 
 
+def test_decay_in_any_order_of_dimensions(monkeypatch):
+    """Channels last, or transposed: to the bit as a contiguous parameter, and by the compiled loop."""
+    pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
+    monkeypatch.setattr("dgc.kernels.plain.decay", None)
+    start = torch.randn(8, 9, 5, 6, generator=torch.Generator().manual_seed(0))
+
+    def worker():
+        parameters = [nn.Parameter(start.clone(memory_format=order)) for order in
+                      (torch.contiguous_format, torch.channels_last)]
+        parameters.append(nn.Parameter(start.transpose(0, 3).contiguous().transpose(0, 3)))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1))
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    contiguous, *others = in_lockstep(worker)[0]
+    assert difference(contiguous, start) > 0.01 and all(torch.equal(other, contiguous) for other in others)
+
+
 # -- parameters that come and go ---------------------------------------------------------------------------------------
 
 def test_frozen_parameters_sit_out_and_thaw():
