@@ -148,6 +148,23 @@ def test_what_is_not_finite_counts_as_zero(bad):
         assert torch.isfinite(buckets[0].v).all() and buckets[0].v.count_nonzero() > 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_residual_that_overflowed_is_told_and_kept(bad, at):
+    layout = Layout(pair(shapes={"a": (4, 5), "b": (3, 3)})[0], [3, 2], torch.float16)
+    messages = []
+    for kernel, bucket in zip((cpu, plain), pair(shapes={"a": (4, 5), "b": (3, 3)}), strict=True):
+        bucket.v[:] = 1
+        bucket.v[at] = bad
+        before = bucket.v.clone()
+        messages.append(kernel.encode(bucket, layout, torch.tensor([1, 2, 3, 20, 21]), torch.tensor([3, 2]), True))
+        with pytest.raises(FloatingPointError, match=r"rank 0 has a gradient that is not finite, in: a$"):
+            kernel.Received(layout, messages[-1][None], 1)
+        before[20:22] = 0
+        assert torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert torch.equal(*messages)
+
+
 def test_large_gradients_whose_squares_overflow():
     buckets = pair(shapes={"a": (50, 50)})
     layout = Layout(buckets[0], [10], torch.float16)

@@ -412,7 +412,7 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
                 if masking:
                     _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
             x = abs(v[index[j]])
-            largest = x if not x <= largest else largest  # NaN stays
+            largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
         if not largest < np.inf:
             exponents[0, p] = NONFINITE
             continue
