@@ -130,6 +130,14 @@ class Dense:
 Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor
 
 
+class AbandonedError(Exception):
+    """Thrown into a path that is given up, which puts back what it has taken.
+
+    A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it is: that may be as the
+    interpreter ends, when torch aborts the process if it is asked for a view.
+    """
+
+
 def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M, tree share M."""
     n = len(world.members(collective.group))
@@ -284,7 +292,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         total = torch.zeros_like(bucket.v)
         for sender, received in enumerate(messages):
             total += layout.decode(received, sender)
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         bucket.v += sent
         raise
     return Dense(total.div_(world.divisor(average)), bucket.numels)
@@ -382,7 +390,7 @@ def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: 
     try:
         total = yield from _among_nodes("sum", flagged, world)
         yield from _refuse_not_finite(total, [*bucket.names, ""], [*layout.counts, 1], lambda: bad)
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         bucket.v.index_add_(0, index, values)
         raise
     summed = total[:-1].div_(world.divisor(average))
@@ -398,7 +406,7 @@ def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, a
     try:
         total = yield from _among_nodes("sum", flat, world)
         yield from _refuse_not_finite(total, bucket.names, bucket.numels, lambda: bad)
-    except BaseException:  # abandoned, also by being closed, or refused: nothing may be lost
+    except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
         if index is None:
             bucket.v += taken
         else:
@@ -415,7 +423,7 @@ def _gathered(bucket: Bucket, layout: Layout, message: Tensor, world: World, ave
         update = _kernel(bucket).Received(layout, messages, world.divisor(average))
         update.own(bucket, message)  # on a device that runs ahead they may still prove to be bad
         return update
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         bucket.v.index_add_(0, *layout.read(message))
         raise
 

@@ -7,7 +7,7 @@ import torch
 from laws import walk, worlds
 
 import dgc
-from dgc.compressor import World, flush, reduce, reduce_dense, reduce_rounded, reduce_sparse, sent_bytes
+from dgc.compressor import AbandonedError, World, flush, reduce, reduce_dense, reduce_rounded, reduce_sparse, sent_bytes
 from dgc.residual import Bucket, Gradient, clip_scale
 
 SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
@@ -149,7 +149,8 @@ def test_an_abandoned_exchange_loses_nothing(sparsity, n):
     g = gradients(0, 0)
     path = reduce(b, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n))
     next(path)
-    path.close()
+    with pytest.raises(AbandonedError):
+        path.throw(AbandonedError())
     assert torch.equal(b.v, torch.cat([g[k].g.flatten() for k in b.names]))
 
 

@@ -1,5 +1,8 @@
 """What happens to one rank ends the job on all of them, soon, with the reason on screen."""
 
+import subprocess
+import sys
+
 import pytest
 from launch import launch
 
@@ -22,3 +25,29 @@ def test_the_job_ends_with_the_reason(launcher, fault):
     print(f"{launcher}, {fault}: the job ended after {seconds:.0f} s")
     assert status != 0 and reason in output, output
     assert seconds < SECONDS
+
+
+STOPPED = """
+import dgc, torch
+
+def worker():
+    model = torch.nn.Linear(40, 40)
+    dgc.broadcast_parameters(model.state_dict())
+    optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression=dgc.Config(sparsity=0.9))
+    for _ in range(2):
+        model(torch.ones(1, 40)).sum().backward()
+        if optimizer.report().steps:
+            raise KeyboardInterrupt
+        optimizer.step()
+
+try:
+    dgc.lockstep.run(worker, 2)
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_a_script_that_is_stopped_between_backward_and_step_ends_well():
+    """What is on its way then is garbage as the interpreter ends, and torch aborts if it is asked for a view there."""
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dgc.compressor import Collective, Path, World
+from dgc.compressor import AbandonedError, Collective, Path, World
 
 Wait = Callable[[], Tensor]  # blocks until the result is there, and returns it
 
@@ -162,4 +163,5 @@ class Exchange:
         """
         if wait:
             self._wait()
-        self._path.close()
+        with suppress(AbandonedError):
+            self._path.throw(AbandonedError())
