@@ -383,6 +383,8 @@ class _Distributed(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
         if self._between:
             raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
+        if not self._plain:
+            self._check_unchanged()
         before = len(self.param_groups)
         self._inner.add_param_group(self, param_group)
         try:
@@ -454,7 +456,6 @@ class _Distributed(torch.optim.Optimizer):
         """The first gradient of a step has come."""
         if self._between:
             self._leave_out()
-        self._check_devices()
         self._versions = {}
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
@@ -470,15 +471,23 @@ class _Distributed(torch.optim.Optimizer):
                           "before: save optimizer.residual_state_dict() on every rank, and load it there with "
                           "load_residual_state_dict()", stacklevel=4)
 
-    def _check_devices(self) -> None:
+    def _check_unchanged(self) -> None:
         """The kernels are given addresses, so they cannot find out for themselves."""
+        groups = self._groups()
+        if groups.keys() != self._shipment_of.keys():
+            added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self._shipment_of]
+            taken = [name for p, name in self._names.items() if p not in groups]
+            raise RuntimeError(f"param_groups was changed by hand: {', '.join([*added, *taken][:5])}; accepted: "
+                               "add_param_group(), and requires_grad_(False) for what is no longer trained")
         for shipment in self._shipments:
             if (kept := shipment.kept) is None:
                 continue
-            if moved := [self._names[p] for p in shipment.parameters if p.device != kept.v.device]:
-                raise RuntimeError(f"{', '.join(moved[:5])}{' ...' if len(moved) > 5 else ''}: on {kept.v.device} when "
-                                   "the DistributedOptimizer was made, and on another device now; accepted: move the "
-                                   "model first, then make its optimizer")
+            device = kept.v.device
+            for p, shape in zip(shipment.parameters, kept.shapes, strict=True):
+                if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
+                    raise RuntimeError(f"{self._names[p]}: {tuple(shape)} on {device} when the DistributedOptimizer "
+                                       f"was made, and {tuple(p.shape)} on {p.device} now; accepted: change the model "
+                                       "first, then make its optimizer")
 
     def _leave_out(self) -> None:
         """There was no step() after synchronize(): its update is dropped, as it is where ``p.grad`` was set to None."""
@@ -495,6 +504,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _meet(self) -> None:
         """Before anything is exchanged."""
+        self._check_unchanged()
         self._world: World = self._transport.world
         if not self._agreed:
             self._agree()

@@ -669,8 +669,38 @@ def test_a_model_that_was_moved_after_wrapping_is_refused():
             torch.__future__.set_swap_module_params_on_conversion(False)
         for p in network.parameters():
             p.grad = torch.zeros_like(p)
-        with pytest.raises(RuntimeError, match=r"6\.weight, 3\.weight: on cpu when the DistributedOptimizer was made"):
+        with pytest.raises(RuntimeError, match=r"6\.weight: \(40, 144\) on cpu when the DistributedOptimizer was made"):
             optimizer.step()
+
+    in_lockstep(worker)
+
+
+def test_a_parameter_that_has_another_shape_is_refused():
+    """Its gradient would be read, and its update written, past its end."""
+    def worker():
+        network, optimizer = wrapped()
+        network[6].weight.data = torch.zeros(40, 72)
+        network[6].weight.grad = torch.zeros(40, 72)
+        with pytest.raises(RuntimeError, match=r"6\.weight: \(40, 144\) on cpu when .* and \(40, 72\) on cpu now"):
+            optimizer.step()
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(40, 40))),
+     r"changed by hand: one of shape \(40, 40\); accepted: add_param_group\(\)"),
+    (lambda groups: groups[0]["params"].pop(), r"changed by hand: 8\.bias; accepted: .* requires_grad_\(False\)")])
+def test_param_groups_changed_by_hand_are_refused(change, message):
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.step()
+        change(optimizer.param_groups)
+        for call in (lambda: backward(network), optimizer.step, optimizer.flush,
+                     lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})):
+            with pytest.raises(RuntimeError, match=message):
+                call()
 
     in_lockstep(worker)
 
