@@ -200,13 +200,19 @@ def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("optimizer is LBFGS, which evaluates several gradients in a step; accepted: torch.optim.SGD, "
                         "or another optimizer with Config(momentum_correction=False)")
-    if not isinstance(optimizer, torch.optim.SGD) and config.momentum_correction:
-        raise TypeError(f"optimizer is {kind}, but momentum correction is made for SGD; accepted: torch.optim.SGD, or "
+    if not _is_sgd(type(optimizer)) and config.momentum_correction:
+        raise TypeError(f"optimizer is {kind}, but momentum correction is made for the step() of SGD, and gives it "
+                        "updates in place of gradients; accepted: torch.optim.SGD, or "
                         f"Config(momentum_correction=False), which gives {kind} the averaged sparse gradients")
-    if not isinstance(optimizer, torch.optim.SGD) and not config.local_weight_decay:
+    if not _is_sgd(type(optimizer)) and not config.local_weight_decay:
         raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
     for group in optimizer.param_groups:
         _check_group(group, config)
+
+
+def _is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether it steps as torch's SGD does. A subclass of that may have another step(), such as LARS."""
+    return issubclass(kind, torch.optim.SGD) and _unhooked(kind.step) is _unhooked(torch.optim.SGD.step)
 
 
 def _check_group(group: Mapping[str, Any], config: Config) -> None:
@@ -345,7 +351,7 @@ class _Distributed(torch.optim.Optimizer):
 
         A momentum that the wrapped optimizer had for a compressed parameter moves into u.
         """
-        if not isinstance(self, torch.optim.SGD):
+        if not _is_sgd(self._inner):
             return
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -1057,7 +1063,7 @@ class _Distributed(torch.optim.Optimizer):
         self._warn_of_change()
         original = self.param_groups
         try:
-            if isinstance(self, torch.optim.SGD) and not self._plain:
+            if _is_sgd(self._inner) and not self._plain:
                 self.param_groups = [part for group in original for part in self._split(group)]
             _unhooked(self._inner.step)(self)
         finally:
@@ -1141,7 +1147,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _momentum_missing(self) -> bool:
         """Whether steps were taken whose momentum is not in the state of torch's own SGD."""
-        return (isinstance(self, torch.optim.SGD) and self._config.momentum_correction
+        return (_is_sgd(self._inner) and self._config.momentum_correction
                 and self.param_groups[0].get(STEP, 0) > 0 and any(
                     group["momentum"] != 0 and p.requires_grad and compressible(p, self._config.min_numel)
                     and self.state.get(p, {}).get("momentum_buffer") is None
@@ -1219,7 +1225,7 @@ class _Distributed(torch.optim.Optimizer):
         """
         if self._plain:
             return
-        if not isinstance(self, torch.optim.SGD):
+        if not _is_sgd(self._inner):
             raise TypeError(f"flush() is accepted for torch.optim.SGD only; for {type(self).__name__} end the training "
                             "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
         if self._between:

@@ -808,6 +808,37 @@ def test_any_optimizer_without_momentum_correction(kind):
     assert torch.equal(*results) and difference(results[0], expected) < 1e-3
 
 
+class Lars(torch.optim.SGD):
+    """A subclass whose step is another: it goes by the norm of what it finds in ``p.grad``."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["first"] = p.norm()
+                p.sub_(p.grad * (group["lr"] * self.state[p]["first"] / p.grad.norm().clamp(min=1e-6)))
+
+
+def test_an_sgd_with_a_step_of_its_own():
+    """It would take updates for gradients; without momentum correction it is given gradients."""
+    def worker():
+        with pytest.raises(TypeError, match=r"Lars, but momentum correction is made for the step\(\) of SGD"):
+            wrapped(kind=Lars)
+        network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=Lars)
+        train(range(4), None, network, optimizer)
+        assert optimizer.param_groups[0]["steps"] == 4
+        with pytest.raises(TypeError, match=r"flush\(\) is accepted for torch\.optim\.SGD only; for Lars"):
+            optimizer.flush()
+        return flat(network)
+
+    network = model()
+    expected = flat(reference(range(4), 2, network, Lars(network.parameters(), lr=0.05, momentum=0.9))[0])
+    results = in_lockstep(worker)
+    assert torch.equal(*results) and difference(results[0], expected) < 1e-5
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 def test_loading_a_step_without_its_residuals_warns_once():
