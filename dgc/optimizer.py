@@ -963,6 +963,8 @@ class _Distributed(torch.optim.Optimizer):
         fits = set(parameters).difference(p for p, _ in others)
         update.add([target if p in fits else None for p, target in zip(shipment.parameters, targets, strict=True)],
                    list(rates.values()))
+        for p in fits:
+            torch.autograd.graph.increment_version(p)  # kernels write to addresses, and a graph may hold the parameter
         if others:
             update.write([None if p in fits else target
                           for p, target in zip(shipment.parameters, targets, strict=True)])

@@ -1344,6 +1344,21 @@ def test_applied_directly_is_the_same(variant, sparsity):
     assert difference(b, a) <= (2e-2 if variant == "bfloat16" else 1e-6)
 
 
+def test_applied_directly_parameters_have_changed_to_a_graph_that_holds_them():
+    """Or its second backward pass would go through the new ones, where torch refuses that."""
+    def worker():
+        network = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
+        dgc.broadcast_parameters(network.state_dict())
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, apply_directly=True), network)
+        y = network(torch.ones(2, 40))
+        y.sum().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            y.square().sum().backward()
+
+    in_lockstep(worker)
+
+
 def test_applied_directly_needs_momentum_correction():
     with pytest.raises(ValueError, match="apply_directly is True but momentum_correction is False"):
         dgc.Config(apply_directly=True, momentum_correction=False)
