@@ -151,6 +151,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     # Defaults, state, hooks and groups come along. A scheduler may have patched ``step`` on the instance; that one
     # would step the optimizer within, not this.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # it will not be; else that scheduler would warn
     wrapped._patch_step_function()
     wrapped._set_up(named_parameters, config, backward_passes_per_step, op, gradient_predivide_factor, groups,
                     sparse_as_dense, process_set, transport, grad_scaler)
