@@ -422,7 +422,8 @@ class _Distributed(torch.optim.Optimizer):
         if delay <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally.")
+                "backward_passes_per_step to accumulate gradients locally. If step() is called after each, a former "
+                "DistributedOptimizer of these parameters is still held, by its scheduler or trainer: let go of it.")
         gradient = parameter.grad
         assert gradient is not None and not gradient.requires_grad
         if not self._fired:
