@@ -289,6 +289,9 @@ class Residuals:
 
 def _connected(optimizer: Any) -> tuple[Transport, torch.device, Callable[[Callable[[], T]], list[T]]]:
     """The transport, the device that it works with, and :func:`_together` over it."""
+    if hasattr(getattr(optimizer, "optimizer", None), "residual_state_dict"):  # of Accelerate, Lightning, Fabric
+        raise TypeError(f"optimizer is {type(optimizer).__name__}, a wrapper of a DistributedOptimizer; accepted: its "
+                        ".optimizer, which has the residuals")
     transport = getattr(optimizer, "_transport", None) or find()
     if transport.world is None:
         raise RuntimeError("this process is outside the process set of the optimizer: save and load on its ranks only")

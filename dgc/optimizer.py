@@ -239,6 +239,14 @@ class _Distributed(torch.optim.Optimizer):
 
     _inner: type[torch.optim.Optimizer]
 
+    def __init_subclass__(cls) -> None:
+        """The wrappers of PyTorch Lightning and Fabric inherit from the class of the optimizer that they hold, and have
+        none of its attributes. What they inherit is done by that optimizer.
+        """
+        for name in vars(_Distributed) if hasattr(cls, "_inner") else ():
+            if not name.startswith("_") and getattr(cls, name).__module__.startswith("dgc."):
+                setattr(cls, name, _by_optimizer(getattr(cls, name)))
+
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _set_up(self, named_parameters: Any, config: Config, backward_passes_per_step: int, op: int,
@@ -1374,6 +1382,14 @@ def _calling_scaler() -> Any:
         if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
             return frame.f_locals["self"]
     return None
+
+
+def _by_optimizer(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of ours where ``self`` may be a wrapper of the optimizer."""
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self if "_shipments" in vars(self) else self.optimizer, *args, **kwargs)
+
+    return call
 
 
 def _norm(tensor: Tensor) -> Tensor:

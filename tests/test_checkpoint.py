@@ -549,6 +549,18 @@ def test_what_does_not_fit_is_refused(shelf, changed, message):
         load(f"{shelf}/2-{dgc.Average}", **changed)
 
 
+@pytest.mark.parametrize("call", [dgc.save_checkpoint, dgc.load_checkpoint])
+def test_a_wrapper_of_the_optimizer_is_refused(tmp_path, call):
+    """It would be taken for an optimizer without residuals."""
+    def worker():
+        network, optimizer = made()
+        wrapper = type("Wrapper", (), {"optimizer": optimizer, "param_groups": optimizer.param_groups})()
+        with pytest.raises(TypeError, match=r"optimizer is Wrapper, a wrapper .* accepted: its \.optimizer"):
+            call(tmp_path, network, wrapper)
+
+    in_lockstep(worker, 2)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_parameters_that_the_model_lacks_are_told(tmp_path, size):
     def worker():

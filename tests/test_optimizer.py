@@ -789,6 +789,50 @@ def test_two_optimizers_take_turns():
     assert torch.equal(*in_lockstep(worker))
 
 
+class Wrapper:
+    """As Fabric's and PyTorch Lightning's: its class inherits from the optimizer's, whose attributes it reads."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.__class__ = type(f"Wrapped{type(optimizer).__name__}", (Wrapper, type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("config", [SPARSE, dgc.Config(sparsity=0.9, clip_norm=1.0)])
+def test_a_wrapper_that_inherits_from_it_passes_on(config):
+    def worker():
+        results = []
+        for wrapper in (lambda optimizer: optimizer, Wrapper):
+            network, optimizer = wrapped(config)
+            optimizer = wrapper(optimizer)
+            optimizer.add_param_group({"params": [other := nn.Parameter(torch.ones(40, 40))]})
+            optimizer.set_backward_passes_per_step(2)
+            for step in range(3):
+                optimizer.zero_grad()
+                for i in range(2):
+                    (loss(network, rank(), 2 * step + i) + other.square().sum()).backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                if step == 1:
+                    saved = copy.deepcopy([optimizer.residual_state_dict(), optimizer.state_dict()])
+                    optimizer.flush()
+                    optimizer.load_residual_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+            results.append((torch.cat([flat(network), other.detach().flatten()]), optimizer.report()))
+        (plain, reported), (through, same) = results
+        assert torch.equal(plain, through) and reported == same
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_lockstep(worker)
+
+
 # -- other optimizers --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
