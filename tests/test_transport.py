@@ -5,9 +5,12 @@ All cases of one launcher and size run in one launch, which the tests then look 
 
 import functools
 import inspect
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import threading
 
 import cases
 import pytest
@@ -342,6 +345,24 @@ def test_lockstep_carries_an_error_to_the_caller():
 
     with pytest.raises(ArithmeticError, match="enough"):
         dgc.lockstep.run(worker, 3)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_lockstep_ends_when_it_is_interrupted(size):
+    """By Ctrl-C in a notebook, where the process goes on."""
+    threads = set(threading.enumerate())
+
+    def worker():
+        for step in itertools.count():
+            if step == 3 and find().world.rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            dgc.broadcast_parameters([torch.zeros(1)])
+
+    with pytest.raises(KeyboardInterrupt):
+        dgc.lockstep.run(worker, size)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_lockstep_tells_a_deadlock():

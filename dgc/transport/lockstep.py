@@ -63,10 +63,14 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
             stage.leave(rank)
 
     threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C, after which the ranks would go on by themselves
+        stage.fail(error)
+        raise
     if stage.error is not None:
         raise stage.error
     return [results[rank] for rank in range(size)]
@@ -126,6 +130,8 @@ class _Stage:
             self._results[key] = _perform([box[rank] for rank in key[2]], key[0])
 
     def get(self, key: Any, rank: int) -> Tensor:
+        if self.error is not None:
+            raise _Ended
         while key not in self._results:
             self._waiting[rank] = key
             if len(self._waiting) == self.size - len(self._left):
