@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from launch import TIMEOUT
 from laws import difference, flat, loss, model, train
 from torch import nn
 
@@ -465,13 +466,17 @@ def hierarchical():
             assert "the process group has ranks [1, 2, 3]; accepted: one of all ranks" in str(error)
         else:
             assert torch.distributed.get_rank() == 0
-    results = {}
+    results, groups = {}, []
     for name, config in configs.items():
         network, optimizer = train(range(6), config)
         residuals = optimizer.residual_state_dict()
         results[name] = flat(network), torch.cat([x.flatten() for x in residuals["v"].values()])
         if find().__class__.__name__ == "TorchDistributed":
             assert same_end(train(range(6), None, *in_ddp(model(), config)), (network, optimizer))
+            groups.append([optimizer._transport._groups[group] for group in ("node", "across")])
+    for made in groups:  # once, as torch keeps them; and they wait as long as the group that they are made of
+        assert made == groups[0]
+        assert all(group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT for group in made)
     return results
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import torch
 
 HERE = Path(__file__).parent
 PROCESS_SETS = []  # of Horovod, made when it is initialised
+TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
 def launch(launcher, size, names, limit=240, check=True, node_size=None):
@@ -76,7 +78,7 @@ def main():
         hvd.init(process_sets=PROCESS_SETS)
         rank = hvd.rank()
     else:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
         rank = torch.distributed.get_rank()
         os.environ["GROUP_RANK"] = str(rank // int(os.environ["DGC_NODE_SIZE"]))  # as if by an agent on each machine
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two

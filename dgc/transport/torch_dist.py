@@ -6,6 +6,8 @@ import atexit
 import os
 import socket
 import time
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class TorchDistributed:
             for group in ("node", "across"):
                 # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
                 # rank knows: ranks that know of different ones would wait for each other for ever.
-                made = [dist.new_group(list(members), backend=dist.get_backend(self._group))
+                made = [_part(dist.group.WORLD if self._group is None else self._group, members, device.type)
                         for members in world.partition(group)]
                 self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
         return size
@@ -71,6 +73,15 @@ class TorchDistributed:
             return result
 
         return wait
+
+
+@cache
+def _part(group: Any, members: range, kind: str) -> Any:
+    """A group of some of the ranks of another one, which waits as long. Made once: torch keeps it until the end."""
+    timeout = None
+    with suppress(AttributeError, RuntimeError):  # not every backend tells
+        timeout = group._get_backend(torch.device(kind)).options._timeout
+    return dist.new_group(list(members), timeout, dist.get_backend(group))
 
 
 def _ranks(group: Any) -> list[int]:
