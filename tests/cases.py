@@ -31,6 +31,7 @@ from torch import nn
 
 import dgc
 from dgc import pace
+from dgc.compressor import Collective
 from dgc.transport import find
 
 CONFIGS = {
@@ -425,6 +426,15 @@ def process_set():
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # to all processes, also those outside
     train(range(5), None, network, optimizer)
     return flat(network), number.item(), optimizer.report().steps
+
+
+def too_large():
+    """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
+    try:
+        find().start(Collective("gather", torch.empty(1 << 30, dtype=torch.uint8)), "large")
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def started_anew():

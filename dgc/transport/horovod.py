@@ -12,6 +12,7 @@ from torch import Tensor
 from dgc.compressor import Collective, World
 from dgc.transport import Wait, node_size
 
+MAX_BYTES = (1 << 31) - 1  # that it gathers among CPUs: it counts in 32 bits, and goes on from there somewhere else
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
@@ -48,6 +49,10 @@ class Horovod:
         # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits will do.
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
+            if tensor.device.type == "cpu" and (total := process_set.size() * tensor.nbytes) > MAX_BYTES:
+                raise ValueError(f"{name}: the ranks' messages have {total} bytes together; accepted with Horovod: at "
+                                 f"most {MAX_BYTES}. Have smaller buckets by groups=, Config(exchange='shared'), or a "
+                                 "higher sparsity; or use torch.distributed")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
         else:
             root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
