@@ -472,11 +472,12 @@ class _Distributed(torch.optim.Optimizer):
         """The first gradient of a step has come."""
         if self._between:
             self._leave_out()
+        self._check_unchanged()
         self._versions = {}
         self._group_of = self._groups()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
-        self._meet()
+        self._world: World = replace(self._transport.world, node_size=self._node_size)
         self._skipping = False
         self._residuals_loaded = False
         self._last = Counter()
@@ -520,8 +521,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _meet(self) -> None:
         """Before anything is exchanged."""
-        self._check_unchanged()
-        self._world: World = self._transport.world
+        self._world = self._transport.world
         if not self._agreed:
             self._agree()
             if self._elastic:
@@ -628,6 +628,8 @@ class _Distributed(torch.optim.Optimizer):
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
         if self._waits or self._config.clips_globally:
             return  # whether all are finite, and the global norm, need all gradients
+        if not self._agreed or (self._apart and self._node_size > 1):
+            return  # a backward pass must not wait for ranks that may have no gradient, and be at another optimizer
         with self._pace or _NOT_MEASURED:
             while self._next < len(self._shipments) and self._missing[self._shipments[self._next]] == 0:
                 self._launch(self._shipments[self._next])
@@ -802,6 +804,11 @@ class _Distributed(torch.optim.Optimizer):
                     "them since the last step, but a script's own lines perhaps; call optimizer.synchronize() before "
                     "it, and before unscale_()")
             self._open()
+        try:
+            self._meet()
+        except ValueError:  # on all ranks alike
+            self._reset()
+            raise
         if (name := self._changed()) is not None:
             self._warn_of_loss(f"the gradient of {name} was changed after backward(), which had sent it by then, so "
                                "that this had no effect; to clip, give Config(clip_norm=...)", stacklevel=5)
@@ -1243,6 +1250,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._between:
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
         self._settle()
+        self._check_unchanged()
         self._meet()
         before, self._last = self._last, Counter()
         group_of = self._groups()

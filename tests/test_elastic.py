@@ -89,9 +89,9 @@ def test_what_remains_pending_is_worth_as_much(former, remain, size, average, mo
             optimizer._put_residuals(kept[rank])
         if rank == 0 and remain < former:
             with pytest.warns(UserWarning, match=f"of {former} ranks {former - remain} are gone"):
-                optimizer._open()
+                optimizer._meet()
         else:
-            optimizer._open()
+            optimizer._meet()
         return optimizer.residual_state_dict(), optimizer.report().lost_residuals
 
     now = dgc.lockstep.run(after, size)
@@ -119,9 +119,9 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         optimizer._put_residuals({**kept[rank], "size": sizes[rank]})
         if rank == 0:
             with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):
-                optimizer._open()
+                optimizer._meet()
         else:
-            optimizer._open()
+            optimizer._meet()
         return optimizer.residual_state_dict(), optimizer.report().lost_residuals
 
     now = dgc.lockstep.run(after, 2)

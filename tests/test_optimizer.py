@@ -151,7 +151,7 @@ def test_state_is_complete_from_the_start():
 
 def test_messages_leave_during_the_backward_pass():
     def worker():
-        network, optimizer = wrapped(groups=3)
+        network, optimizer = train(range(1), SPARSE, groups=3)  # the first step begins with a question to all ranks
         begun = []
         start = optimizer._transport.start
         optimizer._transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
@@ -298,7 +298,7 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
 def test_changing_gradients_that_were_sent_is_told(change):
     """As a script does that clips between backward() and step(), which is right where nothing is exchanged."""
     def worker():
-        network, optimizer = wrapped()
+        network, optimizer = train(range(1), SPARSE)
         backward(network)
         change(network)
         optimizer.step()
@@ -833,6 +833,21 @@ def test_a_wrapper_that_inherits_from_it_passes_on(config):
         in_lockstep(worker)
 
 
+def test_the_first_backward_pass_waits_for_nobody():
+    """A rank without a gradient for one of two optimizers comes to it only when the other one's step is done."""
+    def worker():
+        torch.manual_seed(0)
+        first, side, last = (nn.Linear(40, 40) for _ in range(3))
+        (_, one), (_, two) = wrapped(network=nn.Sequential(first, last)), wrapped(network=side)
+        h = first(torch.randn(4, 40))
+        last(h + side(h) if rank() == 0 else h).square().mean().backward()
+        one.step()
+        two.step()
+        return torch.cat([flat(first), flat(side), flat(last)])
+
+    assert torch.equal(*in_lockstep(worker))
+
+
 # -- other optimizers --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
@@ -1344,7 +1359,7 @@ def test_dampening_set_later_is_refused_at_the_step():
     def worker():
         network, optimizer = wrapped()
         optimizer.param_groups[0]["dampening"] = 0.5
-        backward(network)
+        train(range(1), None, network, optimizer)
 
     with pytest.raises(ValueError, match=r"dampening is 0\.5"):
         in_lockstep(worker)
