@@ -555,7 +555,7 @@ class _Distributed(torch.optim.Optimizer):
         """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another grouping. What they
         are worth in total stays the same.
         """
-        for bucket in self._buckets():
+        for bucket in self._compressed():
             for letter, flat in (("v", bucket.v), ("u", bucket.u)):
                 if flat is None:
                     continue
@@ -994,7 +994,7 @@ class _Distributed(torch.optim.Optimizer):
         self.param_groups[0][STEP] += 1
         if self._pace is not None:
             self._pace.tick(self.param_groups[0], self.param_groups[0][STEP])
-        buckets = self._buckets()
+        buckets = self._compressed()
         numel = sum(self._numels.values())
         dense = numel - sum(bucket.numel for bucket in buckets)
         self._last["dense_entries"] = dense
@@ -1007,12 +1007,12 @@ class _Distributed(torch.optim.Optimizer):
         self._synchronized, self._direct = True, direct
         self._note_versions(self._delay)
 
-    def _buckets(self) -> list[Bucket]:
+    def _compressed(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
 
     def _settle(self) -> None:
         """A GPU runs ahead: it may have found something in the last step's messages that has not been raised yet."""
-        for bucket in self._buckets():
+        for bucket in self._compressed():
             settle(bucket)
 
     def _kept(self) -> list[Bucket]:
@@ -1268,7 +1268,7 @@ class _Distributed(torch.optim.Optimizer):
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
         self._settle()
-        buckets, last, totals = self._buckets(), self._last, self._totals
+        buckets, last, totals = self._compressed(), self._last, self._totals
         numel = sum(self._numels.values())
         return Report(
             steps=self._steps,

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import io
 import pickle
+import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 import dgc
 from dgc import beside
+from dgc.optimizer import _Distributed
 from dgc.packing import pack
 from dgc.select import count
 
@@ -846,6 +849,19 @@ def test_the_first_backward_pass_waits_for_nobody():
         return torch.cat([flat(first), flat(side), flat(last)])
 
     assert torch.equal(*in_lockstep(worker))
+
+
+def test_names_of_ours_are_not_those_of_torch():
+    """The wrapped optimizer's attributes come along, and its methods call one another."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=dgc.adaptive(least=0.9, most=0.999)))
+        return vars(optimizer).keys() - vars(torch.optim.SGD(network.parameters(), 0.1)).keys()
+
+    ours = set.union(*in_lockstep(worker)) | {name for name in vars(_Distributed) if name[:1] == "_" != name[1:2]}
+    torchs = Path(torch.__file__).parent
+    for file in [*torchs.glob("optim/*.py"), torchs / "distributed/optim/zero_redundancy_optimizer.py"]:
+        theirs = re.findall(r"(?:self\.|def )(\w+)", file.read_text())
+        assert file.stem == "lr_scheduler" or not ours.intersection(theirs), file
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------
