@@ -430,8 +430,9 @@ class _Distributed(torch.optim.Optimizer):
         if delay <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally. If step() is called after each, a former "
-                "DistributedOptimizer of these parameters is still held, by its scheduler or trainer: let go of it.")
+                "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
+                "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
+                "DistributedOptimizer of them is still held, by its scheduler or trainer.")
         gradient = parameter.grad
         assert gradient is not None and not gradient.requires_grad
         if not self._fired:
@@ -811,7 +812,9 @@ class _Distributed(torch.optim.Optimizer):
             raise
         if (name := self._changed()) is not None:
             self._warn_of_loss(f"the gradient of {name} was changed after backward(), which had sent it by then, so "
-                               "that this had no effect; to clip, give Config(clip_norm=...)", stacklevel=5)
+                               "that this had no effect; to clip, give Config(clip_norm=...); and a model in "
+                               "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
+                               "place of the DistributedOptimizer", stacklevel=5)
         if self._pace is not None:
             self._pace.stand()
         if self._waits and not self._all_finite():
