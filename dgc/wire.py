@@ -8,8 +8,8 @@ with B blocks, K slots, P parameters, and w bytes a value:
     value  (K)   float16, bfloat16 or float32; the used slots of a parameter come first, block after block
     int16  (K)   positions within the block, as unsigned numbers
     int16  (P)   exponents: a value counts 2^exponent of its parameter
-    zeros        up to a multiple of 8
-    int64        checksum
+    zeros        up to a multiple of 4
+    int32  (2)   checksum
 
 The exponent puts a parameter's largest value just below 2^15, so that float16 neither overflows nor loses its small
 values, whatever the scale of the gradient.
@@ -30,7 +30,6 @@ from dgc.residual import Bucket
 BLOCK = 1 << 16  # entries of a parameter that share a count
 TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
 NONFINITE = 32767  # the exponent that says: a value of this parameter was not finite
-MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
 class Sections(NamedTuple):
@@ -63,7 +62,7 @@ class Layout:
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
         self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
-        self.nbytes = self.ends[-1] + -self.ends[-1] % 8 + 8
+        self.nbytes = self.ends[-1] + -self.ends[-1] % 4 + 8
 
     def sections(self, message: Tensor) -> Sections:
         """Views into a message, uint8 (nbytes,)."""
@@ -212,7 +211,7 @@ class Support:
     def __init__(self, layout: Layout):
         self._layout = layout
         self._ends = tuple(accumulate((4 * layout.block_starts[-1], 2 * layout.slots)))
-        self.nbytes = self._ends[-1] + -self._ends[-1] % 8 + 8
+        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
 
     def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
         a, b = self._ends
@@ -251,7 +250,7 @@ class Whole:
         self.bucket, self.names, self.dtype = bucket.name, bucket.names, dtype
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         self._ends = tuple(accumulate((dtype.itemsize * bucket.numel, 2 * len(bucket.names))))
-        self.nbytes = self._ends[-1] + -self._ends[-1] % 8 + 8
+        self.nbytes = self._ends[-1] + -self._ends[-1] % 4 + 8
         repeats = torch.tensor(bucket.numels, device=self.device)
         self._owner = torch.arange(len(bucket.names), device=self.device).repeat_interleave(repeats)
 
@@ -279,7 +278,7 @@ class Whole:
 
 def seal(message: Tensor) -> Tensor:
     """Writes the checksum into a message, and returns it."""
-    message.view(torch.int64)[-1] = _checksum(message)
+    message.view(torch.int32)[-2:] = _checksum(message)
     return message
 
 
@@ -288,7 +287,7 @@ def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
     if message.numel() != nbytes:
         raise ValueError(f"the message of {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
                          "do all ranks have the same model, Config and schedule?")
-    if not torch.equal(message.view(torch.int64)[-1], _checksum(message)):
+    if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
         raise _corrupt(sender, bucket)
 
 
@@ -310,13 +309,10 @@ def _corrupt(sender: str, bucket: str) -> ValueError:
 
 
 def _checksum(message: Tensor) -> Tensor:
-    """int64, 0-dim: the sum of all 32-bit words before it, each times an odd number of its place's, modulo 2^64.
-
-    Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
-    """
-    words = message.view(torch.int32)[:-2].to(torch.int64) & 0xFFFFFFFF
-    mixed = torch.arange(1, len(words) + 1, device=message.device).mul_(MIXER)
-    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum()
+    """int32 (2,): the sum of all 32-bit words before it, and their sum weighted by place, modulo 2^32."""
+    words = message.view(torch.int32)[:-2].to(torch.int64)
+    places = torch.arange(1, len(words) + 1, device=message.device)
+    return torch.stack([words.sum(), (words * places).sum()]).view(torch.int32)[::2]  # the lower halves
 
 
 def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from dgc.kernels.jit import jit
 from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS, LINE, stride
-from dgc.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
+from dgc.wire import BLOCK, NONFINITE, TOP, Layout
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
 POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
@@ -441,22 +441,28 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
 @_jit
 def _digest(words):
     """The checksum of :func:`dgc.wire.seal`: of all words but the last two, where it belongs."""
-    total = np.int64(0)
+    a, b = np.int64(0), np.int64(0)
     for i in range(len(words) - 2):
-        mixed = np.int64(i + 1) * MIXER
-        total += (np.int64(words[i]) & 0xFFFFFFFF) * (mixed ^ mixed >> 32 | 1)
-    return total
+        a += words[i]
+        b += words[i] * np.int64(i + 1)
+    return np.int32(a & 0xFFFFFFFF), np.int32(b & 0xFFFFFFFF)
+
+
+@_jit
+def _seal(words):
+    words[-2], words[-1] = _digest(words)
 
 
 # -- receive -----------------------------------------------------------------------------------------------------------
 
 @_jit
-def _check(messages, checksums, numels, counts, starts, block_starts, block_counts, positions, exponents, slots):
+def _check(messages, numels, counts, starts, block_starts, block_counts, positions, exponents, slots):
     """Looks for the first message that is corrupt: its sender and -1; or says that a gradient is not finite: its sender
     and 1 + the parameter; else 0, 0. Fills in the slot at which each block begins.
     """
     for r in range(len(messages)):
-        if _digest(messages[r]) != checksums[r]:
+        a, b = _digest(messages[r])
+        if messages[r, -2] != a or messages[r, -1] != b:
             return r, -1
         for p in range(len(numels)):
             if exponents[r, p] == NONFINITE:
@@ -464,7 +470,7 @@ def _check(messages, checksums, numels, counts, starts, block_starts, block_coun
             slot, end = starts[p], starts[p] + counts[p]
             for c in range(block_starts[p], block_starts[p + 1]):
                 n, size = block_counts[r, c], min(BLOCK, numels[p] - (c - block_starts[p]) * BLOCK)
-                if n < 0 or n > min(size, end - slot):
+                if n < 0 or n > end - slot:
                     return r, -1
                 slots[r, c] = slot
                 for j in range(slot, slot + n):
@@ -684,7 +690,7 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
         first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
         masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
         exponents), table.parameters, table.threads))))
-    message.view(torch.int64)[-1] = _digest(message.view(torch.int32).numpy())
+    _seal(message.view(torch.int32).numpy())
     return message
 
 
@@ -709,9 +715,8 @@ class Received:
         table = _table(layout)
         self._sections = sections = _sections(table, messages.numpy())
         self._slots = np.empty((len(messages), len(table.owners)), np.int64)
-        sender, what = _check(messages.view(torch.int32).numpy(), messages.view(torch.int64)[:, -1].numpy(),
-                              table.numels, table.counts, table.starts, table.block_starts, sections[0], sections[3],
-                              sections[4], self._slots)
+        sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
+                              table.block_starts, sections[0], sections[3], sections[4], self._slots)
         if what < 0:
             raise layout.corrupt(sender)
         if what > 0:

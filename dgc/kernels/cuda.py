@@ -77,7 +77,6 @@ PARAMETER = tl.constexpr(8)
 STATE = tl.constexpr(5)  # first, last, shift, need, wide
 
 NONFINITE = tl.constexpr(wire.NONFINITE)
-MIXER = tl.constexpr(wire.MIXER)
 TOP = tl.constexpr(wire.TOP)
 
 
@@ -492,24 +491,22 @@ def _code(y, WIRE: tl.constexpr):
 
 @triton.jit
 def _digest(bits, half, WIDE: tl.constexpr):
-    """What 16 bits, at such a place counted in 16 bits, add to the checksum; WIDE: 32 bits."""
+    """What 16 bits, at such a place counted in 16 bits, add to the two sums of the checksum; WIDE: 32 bits."""
     if WIDE:
         word = bits & 0xFFFFFFFF
     else:
         word = (bits & 0xFFFF) << (16 * (half % 2))
-    return tl.sum(word * _weight(half // 2))
+    return tl.sum(word), tl.sum(word * (half // 2 + 1))
 
 
 @triton.jit
-def _weight(place):
-    """What a word at such a place counts in the checksum."""
-    mixed = (place + 1).to(tl.int64) * MIXER
-    return mixed ^ mixed >> 32 | 1
+def _low_word(x):
+    return (x & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["count", "values_at", "positions_at", "exponents_at", "words"])
-def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, message64, count, values_at,
-           positions_at, exponents_at, words, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
+def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, count, values_at, positions_at,
+           exponents_at, words, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
     """One program a chunk of slots: takes the entries out of v and writes their part of the message.
 
     Where a gradient was not finite, the message says which, and nothing is taken.
@@ -535,39 +532,43 @@ def _write(u, v, parameters, chunks, used, index, work, flags, message16, messag
     block = tl.load(here + FIRST_BLOCK) + local // BLOCK
     one = valid.to(tl.int32)
     tl.atomic_add(message32 + block, one, mask=valid, sem="relaxed")
-    digest = tl.sum(one * _weight(block))
+    a, b = tl.sum(one.to(tl.int64)), tl.sum(one * (block + 1))
     if WIRE == tl.float32:
         half = values_at + 2 * slot
         tl.store(message32 + half // 2, bits.to(tl.int32), mask=valid)
-        digest += _digest(bits, half, True)
+        c, d = _digest(bits, half, True)
     else:
         half = values_at + slot
         tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-        digest += _digest(bits, half, False)
+        c, d = _digest(bits, half, False)
+    a, b = a + c, b + d
     half, bits = positions_at + slot, tl.where(valid, local % BLOCK, 0)
     tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-    digest += _digest(bits, half, False)
+    c, d = _digest(bits, half, False)
+    a, b = a + c, b + d
     if begin == 0:
         place = exponents_at + p
         tl.store(message16 + place, exponent.to(tl.int16))
         word = (exponent & 0xFFFF) << (16 * (place % 2))
-        digest += word * _weight(place // 2)
-    tl.atomic_add(message64 + words // 2, digest, sem="relaxed")
+        a, b = a + word, b + word * (place // 2 + 1)
+    tl.atomic_add(message32 + words, _low_word(a), sem="relaxed")
+    tl.atomic_add(message32 + words + 1, _low_word(b), sem="relaxed")
 
 
 # -- receive -----------------------------------------------------------------------------------------------------------
 
 @triton.jit(do_not_specialize=["words"])
 def _sums(messages, sums, words):
-    """Each message's checksum: one program for a part of a message."""
+    """The two sums of each message's checksum: one program for a part of a message."""
     r = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    word = tl.load(messages + r * (words + 2) + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_add(sums + r, tl.sum(word * _weight(i)), sem="relaxed")
+    word = tl.load(messages + r * (words + 2) + i, mask=i < words, other=0).to(tl.int64)
+    tl.atomic_add(sums + 2 * r, _low_word(tl.sum(word)), sem="relaxed")
+    tl.atomic_add(sums + 2 * r + 1, _low_word(tl.sum(word * (i + 1))), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "blocks_count", "positions_at", "exponents_at", "words"])
-def _check(message16, message32, message64, sums, verdict, slots, parameters, blocks, count, blocks_count, positions_at,
+def _check(message16, message32, sums, verdict, slots, parameters, blocks, count, blocks_count, positions_at,
            exponents_at, words):
     """One program for each block and message, and one for each parameter and message: looks for what no rank with this
     layout writes, and notes the slot at which the block begins. Reads nothing outside the message, whatever it says.
@@ -581,9 +582,11 @@ def _check(message16, message32, message64, sums, verdict, slots, parameters, bl
         if tl.load(message16 + exponents_at + p) == NONFINITE:
             tl.store(mine + 2 + p, 1)
             tl.store(verdict, 1)
-        if (p == 0) & (tl.load(sums + r) != tl.load(message64 + r * (words // 2 + 1) + words // 2)):
-            tl.store(mine, 1)
-            tl.store(verdict, 1)
+        if p == 0:
+            a = tl.load(sums + 2 * r) == tl.load(message32 + words)
+            if (a & (tl.load(sums + 2 * r + 1) == tl.load(message32 + words + 1))) == 0:
+                tl.store(mine, 1)
+                tl.store(verdict, 1)
         return
     _, here, first_block, _, size = _block(parameters, blocks, b)
     n, before = tl.load(message32 + b).to(tl.int64), tl.full([], 0, tl.int64)
@@ -874,10 +877,9 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
         grid = table.chunks_count,
         _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
-                     message.view(torch.int16), message.view(torch.int32), message.view(torch.int64),
-                     len(bucket.names), values, positions, exponents, words,
-                     MASKING=masking and bucket.u is not None, FLAGS=flags is not None, WIRE=_TYPES[layout.dtype],
-                     enable_fp_fusion=False)
+                     message.view(torch.int16), message.view(torch.int32), len(bucket.names), values, positions,
+                     exponents, words, MASKING=masking and bucket.u is not None, FLAGS=flags is not None,
+                     WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message
 
@@ -962,15 +964,15 @@ class Received:
         table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
         _, positions, exponents, words = _places(layout)
         new, senders = messages.new_zeros, self._senders
-        sums = new(senders, dtype=torch.int64)
+        sums = new(2 * senders, dtype=torch.int32)
         self._found = new(1 + senders * (count + 2), dtype=torch.int32)
         self._slots = messages.new_empty(senders * table.blocks_count, dtype=torch.int64)
         self._message16, self._message32 = self._messages.view(torch.int16), self._messages.view(torch.int32)
         with torch.cuda.device_of(messages):
             _sums[(triton.cdiv(words, WORDS.value), senders)](self._message32, sums, words)
             _check[(table.blocks_count + count, senders)](
-                self._message16, self._message32, self._messages.view(torch.int64), sums, self._found, self._slots,
-                table.parameters, table.blocks, count, table.blocks_count, positions, exponents, words)
+                self._message16, self._message32, sums, self._found, self._slots, table.parameters, table.blocks, count,
+                table.blocks_count, positions, exponents, words)
             self._verdict = _verdicts[layout] = _Verdict(self._found, senders)
         if not _runs_ahead(layout.device):
             settle(layout)
