@@ -1,14 +1,17 @@
 """One thread for each rank, as in the processes that tests launch: sums over threads differ in the last bit.
 
-Where there is no GPU, Triton's kernels run on the CPU.
+Where there is no GPU, Triton's kernels run on the CPU. Ctrl-C ends what tests start, also in a shell's background job,
+which ignores it.
 """
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
