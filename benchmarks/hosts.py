@@ -32,7 +32,7 @@ class Rate(NamedTuple):
     offload: bool  # with the shallow bucket, packets larger than the wire's: fewer to handle, but in bursts
 
 
-RATES = {"10gbit": Rate(10e9, 256, 1024, True), "1gbit": Rate(1e9, 24, 256, False),
+RATES = {"10gbit": Rate(10e9, 256, 1024, True), "1gbit": Rate(1e9, 16, 256, False),
          "300mbit": Rate(3e8, 12, 128, False), "100mbit": Rate(1e8, 8, 64, False)}
 
 
