@@ -139,9 +139,11 @@ class AbandonedError(Exception):
 
 
 def sent_bytes(collective: Collective, world: World) -> float:
-    """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M, tree share M."""
+    """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of a share, which all
+    but one receive once, each rank's part, (N-1)/N M.
+    """
     n = len(world.members(collective.group))
-    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": min(1, n - 1)}[collective.op] * collective.tensor.nbytes
+    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": (n - 1) / n}[collective.op] * collective.tensor.nbytes
 
 
 def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[

@@ -149,7 +149,7 @@ def test_gathering_grows_with_the_ranks_and_sharing_does_not():
     assert gathered[2] == given.message
     for n in sizes:
         assert gathered[n] == pytest.approx(min((n - 1) * given.message, 2 * (n - 1) / n * given.dense))
-        assert shared[n] == pytest.approx(given.support + 2 * (n - 1) / n * given.values)
+        assert shared[n] == pytest.approx((n - 1) / n * (given.support + 2 * given.values))
     assert shared[64] < 1.15 * shared[8] and gathered[32] == pytest.approx(31 * given.message)
     for n in sizes:
         predicted = {name: cost.port_bytes(cost.exchange(name, given, n, 1)) for name in ("allgather", "shared")}

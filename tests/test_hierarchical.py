@@ -125,7 +125,7 @@ def test_each_byte_crosses_the_network_once(exchange, sparsity, n, g):
     reports = dgc.lockstep.run(lambda: train(range(2), config, model())[1].report(), n * g, g)
     small = 2 * (n * g - 1) / (n * g) * 4 * dense
     summed = 2 * (n - 1) / n
-    alone = (n - 1) * sizes.message if exchange == "allgather" else sizes.support + summed * sizes.values
+    alone = (n - 1) * sizes.message if exchange == "allgather" else summed * (sizes.support / 2 + sizes.values)
     if sparsity == 0.1:
         alone = min(alone, summed * sizes.dense)
     padding = 4 * g * (n + 1)  # stripes are of one length

@@ -164,12 +164,12 @@ def test_a_gradient_that_is_not_finite_is_told_to_all(place):
 
 
 @pytest.mark.parametrize("place", [("horovod", 2), ("torch", 2)], ids=lambda place: place[0])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-def test_reported_bytes_are_those_on_the_socket(place, sparsity):
+@pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "shared")])
+def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
-    results = [rank[sparsity] for rank in ran(*place)["socket_bytes"]]
+    results = [rank[sparsity, exchange] for rank in ran(*place)["socket_bytes"]]
     counted, reported = (sum(column) for column in zip(*results, strict=True))
-    print(f"{place[0]}, sparsity {sparsity}: sent {counted:,}, reported {reported:,.0f}")
+    print(f"{place[0]}, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
     assert counted == pytest.approx(reported, rel=0.05)
 
 
