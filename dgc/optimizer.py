@@ -776,12 +776,16 @@ class _Distributed(torch.optim.Optimizer):
         return scale if self._inverse is None else self._inverse if scale is None else scale * self._inverse.to(scale)
 
     def _begin(self, shipment: Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
-        for _, others, earlier in self._exchanges:
-            if earlier.under_way.group == "node":  # so that it goes on to the other nodes during the backward pass
-                with beside(others[0].device):
-                    earlier.advance()
+        self._leave_node(wait=False)
         with beside(parameters[0].device):
             self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
+
+    def _leave_node(self, wait: bool) -> None:
+        """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
+        for _, parameters, exchange in self._exchanges:
+            if exchange.under_way.group == "node" and (wait or exchange.ready):
+                with beside(parameters[0].device):
+                    exchange.advance()
 
     def _count(self, collective: Collective) -> None:
         within = collective.group == "node"
@@ -829,6 +833,7 @@ class _Distributed(torch.optim.Optimizer):
             self._scale = self._clip_scale()
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
+        self._leave_node(wait=True)  # so that ranks that fail together have begun the same
         delivered: list[tuple[Bucket, Update]] = []
         with torch.no_grad():
             while self._exchanges:

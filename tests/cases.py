@@ -466,6 +466,7 @@ def hierarchical():
         else:
             raise AssertionError("nothing was said")
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = dynamic  # the first training makes the sets, the others find them
+        waited_for_between(configs["default"])
     if find().__class__.__name__ == "TorchDistributed":  # rank 0 then knows fewer groups than the others
         some = torch.distributed.new_group([1, 2, 3])
         network = model()
@@ -489,6 +490,21 @@ def hierarchical():
         assert made == groups[0]
         assert all(group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT for group in made)
     return results
+
+
+def waited_for_between(config):
+    """Rank 1 has no gradient for the layer in the middle, and waits for all ranks between backward() and step()."""
+    import horovod.torch as hvd
+    layers = nn.ModuleList(nn.Linear(60, 60) for _ in range(3))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    optimizer = dgc.DistributedOptimizer(optimizer, layers.named_parameters(), config, groups=3)
+    dgc.broadcast_parameters(layers.state_dict())
+    for _ in range(3):
+        optimizer.zero_grad()
+        h = layers[0](torch.ones(4, 60))
+        layers[2](h if hvd.rank() == 1 else layers[1](h)).square().mean().backward()
+        hvd.barrier()
+        optimizer.step()
 
 
 # -- torch.distributed only --------------------------------------------------------------------------------------------

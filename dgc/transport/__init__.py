@@ -149,6 +149,13 @@ class Exchange:
         self._wait = self._start(collective)
         return True
 
+    @property
+    def ready(self) -> bool:
+        """Whether to :meth:`advance` during a backward pass: True where each rank must do so at the same place, even if
+        it has to wait; else, over Horovod, when it has not.
+        """
+        return getattr(self._wait, "done", lambda: True)()
+
     def finish(self) -> Any:
         """Waits for the collectives that the path asks for, and returns its result."""
         while self.advance():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -57,12 +58,25 @@ class Horovod:
         else:
             root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
             handle = hvd.broadcast_async_(bits, root, name=name, process_set=process_set)
-        return lambda: hvd.synchronize(handle).view(tensor.dtype)
+        return _Handle(handle, lambda result: result.view(tensor.dtype))
 
     def _sum(self, tensor: Tensor, name: str, process_set: Any) -> Wait:
         flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=process_set)
-        return lambda: hvd.synchronize(handle).to(tensor.dtype)
+        return _Handle(handle, lambda result: result.to(tensor.dtype))
+
+
+class _Handle:
+    """Waits for a collective; unlike torch.distributed's, later ones may begin in another order on each rank."""
+
+    def __init__(self, handle: int, read: Callable[[Tensor], Tensor]):
+        self._handle, self._read = handle, read
+
+    def __call__(self) -> Tensor:
+        return self._read(hvd.synchronize(self._handle))
+
+    def done(self) -> bool:
+        return bool(hvd.poll(self._handle))
 
 
 def _process_sets(every: list[range]) -> dict[range, Any]:
