@@ -9,7 +9,7 @@ with B blocks, K slots, P parameters, and w bytes a value:
     int16  (K)   positions within the block, as unsigned numbers
     int16  (P)   exponents: a value counts 2^exponent of its parameter
     zeros        up to a multiple of 4
-    int32  (2)   checksum
+    int32  (2)   checksum, the lower half first
 
 The exponent puts a parameter's largest value just below 2^15, so that float16 neither overflows nor loses its small
 values, whatever the scale of the gradient.
@@ -30,6 +30,7 @@ from dgc.residual import Bucket
 BLOCK = 1 << 16  # entries of a parameter that share a count
 TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
 NONFINITE = 32767  # the exponent that says: a value of this parameter was not finite
+MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
 class Sections(NamedTuple):
@@ -309,10 +310,13 @@ def _corrupt(sender: str, bucket: str) -> ValueError:
 
 
 def _checksum(message: Tensor) -> Tensor:
-    """int32 (2,): the sum of all 32-bit words before it, and their sum weighted by place, modulo 2^32."""
-    words = message.view(torch.int32)[:-2].to(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=message.device)
-    return torch.stack([words.sum(), (words * places).sum()]).view(torch.int32)[::2]  # the lower halves
+    """int32 (2,): the sum of all 32-bit words before it, each times an odd number of its place's, modulo 2^64.
+
+    Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
+    """
+    words = message.view(torch.int32)[:-2].to(torch.int64) & 0xFFFFFFFF
+    mixed = torch.arange(1, len(words) + 1, device=message.device).mul_(MIXER)
+    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum()[None].view(torch.int32)
 
 
 def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:

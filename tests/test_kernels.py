@@ -13,7 +13,7 @@ from laws import misleading
 from dgc import kernels, select
 from dgc.kernels import plain
 from dgc.residual import Bucket, Gradient
-from dgc.wire import Layout, seal
+from dgc.wire import BLOCK, Layout, seal
 
 cpu = pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
@@ -215,6 +215,15 @@ def test_a_message_that_was_changed_is_refused():
             errors.append((error.type, str(error.value)))
         assert errors[0] == errors[1]
     assert errors[0][1] == "rank 1 has a gradient that is not finite, in: b, d"
+
+
+def test_more_entries_than_a_block_has_are_refused():
+    layout = Layout(pair(shapes={"a": (BLOCK + 5,)})[0], [8], torch.float16)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.sections(message).counts[1] = 6
+    for kernel in (cpu, plain):
+        with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 is corrupt"):
+            kernel.Received(layout, seal(message)[None], 1)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

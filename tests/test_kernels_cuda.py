@@ -430,8 +430,9 @@ from dgc.kernels import cuda
 
 doors = [cuda._sample, cuda._accumulate, cuda._narrow, cuda._tally, cuda._choose, cuda._largest, cuda._write,
          cuda._sums, cuda._check, cuda._receive]
-types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages sums".split(), "*i32")
-types |= dict.fromkeys("table parameters tiles state blocks index used chunks work slots".split(), "*i64")
+types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages".split(), "*i32")
+types |= dict.fromkeys("table parameters tiles state blocks index used chunks work slots sums checksum".split(),
+                       "*i64")
 types |= dict.fromkeys(["places", "message16"], "*i16") | {"verdict": "*i32"}
 count = 0
 for real, bits, wire, yes in ((tl.float32, 32, tl.float16, True), (tl.float64, 64, tl.bfloat16, True),

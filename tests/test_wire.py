@@ -94,6 +94,19 @@ def test_a_message_that_was_changed_on_its_way_is_refused(data):
         layout.decode(message, 1)
 
 
+def test_damage_with_a_pattern_is_refused():
+    """The highest bit of two words, which in a sum modulo 2^32 make up for each other."""
+    layout, message = some_message()
+    words, generator = message.view(torch.int32), torch.Generator().manual_seed(0)
+    for _ in range(200):
+        two = torch.randperm(len(words) - 2, generator=generator)[:2]
+        words[two] ^= -2**31
+        with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
+            layout.decode(message, 1)
+        words[two] ^= -2**31
+    layout.decode(message, 1)
+
+
 @pytest.mark.parametrize("section", ["counts", "positions"])
 def test_positions_outside_a_parameter_are_refused_though_the_checksum_is_right(section):
     layout, message = some_message()

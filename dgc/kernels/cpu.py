@@ -29,7 +29,7 @@ from torch import Tensor
 from dgc.kernels.jit import jit
 from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS, LINE, stride
-from dgc.wire import BLOCK, NONFINITE, TOP, Layout
+from dgc.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
 POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
@@ -441,16 +441,17 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
 @_jit
 def _digest(words):
     """The checksum of :func:`dgc.wire.seal`: of all words but the last two, where it belongs."""
-    a, b = np.int64(0), np.int64(0)
+    total = np.int64(0)
     for i in range(len(words) - 2):
-        a += words[i]
-        b += words[i] * np.int64(i + 1)
-    return np.int32(a & 0xFFFFFFFF), np.int32(b & 0xFFFFFFFF)
+        mixed = np.int64(i + 1) * MIXER
+        total += (np.int64(words[i]) & 0xFFFFFFFF) * (mixed ^ mixed >> 32 | 1)
+    return total
 
 
 @_jit
 def _seal(words):
-    words[-2], words[-1] = _digest(words)
+    digest = _digest(words)
+    words[-2], words[-1] = np.int32(digest & 0xFFFFFFFF), np.int32(digest >> 32)
 
 
 # -- receive -----------------------------------------------------------------------------------------------------------
@@ -461,8 +462,8 @@ def _check(messages, numels, counts, starts, block_starts, block_counts, positio
     and 1 + the parameter; else 0, 0. Fills in the slot at which each block begins.
     """
     for r in range(len(messages)):
-        a, b = _digest(messages[r])
-        if messages[r, -2] != a or messages[r, -1] != b:
+        low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
+        if _digest(messages[r]) != high << 32 | low:
             return r, -1
         for p in range(len(numels)):
             if exponents[r, p] == NONFINITE:
@@ -470,7 +471,7 @@ def _check(messages, numels, counts, starts, block_starts, block_counts, positio
             slot, end = starts[p], starts[p] + counts[p]
             for c in range(block_starts[p], block_starts[p + 1]):
                 n, size = block_counts[r, c], min(BLOCK, numels[p] - (c - block_starts[p]) * BLOCK)
-                if n < 0 or n > end - slot:
+                if n < 0 or n > min(size, end - slot):
                     return r, -1
                 slots[r, c] = slot
                 for j in range(slot, slot + n):

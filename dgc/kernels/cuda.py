@@ -77,6 +77,7 @@ PARAMETER = tl.constexpr(8)
 STATE = tl.constexpr(5)  # first, last, shift, need, wide
 
 NONFINITE = tl.constexpr(wire.NONFINITE)
+MIXER = tl.constexpr(wire.MIXER)
 TOP = tl.constexpr(wire.TOP)
 
 
@@ -491,22 +492,24 @@ def _code(y, WIRE: tl.constexpr):
 
 @triton.jit
 def _digest(bits, half, WIDE: tl.constexpr):
-    """What 16 bits, at such a place counted in 16 bits, add to the two sums of the checksum; WIDE: 32 bits."""
+    """What 16 bits, at such a place counted in 16 bits, add to the checksum; WIDE: 32 bits."""
     if WIDE:
         word = bits & 0xFFFFFFFF
     else:
         word = (bits & 0xFFFF) << (16 * (half % 2))
-    return tl.sum(word), tl.sum(word * (half // 2 + 1))
+    return tl.sum(word * _weight(half // 2))
 
 
 @triton.jit
-def _low_word(x):
-    return (x & 0xFFFFFFFF).to(tl.int32)
+def _weight(place):
+    """What a word at such a place counts in the checksum."""
+    mixed = (place + 1).to(tl.int64) * MIXER
+    return mixed ^ mixed >> 32 | 1
 
 
-@triton.jit(do_not_specialize=["count", "values_at", "positions_at", "exponents_at", "words"])
-def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, count, values_at, positions_at,
-           exponents_at, words, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "values_at", "positions_at", "exponents_at"])
+def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, checksum, count, values_at,
+           positions_at, exponents_at, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
     """One program a chunk of slots: takes the entries out of v and writes their part of the message.
 
     Where a gradient was not finite, the message says which, and nothing is taken.
@@ -532,39 +535,35 @@ def _write(u, v, parameters, chunks, used, index, work, flags, message16, messag
     block = tl.load(here + FIRST_BLOCK) + local // BLOCK
     one = valid.to(tl.int32)
     tl.atomic_add(message32 + block, one, mask=valid, sem="relaxed")
-    a, b = tl.sum(one.to(tl.int64)), tl.sum(one * (block + 1))
+    digest = tl.sum(one * _weight(block))
     if WIRE == tl.float32:
         half = values_at + 2 * slot
         tl.store(message32 + half // 2, bits.to(tl.int32), mask=valid)
-        c, d = _digest(bits, half, True)
+        digest += _digest(bits, half, True)
     else:
         half = values_at + slot
         tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-        c, d = _digest(bits, half, False)
-    a, b = a + c, b + d
+        digest += _digest(bits, half, False)
     half, bits = positions_at + slot, tl.where(valid, local % BLOCK, 0)
     tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-    c, d = _digest(bits, half, False)
-    a, b = a + c, b + d
+    digest += _digest(bits, half, False)
     if begin == 0:
         place = exponents_at + p
         tl.store(message16 + place, exponent.to(tl.int16))
         word = (exponent & 0xFFFF) << (16 * (place % 2))
-        a, b = a + word, b + word * (place // 2 + 1)
-    tl.atomic_add(message32 + words, _low_word(a), sem="relaxed")
-    tl.atomic_add(message32 + words + 1, _low_word(b), sem="relaxed")
+        digest += word * _weight(place // 2)
+    tl.atomic_add(checksum, digest, sem="relaxed")
 
 
 # -- receive -----------------------------------------------------------------------------------------------------------
 
 @triton.jit(do_not_specialize=["words"])
 def _sums(messages, sums, words):
-    """The two sums of each message's checksum: one program for a part of a message."""
+    """Each message's checksum: one program for a part of a message."""
     r = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    word = tl.load(messages + r * (words + 2) + i, mask=i < words, other=0).to(tl.int64)
-    tl.atomic_add(sums + 2 * r, _low_word(tl.sum(word)), sem="relaxed")
-    tl.atomic_add(sums + 2 * r + 1, _low_word(tl.sum(word * (i + 1))), sem="relaxed")
+    word = tl.load(messages + r * (words + 2) + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_add(sums + r, tl.sum(word * _weight(i)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "blocks_count", "positions_at", "exponents_at", "words"])
@@ -582,11 +581,10 @@ def _check(message16, message32, sums, verdict, slots, parameters, blocks, count
         if tl.load(message16 + exponents_at + p) == NONFINITE:
             tl.store(mine + 2 + p, 1)
             tl.store(verdict, 1)
-        if p == 0:
-            a = tl.load(sums + 2 * r) == tl.load(message32 + words)
-            if (a & (tl.load(sums + 2 * r + 1) == tl.load(message32 + words + 1))) == 0:
-                tl.store(mine, 1)
-                tl.store(verdict, 1)
+        low, high = tl.load(message32 + words).to(tl.int64), tl.load(message32 + words + 1).to(tl.int64)
+        if (p == 0) & (tl.load(sums + r) != (high << 32 | low & 0xFFFFFFFF)):
+            tl.store(mine, 1)
+            tl.store(verdict, 1)
         return
     _, here, first_block, _, size = _block(parameters, blocks, b)
     n, before = tl.load(message32 + b).to(tl.int64), tl.full([], 0, tl.int64)
@@ -869,17 +867,18 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
     """As :func:`dgc.kernels.plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
     and the message is the :meth:`dgc.wire.Layout.confession`.
     """
-    table, (values, positions, exponents, words) = _table(layout), _places(layout)
+    table, (values, positions, exponents, _) = _table(layout), _places(layout)
     u, flags = bucket.v if bucket.u is None else bucket.u, bucket.flags
-    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device=bucket.v.device)
+    before = -layout.nbytes % 8  # so that the checksum, at the end, is at a multiple of 8
+    message = torch.zeros(before + layout.nbytes, dtype=torch.uint8, device=bucket.v.device)[before:]
     work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
     with torch.cuda.device_of(bucket.v):
         grid = table.chunks_count,
         _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
-                     message.view(torch.int16), message.view(torch.int32), len(bucket.names), values, positions,
-                     exponents, words, MASKING=masking and bucket.u is not None, FLAGS=flags is not None,
-                     WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
+                     message.view(torch.int16), message.view(torch.int32), message[-8:].view(torch.int64),
+                     len(bucket.names), values, positions, exponents, MASKING=masking and bucket.u is not None,
+                     FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message
 
@@ -964,7 +963,7 @@ class Received:
         table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
         _, positions, exponents, words = _places(layout)
         new, senders = messages.new_zeros, self._senders
-        sums = new(2 * senders, dtype=torch.int32)
+        sums = new(senders, dtype=torch.int64)
         self._found = new(1 + senders * (count + 2), dtype=torch.int32)
         self._slots = messages.new_empty(senders * table.blocks_count, dtype=torch.int64)
         self._message16, self._message32 = self._messages.view(torch.int16), self._messages.view(torch.int32)
