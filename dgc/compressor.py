@@ -87,8 +87,8 @@ class World:
 class Update(Protocol):
     """What a path returns: the averaged update of its parameters, equal on every rank.
 
-    Targets are contiguous tensors in the update's dtype, one for each parameter in order; None stands for one that is
-    not wanted.
+    Targets are contiguous tensors in the update's dtype, one for each parameter in order, with their entries as the
+    bucket has them (:meth:`dgc.residual.Bucket.in_order`); None stands for one that is not wanted.
     """
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
@@ -404,7 +404,7 @@ def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, a
     """The sum over ranks of what was taken, as one dense tensor. A rank with a bad gradient takes part to say so."""
     flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
     for name in bad:
-        bucket.views(flat)[name].view(-1)[0] = torch.nan
+        flat[bucket.offsets[bucket.names.index(name)]] = torch.nan
     try:
         total = yield from _among_nodes("sum", flat, world)
         yield from _refuse_not_finite(total, bucket.names, bucket.numels, lambda: bad)

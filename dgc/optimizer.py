@@ -42,7 +42,7 @@ from dgc.config import Config
 from dgc.fsdp import local
 from dgc.pace import KEYS, SPARSITY, Pace
 from dgc.packing import MAX_NUMEL, Shipment, check_groups, compressible, named, pack
-from dgc.residual import Bucket, Gradient, clip_scale, residual_dtype
+from dgc.residual import Bucket, Gradient, clip_scale, memory_order, residual_dtype
 from dgc.schedule import Adaptive
 from dgc.transport import Exchange, find
 
@@ -587,6 +587,9 @@ class _Distributed(torch.optim.Optimizer):
                 f"{self._names[p]} {tuple(p.shape)} {p.dtype}" + ("" if (shard := fsdp.shard(p)) is None else
                                                                   f", shard {shard[0]} of {shard[1]}")
                 for p in parameters],
+            "the memory format of the parameters, when the optimizer was made": [
+                f"{name}: its dimensions in the order {order}" for bucket in self._kept()
+                for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
             "the parameters that travel together": [
                 " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
             "the optimizer's settings": [f"group {i}: {key}={_said(value)}" for i, group in enumerate(groups)
@@ -862,7 +865,7 @@ class _Distributed(torch.optim.Optimizer):
         """As the step fails, updates of it will not be applied: each rank takes its share of them back into v."""
         share = 1.0 if self._average else 1 / self._world.size
         for bucket, update in delivered:
-            update.add(list(bucket.views(bucket.v).values()), [share] * len(bucket.names))
+            update.add(bucket.v.split(bucket.numels), [share] * len(bucket.names))
 
     @property
     def _between(self) -> bool:
@@ -1132,8 +1135,7 @@ class _Distributed(torch.optim.Optimizer):
             if buffer is None:
                 buffer = state["decay_buffer"] = torch.zeros_like(parameter)
             p, buffer = local(parameter), local(buffer)
-            if not p.is_contiguous():  # in another order of its dimensions it mostly is: channels last, transposed
-                order = sorted(range(p.dim()), key=p.stride, reverse=True)
+            if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
             kernel = kernels.find(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
             kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
@@ -1363,16 +1365,18 @@ def _sparsity(config: Config, step: int) -> Any:
 def _targets(shipment: Shipment, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
              ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
     """For :class:`dgc.compressor.Update`: ``of(p)`` of these parameters where its memory will do; else, and listed once
-    more with their parameter, new tensors. None for the shipment's other parameters.
+    more with their parameter, new tensors. None for the shipment's other parameters. All in the order of its bucket.
     """
-    wanted, targets, others, dtype = set(parameters), [], [], shipment.dtype
-    for p in shipment.parameters:
+    wanted, targets, others, dtype, kept = set(parameters), [], [], shipment.dtype, shipment.kept
+    for i, p in enumerate(shipment.parameters):
         target = None
         if p in wanted:
             target = of(p)
+            if target is not None and not target.is_sparse and kept is not None:
+                target = kept.in_order(i, target)
             if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
-                target = torch.empty(local(p).shape, dtype=dtype, device=p.device)
-                others.append((p, target))
+                target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
+                others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))
         targets.append(target)
     return targets, others
 

@@ -30,7 +30,8 @@ class Bucket:
 
     Args:
         name: says which bucket it is, alike on every rank.
-        parameters: name -> tensor of the parameter's shape, dtype and device; only those three are used.
+        parameters: name -> tensor of the parameter's shape, strides, dtype and device; only those four are used. What
+            is kept lies in the order of the parameter's memory.
         velocity: whether there is a u (momentum correction).
     """
 
@@ -39,6 +40,7 @@ class Bucket:
         self.name = name
         self.names = tuple(parameters)
         self.shapes = tuple(parameter.shape for parameter in parameters.values())
+        self.orders = tuple(map(memory_order, parameters.values()))
         self.numels = tuple(parameter.numel() for parameter in parameters.values())
         self.offsets = tuple(accumulated(self.numels, initial=0))[:-1]
         self.numel = sum(self.numels)
@@ -52,9 +54,21 @@ class Bucket:
         self.flags: Tensor | None = None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape."""
-        parts = flat.split(self.numels)
-        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape and order."""
+        return {name: self.shaped(p, part)
+                for p, (name, part) in enumerate(zip(self.names, flat.split(self.numels), strict=True))}
+
+    def shaped(self, parameter: int, part: Tensor) -> Tensor:
+        """One of those parts in its parameter's shape and order."""
+        shape, order = self.shapes[parameter], self.orders[parameter]
+        if order is None:
+            return part.view(shape)
+        return part.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+
+    def in_order(self, parameter: int, tensor: Tensor) -> Tensor:
+        """A view of a tensor of a parameter's shape that is contiguous if it lies in memory as the parameter did."""
+        order = self.orders[parameter]
+        return tensor if order is None else tensor.permute(order)
 
     def accumulate(self, gradients: Mapping[str, Gradient],
                    scale: Tensor | Mapping[str, Tensor] | None = None) -> list[str]:
@@ -121,6 +135,16 @@ class Bucket:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
         self.total_entries += entries  # in place: given up while a stream reads it, another one's memory is used anew
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions in which the tensor is contiguous, as ``permute`` takes them: channels last, transposed. None if
+    that is their own order, or if there is no such.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:

@@ -107,6 +107,12 @@ def test_gradients_of_any_layout(layout):
     both(buckets, Layout(buckets[0], [30], torch.float16), gradients={"a": Gradient(g, 0.9)}, step=0)
 
 
+def test_gradients_that_lie_as_their_parameters_do_are_not_copied():
+    weight = torch.empty(8, 16, 5, 5).contiguous(memory_format=torch.channels_last)
+    bucket, g = Bucket("bucket 0", {"a": weight}), torch.zeros_like(weight)
+    assert cpu._Gradients(bucket, {"a": Gradient(g)}, None).addresses.tolist() == [g.data_ptr()]
+
+
 @pytest.mark.parametrize("velocity", [True, False])
 def test_accumulate(velocity):
     buckets = pair(velocity=velocity)

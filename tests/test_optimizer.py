@@ -8,6 +8,7 @@ import re
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -530,6 +531,60 @@ def test_decay_in_any_order_of_dimensions(monkeypatch):
 
     contiguous, *others = in_lockstep(worker)[0]
     assert difference(contiguous, start) > 0.01 and all(torch.equal(other, contiguous) for other in others)
+
+
+@pytest.mark.parametrize("config", [
+    SPARSE, replace(SPARSE, apply_directly=True), replace(SPARSE, exchange="shared"), DENSE,
+    dgc.Config(sparsity=0.9, min_numel=10**6, dense_dtype=torch.float16)],
+    ids=["p.grad", "directly", "shared", "density 1", "float16"])
+def test_any_order_of_dimensions(config):
+    """Channels last, transposed, with gradients in that order and in another: to the bit as if all were contiguous."""
+    def draw(seed, shape=(8, 9, 25, 6)):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    orders = {"contiguous": lambda x: x.contiguous(),
+              "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+              "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3)}
+
+    def train(of_parameter, of_gradient, steps=range(4), start=None, residuals=None, state=None):
+        p = nn.Parameter(of_parameter(draw(0) if start is None else start))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], 0.1, momentum=0.9), [("p", p)], config)
+        if state is not None:
+            optimizer.load_state_dict(state)
+            optimizer.load_residual_state_dict(residuals)
+        for step in steps:
+            p.grad = of_gradient(draw(1 + 2 * step + rank()))
+            optimizer.step()
+        return p.detach().clone(), optimizer.residual_state_dict(), optimizer.state_dict()
+
+    def worker():
+        plain = train(orders["contiguous"], orders["contiguous"])
+        others = [train(orders[a], orders[b]) for a in orders for b in orders]
+        half = train(orders["channels last"], orders["channels last"], range(2))
+        others.append(train(orders["transposed"], orders["transposed"], range(2, 4), *half))
+        return plain, others
+
+    plain, others = in_lockstep(worker)[0]
+    assert difference(plain[0], draw(0)) > 0.01
+    for parameter, residuals, _ in others:
+        assert torch.equal(parameter, plain[0])
+        for letter in "uv":
+            assert residuals[letter].keys() == plain[1][letter].keys()
+            assert all(torch.equal(x, plain[1][letter][name]) for name, x in residuals[letter].items())
+
+
+def test_memory_formats_that_differ_between_ranks_are_refused():
+    def worker():
+        network, optimizer = wrapped(network=nn.Sequential(nn.Conv2d(8, 20, 5)))
+        if rank() == 1:
+            network.to(memory_format=torch.channels_last)
+            network, optimizer = wrapped(network=network)
+        network[0].weight.grad = torch.ones_like(network[0].weight)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"the ranks differ in the memory format of the parameters, when the optimizer "
+                                         r"was made. Rank 1 has: 0.weight: its dimensions in the order \(0, 2, 3, 1\)"):
+        in_lockstep(worker)
 
 
 # -- parameters that come and go ---------------------------------------------------------------------------------------

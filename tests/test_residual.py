@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dgc.residual import Bucket, accumulate, residual_dtype
+from dgc.residual import Bucket, Gradient, accumulate, residual_dtype
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -41,8 +41,20 @@ def test_views_are_the_flat_tensors():
     assert b.v[-1] == 7.0 and b.v[69_999] == 8.0 and b.numel == 70_006
 
 
+def test_what_is_kept_lies_as_the_parameter_does():
+    """So that channels last costs no copy, neither of the gradient nor of the update."""
+    image = torch.randn(4, 3, 5, 6).contiguous(memory_format=torch.channels_last)
+    turned, gaps = torch.randn(7, 8).t(), torch.randn(6, 8)[:, ::2]
+    b = Bucket("b", {"image": image, "turned": turned, "gaps": gaps})
+    b.accumulate({name: Gradient(g) for name, g in (("image", image), ("turned", turned), ("gaps", gaps))})
+    views = b.views(b.v)
+    assert all(map(torch.equal, views.values(), (image, turned, gaps)))
+    assert views["image"].stride() == image.stride() and views["turned"].stride() == turned.stride()
+    assert b.v[:360].tolist() == torch.as_strided(image, (360,), (1,)).tolist()
+    assert [b.in_order(p, g).is_contiguous() for p, g in enumerate((image, turned, gaps))] == [True, True, False]
+
+
 def test_scaling_and_missing_gradients():
-    from dgc.residual import Gradient
     b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
     b.accumulate({"a": Gradient(torch.tensor([3.0, 4.0]), 0.5)}, scale=torch.tensor(0.5))
     assert b.v.tolist() == [1.5, 2.0, 0, 0] and b.gradient_square == 6.25
@@ -52,7 +64,6 @@ def test_scaling_and_missing_gradients():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_entries_that_are_not_finite_count_as_zero(bad):
-    from dgc.residual import Gradient
     b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
     gradients = {"a": Gradient(torch.tensor([3.0, bad]), 0.5), "c": Gradient(torch.tensor([1.0, 2.0]), 0.5)}
     assert b.accumulate(gradients) == ["a"]

@@ -608,7 +608,7 @@ class _Gradients:
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            g = gradient.g
+            g = bucket.in_order(p, gradient.g)
             if g.dtype != dtype or not g.is_contiguous():
                 g = g.to(dtype).contiguous()
             self._alive.append(g)

@@ -756,7 +756,8 @@ class _Gradients:
         given = [gradients.get(name) for name in bucket.names]
         dtypes = {gradient.g.dtype for gradient in given if gradient is not None}
         common = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _TYPES.keys() else dtype
-        self._alive = [None if gradient is None else gradient.g.detach().to(common).contiguous() for gradient in given]
+        self._alive = [None if gradient is None else bucket.in_order(p, gradient.g.detach()).to(common).contiguous()
+                       for p, gradient in enumerate(given)]
         addresses = [0 if g is None else g.data_ptr() for g in self._alive]
         kinds = [_kind(bucket, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
