@@ -235,7 +235,7 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     if per_step:
         return Ramp(length, start, end)
     parts = epochs if stages is None else stages
-    factor = ((1 - end) / (1 - start)) ** (1 / parts)
+    factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
     if parts <= ROUNDED:
         factor = float(f"{factor:.2g}")
     furthest = min if end >= start else max  # rounding the factor must not carry us past the end

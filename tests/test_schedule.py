@@ -24,6 +24,11 @@ def test_a_warm_up_rises_from_start_to_end(start, end, epochs, steps, per_step):
     assert all(0 <= value < 1 for value in values)
 
 
+def test_a_warm_up_may_fall_and_be_shorter_than_an_epoch():
+    schedule = dgc.warmup(0.001, steps_per_epoch=5000, start=0.999, end=0.9)
+    assert [schedule(step) for step in (0, 4, 5)] == [0.999, 0.999, 0.9]
+
+
 @given(quarter=st.integers(1, 500), epochs=st.integers(1, 40), end=st.floats(0.9, 0.9999))
 def test_the_papers_warm_up_in_proportion(quarter, epochs, end):
     """Four stages of any length are the paper's four epochs, were its epochs that long."""
