@@ -170,7 +170,7 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float = 0.999,
 
 def constant(sparsity: float) -> Piecewise:
     """The same sparsity at every step."""
-    return piecewise({0: sparsity})
+    return Piecewise((0,), (check_sparsity(sparsity, "constant: sparsity"),))
 
 
 def piecewise(points: Mapping[int, float]) -> Piecewise:
@@ -342,7 +342,7 @@ def _values(expression: str, arguments: list[_Argument], keys: tuple[str, ...]) 
 def _number(expression: str, argument: _Argument) -> float:
     if not NUMBER.fullmatch(argument.value):
         key = "" if argument.key is None else f"{argument.key}="
-        raise _wrong(expression, argument.at, f"{key}a number such as 0.999")
+        raise _wrong(expression, argument.at, f"{key}a number such as {4 if argument.key == 'epochs' else 0.999}")
     return float(argument.value)
 
 
