@@ -44,6 +44,7 @@ SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as 
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
+ACCEPTED = "accepted: a state dict, alone or under 'model' or 'state_dict'"  # as a checkpoint
 LARGEST = 65_536  # workers
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
@@ -168,7 +169,7 @@ def load(model: str) -> Loaded:
     """
     if model in MODELS:
         return Loaded(model, tuple(MODELS[model]()))
-    if Path(model).is_file():
+    if Path(model).is_file() and not model.endswith(".py"):
         tensors = _checkpoint(model)
         return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
     if not NAME.fullmatch(model):
@@ -213,7 +214,7 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling meets
-        raise ValueError(f"model is {file!r}, which torch.load(weights_only=True) does not read: "
+        raise ValueError(f"model is {file!r}, which torch.load(weights_only=True) does not read; {ACCEPTED}. It says: "
                          f"{(str(error).splitlines() or [type(error).__name__])[0]}") from None
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -223,8 +224,7 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not name.endswith(("running_mean", "running_var"))}
     if not any(tensor.numel() for tensor in kept.values()):
-        raise ValueError(f"model is {file!r}, which holds no parameters; accepted: a state dict, alone or under "
-                         "'model' or 'state_dict'")
+        raise ValueError(f"model is {file!r}, which holds no parameters; {ACCEPTED}")
     return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once
 
 

@@ -285,7 +285,8 @@ def test_a_callable_of_the_users(here):
     for wrong, message in (("mine:frozen", "model is 'mine:frozen', which has no parameters to train"),
                            ("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
-                           ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable")):
+                           ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable"),
+                           ("mine.py", r"model is 'mine\.py'; accepted: resnet50, .*, module:callable")):
         with pytest.raises(ValueError, match=message):
             plan.load(wrong)
 
@@ -303,8 +304,8 @@ def test_a_checkpoint(here):
     torch.save(model, "pickled.pt")
     torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
     for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
-                          ("not.pt", "does not read"),
-                          ("pickled.pt", "does not read"), ("full_disk.pt", "does not read: EOFError")):
+                          ("not.pt", "does not read"), ("pickled.pt", "does not read; accepted: a state dict, alone"),
+                          ("full_disk.pt", "does not read; .* It says: EOFError")):
         with pytest.raises(ValueError, match=message):
             plan.load(file)
 
