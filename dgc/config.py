@@ -142,7 +142,8 @@ def check_sparsity(value: float, where: str) -> float:
     try:
         sparsity = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{where} is {value!r}; accepted: a number in [0, 1)") from None
+        expression = "; dgc.schedule.parse reads an expression" if isinstance(value, str) else ""
+        raise TypeError(f"{where} is {value!r}; accepted: a number in [0, 1){expression}") from None
     if not 0.0 <= sparsity < 1.0:
         per_cent = f"; {sparsity:g} % is {sparsity / 100:g}" if 1 <= sparsity < 100 else ""
         raise ValueError(f"{where} is {value!r}; accepted: a number in [0, 1), 0 meaning dense{per_cent}")

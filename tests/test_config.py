@@ -10,7 +10,7 @@ ERRORS = [
     ({"sparsity": 1.0}, ValueError, r"sparsity is 1\.0; accepted: a number in \[0, 1\)"),
     ({"sparsity": -0.1}, ValueError, r"sparsity is -0\.1"),
     ({"sparsity": float("nan")}, ValueError, r"sparsity is nan"),
-    ({"sparsity": "high"}, TypeError, r"sparsity is 'high'"),
+    ({"sparsity": "warmup:epochs=4"}, TypeError, r"sparsity is 'warmup:epochs=4'; .*; dgc\.schedule\.parse reads"),
     ({"selection": "random"}, ValueError, r"selection is 'random'; accepted: sampled, exact"),
     ({"momentum_correction": 1}, TypeError, r"momentum_correction is 1; accepted: True or False"),
     ({"factor_masking": None}, TypeError, r"factor_masking is None"),
