@@ -43,7 +43,7 @@ from dgc.fsdp import local
 from dgc.pace import KEYS, SPARSITY, Pace
 from dgc.packing import MAX_NUMEL, Shipment, check_groups, compressible, named, pack
 from dgc.residual import Bucket, Gradient, clip_scale, memory_order, residual_dtype
-from dgc.schedule import Adaptive
+from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Exchange, find
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
@@ -595,7 +595,8 @@ class _Distributed(torch.optim.Optimizer):
             "the optimizer's settings": [f"group {i}: {key}={_said(value)}" for i, group in enumerate(groups)
                                          for key, value in sorted(group.items(), key=lambda item: str(item[0]))],
             "the schedule of the sparsity": [str(config.sparsity)] if self._pace is not None else [
-                f"step {at}: {_sparsity(config, at)}" for at in (step, *(step + 2 ** i for i in range(20)))],
+                *(f"step {at}: {_sparsity(config, at)}" for at in (step, *(step + 2 ** i for i in range(20)))),
+                *([str(config.sparsity)] if isinstance(config.sparsity, (Piecewise, Ramp)) else [])],
             "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
                 f"bits of {self._names[p]} add up to {bits}"
                 for p, bits in zip(parameters, agree.sums_of_bits(map(local, parameters)), strict=True)],

@@ -49,6 +49,8 @@ def another_shape(network):
      "the optimizer's settings", "group 0: weight_decay=0.5", "group 0: weight_decay=0.25"),
     (lambda odd: train([0], dgc.Config(dgc.piecewise({0: 0.9, 300: 0.99 if odd else 0.95}))),
      "the schedule of the sparsity", "step 512: 0.99", "step 512: 0.95"),
+    (lambda odd: train([0], dgc.Config(dgc.warmup(steps_per_epoch=392 if odd else 391))),  # data that do not divide
+     "the schedule of the sparsity", "Piecewise(steps=(0, 392, 784,", "Piecewise(steps=(0, 391, 782,"),
     (lambda odd: train([0], dgc.Config(0.99 if odd else 0.95)),
      "the schedule of the sparsity", "step 0: 0.99", "step 0: 0.95"),
     (lambda odd: train([0], dgc.Config(), model(seed=int(odd))),
