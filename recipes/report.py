@@ -34,13 +34,12 @@ class Recipe:
     axis: str
     unit: str = ""
     scale: str = "linear"
-    corner: str = "lower right"  # that the curves leave free
 
 
 RECIPES = {
     "cifar10": Recipe(cifar10.main, cifar10.config, "accuracy", "test accuracy", "test accuracy", "top-1 (%)", " %"),
     "ptb": Recipe(ptb.main, ptb.config, "perplexity", "test perplexity", "validation perplexity", "perplexity",
-                  scale="log", corner="upper right"),  # lower is better
+                  scale="log"),  # lower is better
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off
@@ -123,7 +122,7 @@ def picture(results: list[Result], out: Path) -> None:
     loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", ylim=(0, None))
     measure.set(xlabel="epoch", ylabel=recipe.axis, title=recipe.curve, xlim=(0, None), yscale=recipe.scale)
     sparsity.set(xlabel="step", ylabel="entries kept back (%)", title="sparsity", ylim=(-4, 104))
-    measure.legend(frameon=False, loc=recipe.corner)
+    measure.legend(frameon=False, loc="best")
     save(figure, out)
 
 

@@ -457,11 +457,11 @@ def conditions(study: Study, rows: list[Row]) -> str:
 
 
 def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table, or nothing; and the figure."""
+    """The table and the figure, or nothing."""
     runs = by_workers(budget)
-    lines = {WORKERS[row]: {n: done.get(run.name) for n, run in line.items()} for row, line in runs.items()}
-    if not any(result for line in lines.values() for result in line.values()):
+    if not adds(budget, runs, done):
         return ""
+    lines = {WORKERS[row]: {n: done.get(run.name) for n, run in line.items()} for row, line in runs.items()}
     paper = {WORKERS[row]: PAPER[row] for row in WORKERS}
 
     def cell(name: str, workers: float, result: Result | None) -> str:
@@ -474,11 +474,12 @@ def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
 
 
 def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table, or nothing; and the figure."""
-    lines = {f"{warmup:g} warm-up epochs": {sparsity: done.get(run.name) for sparsity, run in line.items()}
-             for warmup, line in by_sparsity(budget).items()}
-    if not any(result for line in lines.values() for result in line.values()):
+    """The table and the figure, or nothing."""
+    runs = by_sparsity(budget)
+    if not adds(budget, runs, done):
         return ""
+    lines = {f"{warmup:g} warm-up epochs": {sparsity: done.get(run.name) for sparsity, run in line.items()}
+             for warmup, line in runs.items()}
 
     def cell(name: str, sparsity: float, result: Result | None) -> str:
         return f"{report.shown(result)} ({report.times(report.ratios(result)[0])})" if result else "-"
@@ -515,6 +516,12 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
             f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
             f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
             f"all-gather. {len(values)} of {asked} runs.\n\n{table}")
+
+
+def adds(budget: Budget, table: Mapping[Any, Mapping[float, Run]], done: Mapping[str, Result]) -> bool:
+    """Whether a table says more than that of the parts, with which it shares some runs."""
+    parts = {run.name for rows in ablations(budget).values() for runs in rows.values() for run in runs.values()}
+    return any(run.name in done and run.name not in parts for line in table.values() for run in line.values())
 
 
 def found(lines: Mapping[str, Mapping[float, Result | None]]) -> str:
