@@ -117,7 +117,7 @@ class Adaptive:
         return min(max(sparsity, self.least), self.most)
 
 
-def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float = 0.999, every: int = 10) -> Adaptive:
+def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None = None, every: int = 10) -> Adaptive:
     """Moves the sparsity within bounds so that communication just hides behind computation, as bandwidth changes.
 
     Each rank measures, in each step, for how long computing stands still for the exchange (exposed), and how long the
@@ -149,7 +149,7 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float = 0.999,
         least: the lowest sparsity, in [0, 1). Where messages are more bytes than a dense sum, that is what is sent.
         most: the highest; greater than ``least`` and below 1. What is kept back is applied the later the sparser, so
             this bounds what it may cost in accuracy; the paper goes to 0.999.
-        start: where to begin, within these bounds.
+        start: where to begin, within these bounds. Default: 0.999, or the bound that is nearest to it.
         every: optimizer steps between two decisions; at least 3, for a median to mean something.
 
     Raises:
@@ -158,7 +158,7 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float = 0.999,
     Source: our own. The paper has a fixed sparsity after the warm-up.
     """
     least, most = check_sparsity(least, "adaptive: least"), check_sparsity(most, "adaptive: most")
-    start = check_sparsity(start, "adaptive: start")
+    start = min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
     if not least < most:
         raise ValueError(f"adaptive: least is {least!r} and most is {most!r}; accepted: least < most")
     if not least <= start <= most:

@@ -263,7 +263,7 @@ def test_the_report_tells_the_sparsity(sparsity):
     ({"most": 1.0}, r"adaptive: most is 1\.0; accepted: a number in \[0, 1\)"),
     ({"least": 0.99, "most": 0.9}, r"adaptive: least is 0\.99 and most is 0\.9; accepted: least < most"),
     ({"start": 0.5}, r"adaptive: start is 0\.5; accepted: from least, 0\.99, to most, 0\.9999"),
-    ({"most": 0.995}, r"adaptive: start is 0\.999; accepted: from least, 0\.99, to most, 0\.995"),
+    ({"most": 0.995, "start": 0.999}, r"adaptive: start is 0\.999; accepted: from least, 0\.99, to most, 0\.995"),
     ({"every": 2}, r"adaptive: every is 2; accepted: an integer >= 3"),
     ({"every": 10.0}, r"adaptive: every is 10\.0")])
 def test_refuses(arguments, message):
@@ -276,4 +276,5 @@ def test_it_is_a_schedule():
     assert schedule == Adaptive(0.9, 0.9999, 0.999, 7) and dgc.Config(schedule).sparsity_at(12345) == 0.999
     assert hash(dgc.Config(schedule)) == hash(dgc.Config(dgc.adaptive(0.9, every=7)))
     assert dgc.schedule.parse("adaptive") == dgc.adaptive()
+    assert (dgc.adaptive(most=0.995).start, dgc.adaptive(0.9995).start) == (0.995, 0.9995)
     assert dgc.schedule.parse("adaptive:least=0.9,every=7") == schedule
