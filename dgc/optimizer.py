@@ -1451,6 +1451,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: Any = Non
         for name, p in items:
             if isinstance(p, Tensor):
                 copy = local(p).detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
-                waits.append((p, transport.start(Collective("share", copy, root_rank), f"dgc.share.{name}")))
+                bits = copy.unsqueeze(-1).view(torch.uint8)  # neither Horovod nor gloo knows every dtype
+                waits.append((p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}")))
         for p, wait in waits:
-            local(p).copy_(wait())
+            local(p).copy_(wait().view(p.dtype).squeeze(-1))

@@ -163,9 +163,10 @@ def broadcast():
     dgc.broadcast_parameters(network.state_dict(), root_rank=world.size - 1)
     number = torch.tensor([world.rank])
     dgc.broadcast_parameters([number], root_rank=1)
-    others = [torch.full((3,), world.rank, dtype=torch.bfloat16), torch.tensor([world.rank == 1, False])]
+    kinds = torch.bfloat16, torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn
+    others = [torch.full((3,), float(world.rank)).to(kind) for kind in kinds] + [torch.empty(0, 3), torch.tensor(True)]
     dgc.broadcast_parameters(others, root_rank=1)
-    return flat(network), number.item(), [other.tolist() for other in others]
+    return flat(network), number.item(), [other.to(torch.complex64).tolist() for other in others]
 
 
 def half_precision():
