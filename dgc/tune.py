@@ -101,9 +101,9 @@ class Setting:
     @property
     def line(self) -> str:
         """Python, where ``loader`` has one batch for each optimizer step."""
-        name, colon, arguments = self.expression.partition(":")
-        sparsity = name
-        if colon:
+        name, _, arguments = self.expression.partition(":")
+        sparsity = arguments
+        if name != "constant":
             words = [word.replace("=true", "=True") for word in arguments.split(",")]
             sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
         clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"
@@ -404,7 +404,8 @@ def _suggest(trial: Any, task: Task) -> Setting:
         clip = rounded if clips else None
     end = f"{1 - density:.10g}"
     kind = {"none": "", "stages": ",stages=4", "per_step": ",per_step=true"}[form]
-    expression = end if form == "none" else f"warmup:epochs={length:.3g},end={end}{kind}"
+    # Not a plain number, after which a script may have a warm-up of its own, as the recipes do.
+    expression = f"constant:{end}" if form == "none" else f"warmup:epochs={length:.3g},end={end}{kind}"
     return Setting(trial.number, task.epochs, expression, clip)
 
 

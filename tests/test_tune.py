@@ -1,5 +1,6 @@
 """The search, on a script whose front is known, run, killed and taken up again."""
 
+import argparse
 import contextlib
 import fcntl
 import itertools
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,7 +32,7 @@ SCRIPT = """
 import json, math, os, re, sys, time
 expression, clip, seconds, out = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 found = re.match(r"warmup:epochs=([^,]+),end=([^,]+)", expression)
-warm, end = (float(found[1]), float(found[2])) if found else (0.0, float(expression))
+warm, end = (float(found[1]), float(found[2])) if found else (0.0, float(expression[9:]))  # constant:
 sent = 1e6 * (1 - end) + 1e3 * warm
 good = 90 - abs(math.log10(1 - end) + 2.3) - (1 if clip < 1 else 0)
 for epoch in range(1, 5):
@@ -81,7 +83,7 @@ def test_a_study_ends_with_its_front_and_a_recommendation(place):
     complete = {n: t for n, t in trials.items() if t["state"] == "complete"}
     assert len(trials) == 9 and len(complete) > 4
     for t in complete.values():  # what was run is what is written down, and as the script has it
-        end = float(t["expression"].partition("end=")[2].partition(",")[0] or t["expression"])
+        end = float(re.split("end=|:", t["expression"])[-1].partition(",")[0])
         good = 90 - abs(math.log10(1 - end) + 2.3) - (t["clip_norm"] is not None and t["clip_norm"] < 1)
         assert t["metric"] == pytest.approx(good) and 0.9 <= end <= 0.9999 and list(t["reports"]) == list("1234")
     paper = complete[found["paper"]]
@@ -370,6 +372,19 @@ def test_a_function_from_the_command_line(place):
     for t in found["trials"]:
         schedule = dgc.schedule.parse(t["expression"], 1000)
         assert t["bytes_sent"] / 1e6 == pytest.approx(sum(1 - schedule(s) for s in range(3000)) / 3000, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", tune.FORMS)
+def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
+    """A plain number is to them what follows a warm-up of their own."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
+    import job
+    drawn = optuna.trial.FixedTrial({"density": 0.001, "warmup": form, "warmup_length": 1.0})
+    setting = tune._suggest(drawn, tune.Task(("x",), "metric", True, 5, None))
+    given = argparse.Namespace(sparsity=job.sparsity(setting.expression))
+    schedule, expected = job.schedule(given, 390, 2.0), setting.schedule(390)
+    assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
+    assert (schedule(0) == 0.999) == (form == "none")
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
