@@ -101,10 +101,10 @@ def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:
 
 
 def main(files: Annotated[list[Path] | None, typer.Argument(
-             help="Of network.py, one machine's; default: those of the first one in results/.")] = None,
+             help="Of network.py, one machine's; default: those in results/.")] = None,
          out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
     """Prints prediction, measurement and error; ends with status 1 if the median error is above 20 %."""
-    measured = cells(files or sorted(set(RESULTS.glob("network*.json")) - set(RESULTS.glob("*-avx512.json"))))
+    measured = cells(files or sorted(RESULTS.glob("network*.json")))
     local = (json.loads((RESULTS / "compress.json").read_text()), json.loads((RESULTS / "receive.json").read_text()))
     row = next(r for r in local[0]["rows"] if (r["numel"], r["method"], r["mode"]) == (
         25_557_032, "fused (numba)", "through p.grad"))

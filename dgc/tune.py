@@ -101,9 +101,9 @@ class Setting:
     @property
     def line(self) -> str:
         """Python, where ``loader`` has one batch for each optimizer step."""
-        name, _, arguments = self.expression.partition(":")
-        sparsity = arguments
-        if name != "constant":
+        sparsity = self.expression.removeprefix("constant:")
+        name, colon, arguments = sparsity.partition(":")
+        if colon:
             words = [word.replace("=true", "=True") for word in arguments.split(",")]
             sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
         clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"

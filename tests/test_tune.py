@@ -385,6 +385,7 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
     schedule, expected = job.schedule(given, 390, 2.0), setting.schedule(390)
     assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
     assert (schedule(0) == 0.999) == (form == "none")
+    assert (setting.line == "dgc.Config(sparsity=0.999)") == (form == "none")
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------

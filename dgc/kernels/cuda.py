@@ -581,10 +581,11 @@ def _check(message16, message32, sums, verdict, slots, parameters, blocks, count
         if tl.load(message16 + exponents_at + p) == NONFINITE:
             tl.store(mine + 2 + p, 1)
             tl.store(verdict, 1)
-        low, high = tl.load(message32 + words).to(tl.int64), tl.load(message32 + words + 1).to(tl.int64)
-        if (p == 0) & (tl.load(sums + r) != (high << 32 | low & 0xFFFFFFFF)):
-            tl.store(mine, 1)
-            tl.store(verdict, 1)
+        if p == 0:
+            low, high = tl.load(message32 + words).to(tl.int64), tl.load(message32 + words + 1).to(tl.int64)
+            if tl.load(sums + r) != (high << 32 | low & 0xFFFFFFFF):
+                tl.store(mine, 1)
+                tl.store(verdict, 1)
         return
     _, here, first_block, _, size = _block(parameters, blocks, b)
     n, before = tl.load(message32 + b).to(tl.int64), tl.full([], 0, tl.int64)
