@@ -34,8 +34,9 @@ from dgc.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
 POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
 BINS = 4096  # of a histogram over the leading bits of a magnitude
-PANEL = 1024  # entries at a time: what a loop reads twice is still in the first cache
-STRIP = 64  # entries whose candidates are counted together; a strip without any is not looked at again
+PANEL = 1024  # entries whose squares are added up in the bucket's own precision
+STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
+LANES = 16  # entries of a strip in one operation, which becomes as many as the processor's vectors need
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
@@ -43,8 +44,6 @@ SLOTS = 1 << 15  # scattered entries that are worth another thread
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
-# Sums may be reordered where nothing but a norm for the report depends on them.
-_jit_sum = jit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
 
 
 # -- numba cannot point ------------------------------------------------------------------------------------------------
@@ -67,6 +66,84 @@ def _prefetch(typing_context, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+# -- numba has no vectors ----------------------------------------------------------------------------------------------
+
+def _everywhere(builder, number):
+    """A number in every lane."""
+    lanes, positions = ir.VectorType(number.type, LANES), ir.VectorType(ir.IntType(32), LANES)
+    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(positions, None))
+
+
+def _parts(builder, address, real):
+    """Pointers to a strip's entries at an address, LANES each."""
+    pointer = builder.inttoptr(address, ir.VectorType(real, LANES).as_pointer())
+    return [builder.gep(pointer, [ir.IntType(64)(part)]) for part in range(STRIP // LANES)]
+
+
+@intrinsic
+def _finite(typing_context, g, s):
+    """Whether all of s g is, of a strip at the address g."""
+    def generate(context, builder, signature, arguments):
+        address, scale = arguments
+        nothing = None  # what is finite less itself is 0, which every sum of these stays
+        for part in _parts(builder, address, scale.type):
+            z = builder.fmul(_everywhere(builder, scale), builder.load(part, align=s.bitwidth // 8))
+            difference = builder.fsub(z, z)
+            nothing = difference if nothing is None else builder.fadd(nothing, difference)
+        ordered = builder.bitcast(builder.fcmp_ordered("ord", nothing, nothing), ir.IntType(LANES))
+        return builder.icmp_signed("==", ordered, ir.IntType(LANES)(-1))
+
+    return types.boolean(types.int64, s), generate
+
+
+def _adds(kind):
+    @intrinsic
+    def add(typing_context, u, v, g, s, m, threshold, sums):
+        """Adds s g into u and v, of which a strip each is at these addresses, and its squares to the LANES sums.
+
+        Returns a bit for each |v| that reaches the threshold; the first entry's is the lowest.
+        """
+        def generate(context, builder, signature, arguments):
+            *addresses, scale, momentum, least, total = arguments
+            real, align = scale.type, s.bitwidth // 8
+            scale, momentum, most = (_everywhere(builder, x) for x in (scale, momentum, builder.fneg(least)))
+            least = _everywhere(builder, least)
+            total = _parts(builder, total, real)[0]
+            squares, bits = builder.load(total, align=align), ir.IntType(STRIP)(0)
+            for part, pointers in enumerate(zip(*(_parts(builder, x, real) for x in addresses), strict=True)):
+                old_u, old_v, gradient = (builder.load(pointer, align=align) for pointer in pointers)
+                z = builder.fmul(scale, gradient)
+                squares = builder.fadd(squares, builder.fmul(z, z))
+                if kind == PLAIN:
+                    x = builder.fadd(old_v, z)
+                else:
+                    y = builder.fadd(builder.fmul(momentum, old_u), z)
+                    builder.store(y, pointers[0], align=align)
+                    x = builder.fadd(old_v, y) if kind == HEAVY else builder.fadd(
+                        builder.fadd(old_v, z), builder.fmul(momentum, y))
+                builder.store(x, pointers[1], align=align)
+                reached = builder.or_(builder.fcmp_ordered(">=", x, least), builder.fcmp_ordered("<=", x, most))
+                some = builder.zext(builder.bitcast(reached, ir.IntType(LANES)), bits.type)
+                bits = builder.or_(bits, builder.shl(some, bits.type(part * LANES)))
+            builder.store(squares, total, align=align)
+            return bits
+
+        return types.int64(types.int64, types.int64, types.int64, s, m, threshold, types.int64), generate
+
+    return add
+
+
+_plain, _heavy, _nesterov = _adds(PLAIN), _adds(HEAVY), _adds(NESTEROV)
+
+
+@intrinsic
+def _lowest(typing_context, bits):
+    """The number of the lowest bit that is set; there must be one."""
+    return types.int64(types.int64), lambda context, builder, signature, arguments: builder.cttz(
+        arguments[0], ir.IntType(1)(1))
 
 
 # -- the k-th largest --------------------------------------------------------------------------------------------------
@@ -181,62 +258,13 @@ def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numel
         out[p] = _kth(largest[:held], rank) if held >= rank else tiny
 
 
-@_jit_sum
-def _square(g, n, s, like):
-    x = numba.carray(_pointer(g), n, like.dtype)
-    total = s * 0
-    for i in range(n):
-        total += (s * x[i]) * (s * x[i])
-    return total
-
-
 @_jit
-def _plain(v, g, n, s, threshold, like):
-    vs, gs = numba.carray(_pointer(v), n, like.dtype), numba.carray(_pointer(g), n, like.dtype)
-    hits = 0
-    for i in range(n):
-        x = vs[i] + s * gs[i]
-        vs[i] = x
-        hits += abs(x) >= threshold
-    return hits
-
-
-@_jit
-def _heavy(u, v, g, n, s, m, threshold, like):
-    us, vs = numba.carray(_pointer(u), n, like.dtype), numba.carray(_pointer(v), n, like.dtype)
-    gs = numba.carray(_pointer(g), n, like.dtype)
-    hits = 0
-    for i in range(n):
-        y = m * us[i] + s * gs[i]
-        x = vs[i] + y
-        us[i] = y
-        vs[i] = x
-        hits += abs(x) >= threshold
-    return hits
-
-
-@_jit
-def _nesterov(u, v, g, n, s, m, threshold, like):
-    us, vs = numba.carray(_pointer(u), n, like.dtype), numba.carray(_pointer(v), n, like.dtype)
-    gs = numba.carray(_pointer(g), n, like.dtype)
-    hits = 0
-    for i in range(n):
-        z = s * gs[i]
-        y = m * us[i] + z
-        x = (vs[i] + z) + m * y
-        us[i] = y
-        vs[i] = x
-        hits += abs(x) >= threshold
-    return hits
-
-
-@_jit
-def _strip(kind, u, v, g, n, s, m, threshold, like):
+def _add(kind, u, v, g, s, m, threshold, sums):
     if kind == HEAVY:
-        return _heavy(u, v, g, n, s, m, threshold, like)
+        return _heavy(u, v, g, s, m, threshold, sums)
     if kind == NESTEROV:
-        return _nesterov(u, v, g, n, s, m, threshold, like)
-    return _plain(v, g, n, s, threshold, like)
+        return _nesterov(u, v, g, s, m, threshold, sums)
+    return _plain(u, v, g, s, m, threshold, sums)
 
 
 @_jit
@@ -251,7 +279,8 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
     Returns:
         The squared norm, and the place behind the last one used.
     """
-    clean = np.empty(PANEL, v.dtype)
+    clean, sums, short = np.empty(STRIP, v.dtype), np.empty(LANES, v.dtype), np.empty((3, STRIP), v.dtype)
+    at_u, at_v, at_short = np.int64(u.ctypes.data), np.int64(v.ctypes.data), np.int64(short.ctypes.data)
     size, total = v.itemsize, 0.0
     for p in range(len(numels)):
         offset, count = offsets[p], 0
@@ -263,30 +292,38 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
         if threshold < 0:
             threshold = v.dtype.type(np.inf)
         for a in range(low, high, PANEL):
-            n = min(PANEL, high - a)
-            s, g = scales[p], grads[p] + (a - offset) * size
-            square = _square(g, n, s, v)
-            if not square < np.inf:
-                raw = numba.carray(_pointer(g), n, v.dtype)
-                for i in range(n):
-                    x = s * raw[i]
-                    if not abs(x) < np.inf:
-                        bad[chunk, p] = True
-                        x = v.dtype.type(0)
-                    clean[i] = x
-                s, g = v.dtype.type(1), clean.ctypes.data
-            total += square
-            for b in range(0, n, STRIP):
-                here, width = a + b, min(STRIP, n - b)
-                if not _strip(kinds[p], u.ctypes.data + here * size, v.ctypes.data + here * size, g + b * size, width,
-                              s, m, threshold, v):
-                    continue
-                for i in range(here, here + width):
-                    if abs(v[i]) >= threshold:
-                        if count < most:
-                            found[at + count] = i
-                            sizes[at + count] = abs(v[i])
-                        count += 1
+            sums[:] = 0
+            for here in range(a, min(a + PANEL, high), STRIP):
+                width = min(STRIP, high - here)
+                us, vs, g, s = at_u + here * size, at_v + here * size, grads[p] + (here - offset) * size, scales[p]
+                if width < STRIP:  # the last one: with zeros as long as others
+                    short[:] = 0
+                    short[0, :width], short[1, :width] = u[here:here + width], v[here:here + width]
+                    short[2, :width] = numba.carray(_pointer(g), width, v.dtype)
+                    us, vs, g = at_short, at_short + STRIP * size, at_short + 2 * STRIP * size
+                if not _finite(g, s):
+                    raw = numba.carray(_pointer(g), STRIP, v.dtype)
+                    for i in range(STRIP):
+                        x = s * raw[i]
+                        if not abs(x) < np.inf:
+                            bad[chunk, p] = True
+                            x = v.dtype.type(0)
+                        clean[i] = x
+                    s, g = v.dtype.type(1), np.int64(clean.ctypes.data)
+                bits = _add(kinds[p], us, vs, g, s, m, threshold, sums.ctypes.data)
+                if width < STRIP:
+                    if kinds[p] != PLAIN:
+                        u[here:here + width] = short[0, :width]
+                    v[here:here + width] = short[1, :width]
+                while bits:
+                    i = here + _lowest(bits)
+                    bits &= bits - 1
+                    if count < most:
+                        found[at + count] = i
+                        sizes[at + count] = abs(v[i])
+                    count += 1
+            for x in sums:
+                total += x
         if count > most:
             founds[chunk, p] = -1
         else:
