@@ -721,7 +721,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
 def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`dgc.kernels.plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
-    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    message = torch.from_numpy(np.zeros(layout.nbytes, np.uint8))  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message.numpy()[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
