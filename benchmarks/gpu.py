@@ -155,6 +155,8 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
     from dgc.kernels import cuda
 
     there = torch.device(device)
+    if there.type == "cuda":
+        torch.cuda.set_device(there)  # whose stream is timed
     cases: dict[str, Shapes] = {"ResNet-50, 161 tensors": resnet50(), "flat, 25 M": [(25_000_000,)],
                                 "flat, 200 M": [(200_000_000,)]}
     if numel:

@@ -157,9 +157,11 @@ def plan(
             compute = planning.measure(loaded)
     local = planning.LOCAL[worker]
     if compress_ns is not None:
-        local = replace(local, compress=1e-9 * compress_ns)
+        with usage("--compress-ns"):
+            local = replace(local, compress=1e-9 * compress_ns)
     if receive_ns is not None:
-        local = replace(local, receive=1e-9 * receive_ns)
+        with usage("--receive-ns"):
+            local = replace(local, receive=1e-9 * receive_ns)
     with usage("--compute"):
         report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap)
     if png:
@@ -444,7 +446,7 @@ def tune(
 def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
     paper, best = found.paper, found.recommended
     counts = Counter(trial.state for trial in found.trials)
-    table = Table(title=f"the front of {', '.join(f'{n} {state}' for state, n in counts.items())} trials")
+    table = Table(title=f"the front of the trials: {', '.join(f'{n} {state}' for state, n in counts.items())}")
     for column in ("trial", "schedule", "clip_norm", found.task.metric, "bytes", "of the paper's", ""):
         table.add_column(column, justify="left" if column in ("schedule", "") else "right", overflow="fold")
     for trial in [*found.front, *([paper] if paper and paper not in found.front else [])]:

@@ -338,12 +338,20 @@ class Local:
             Default: Horovod's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert" in
             benchmarks/results/plan.json).
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
+
+    Raises:
+        ValueError: one of them is negative or not finite.
     """
 
     compress: float = 1.76e-9
     receive: float = 22e-9
     convert: float = 24e-9
     start: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"Local: {name} is {value!r}; accepted: a finite number >= 0")
 
 
 DGC, CPU = Config(), Local()

@@ -363,7 +363,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _folder(path: Path) -> Path:
-    return path.with_name(f"{path.stem}-trials")
+    return path.with_name(f"{path.name}-trials")
 
 
 def _open(optuna: Any, path: Path, task: Task, seed: int) -> Any:

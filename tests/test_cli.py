@@ -156,6 +156,7 @@ def test_schedule_prints_where_it_changes():
     (["plan", "resnet50", "--measure"], "dgc plan: Invalid value: --measure: model is 'resnet50'; to be measured"),
     (["plan", "resnet50", "--compute", "-1"], "dgc plan: Invalid value: --compute: compute is -1.0; accepted"),
     (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast', of which its rate"),
+    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns: Local: compress is inf; accepted"),
     (["schedule", "99.9"], "constant: sparsity is 99.9; accepted: a number in [0, 1), 0 meaning dense; 99.9 % is"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity is 1.0; accepted"),
     (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),

@@ -190,7 +190,7 @@ def test_a_study_that_is_killed_goes_on(place, number):
 
     def two_more():  # after the first, which the study has: each has somebody who watches over it
         children = psutil.Process(process.pid).children(recursive=True)
-        return any(place.glob("tune-trials/*/out.json")) and len(children) == 4 and any(
+        return any(place.glob("tune.db-trials/*/out.json")) and len(children) == 4 and any(
             state == "COMPLETE" for state, *_ in kept().values()) and children
 
     try:
@@ -499,7 +499,7 @@ def test_three_failures_at_first_end_a_study(place, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("no luck here") == told.count("failed, status 1; the end of") == 3
     assert told.endswith(f"dgc: RuntimeError: the first 3 trials failed; what they said is above, and in "
-                         f"{place}/tune-trials\n") and told.count("    line\n") == 3 * 13
+                         f"{place}/tune.db-trials\n") and told.count("    line\n") == 3 * 13
 
 
 def test_of_a_flood_the_end_is_told(place):
