@@ -6,6 +6,7 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -440,7 +441,7 @@ def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int
         numels: how many entries each of them has.
         bad: which of this rank's gradients are not finite; asked only when the sum is not.
     """
-    if torch.isfinite(total).all():
+    if math.isfinite(total.sum()) or torch.isfinite(total).all():  # or only its sum is not; which takes a tenth as long
         return
     blame = yield from who_is_not_finite(names, bad(), total.device)
     if not blame:  # each addend was finite
