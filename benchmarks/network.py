@@ -46,8 +46,7 @@ HERE = Path(__file__).resolve()
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
 WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
-MODELS = {  # channels of the stages, where it is trained
-    "resnet50": (), "lstm": (), "resnet110": (16, 32, 64), "resnet110-wide": (16, 32, 256)}
+MODELS = {"resnet50": 0, "lstm": 0, "resnet110": 64, "resnet110-wide": 256}  # channels of the last stage, if trained
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -170,18 +169,10 @@ def training(method: str, options: dict[str, Any], rank: int, model: str,
     """Training steps of a CIFAR ResNet-110 on random images; as above."""
     sys.path.insert(0, str(HERE.parents[1] / "recipes"))
     import torch
-    from cifar10 import Block, conv3x3
-    from torch import nn
+    import torch.nn.functional as F  # noqa: N812
+    from cifar10 import resnet
     torch.manual_seed(0)
-    stages = MODELS[model]
-    layers: list[nn.Module] = [conv3x3(3, stages[0], 1), nn.BatchNorm2d(stages[0]), nn.ReLU()]
-    width = stages[0]
-    for outputs in stages:
-        for _ in range(18):
-            layers.append(Block(width, outputs, 2 if outputs > width else 1))
-            width = outputs
-    call, optimizer = METHODS[method](
-        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)), options)
+    call, optimizer = METHODS[method](resnet(110, MODELS[model]), options)
     generator = torch.Generator().manual_seed(rank)
     while True:
         images = torch.randn(batch, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
@@ -189,7 +180,7 @@ def training(method: str, options: dict[str, Any], rank: int, model: str,
 
         def step(images: Any = images, labels: Any = labels) -> None:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(call(images), labels).backward()
+            F.cross_entropy(call(images), labels).backward()
             optimizer.step()
 
         yield step, lambda: None, optimizer

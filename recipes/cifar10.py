@@ -79,17 +79,17 @@ def conv3x3(inputs: int, outputs: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
 
 
-def resnet(depth: int) -> nn.Module:
-    """The CIFAR ResNet of 6n + 2 layers (He et al. 2016, section 4.2)."""
+def resnet(depth: int, last: int = 64) -> nn.Module:
+    """The CIFAR ResNet of 6n + 2 layers (He et al. 2016, section 4.2), whose last stage has 64 channels there."""
     if depth not in (20, 32, 44, 56, 110):
         raise typer.BadParameter(f"--depth is {depth}; accepted: 20, 32, 44, 56, 110")
     layers: list[nn.Module] = [conv3x3(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
-    for outputs in (16, 32, 64):
+    for outputs in (16, 32, last):
         for _ in range((depth - 2) // 6):
             layers.append(Block(width, outputs, 2 if outputs > width else 1))
             width = outputs
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -135,7 +135,7 @@ def train(a: Any) -> dict[str, Any]:
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
     torch.manual_seed(a.seed)
-    model = resnet(a.depth).to(device)  # weights are not channels_last: stock Horovod refuses such gradients
+    model = resnet(a.depth, a.last_stage).to(device)  # not channels_last, of which stock Horovod refuses gradients
     dgc.broadcast_parameters(model.state_dict())
     steps = len(images) // (a.batch_size * size)
     if steps == 0:
@@ -198,6 +198,8 @@ def main(
         cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
         method: job.Method = "dgc",
         depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
+        last_stage: Annotated[int, typer.Option(
+            min=33, help="Its channels; with 256 there is ten times as much to exchange.")] = 64,
         epochs: Annotated[int, typer.Option(min=1)] = 164,
         batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
         lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,

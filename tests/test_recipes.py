@@ -306,6 +306,9 @@ def test_the_networks_are_the_papers():
     assert {depth: round(size / 1e6, 2) for depth, size in sizes.items()} == {
         20: 0.27, 32: 0.46, 44: 0.66, 56: 0.85, 110: 1.73}
     assert resnet(20)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    convolutions = 3 * 16 + 36 * 16 * 16 + 16 * 32 + 35 * 32 * 32 + 32 * 256 + 35 * 256 * 256  # of 3 x 3 weights
+    wide = 9 * convolutions + 2 * (37 * 16 + 36 * 32 + 36 * 256) + 256 * 10 + 10
+    assert sum(p.numel() for p in resnet(110, 256).parameters()) == wide == 21_152_602
 
 
 def test_augmentation_crops_and_flips_within_four_pixels():
