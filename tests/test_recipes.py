@@ -366,7 +366,7 @@ def looking(monkeypatch):
 
     monkeypatch.setattr(job, "distributed", noted)
     monkeypatch.setattr(cifar10, "loaded", lambda *_: ("shades", *data))
-    monkeypatch.setattr(cifar10, "resnet", lambda _: models.setdefault(dgc.lockstep.current().world.rank, Looking()))
+    monkeypatch.setattr(cifar10, "resnet", lambda *_: models.setdefault(dgc.lockstep.current().world.rank, Looking()))
 
     def run(**changed):
         models.clear()
