@@ -156,12 +156,10 @@ def plan(
         with usage("--measure"), aside(as_json):
             compute = planning.measure(loaded)
     local = planning.LOCAL[worker]
-    if compress_ns is not None:
-        with usage("--compress-ns"):
-            local = replace(local, compress=1e-9 * compress_ns)
-    if receive_ns is not None:
-        with usage("--receive-ns"):
-            local = replace(local, receive=1e-9 * receive_ns)
+    for name, ns in (("compress", compress_ns), ("receive", receive_ns)):
+        if ns is not None:
+            with usage(f"--{name}-ns"):
+                local = replace(local, **{name: 1e-9 * ns})
     with usage("--compute"):
         report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap)
     if png:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,11 +88,11 @@ def _finite(typing_context, g, s):
     """Whether all of s g is, of a strip at the address g."""
     def generate(context, builder, signature, arguments):
         address, scale = arguments
-        nothing = None  # what is finite less itself is 0, which every sum of these stays
-        for part in _parts(builder, address, scale.type):
-            z = builder.fmul(_everywhere(builder, scale), builder.load(part, align=s.bitwidth // 8))
-            difference = builder.fsub(z, z)
-            nothing = difference if nothing is None else builder.fadd(nothing, difference)
+        loaded = [builder.load(part, align=s.bitwidth // 8) for part in _parts(builder, address, scale.type)]
+        scale = _everywhere(builder, scale)
+        products = [builder.fmul(scale, gradient) for gradient in loaded]
+        # What is finite less itself is 0, which every sum of these stays.
+        nothing = reduce(builder.fadd, [builder.fsub(z, z) for z in products])
         ordered = builder.bitcast(builder.fcmp_ordered("ord", nothing, nothing), ir.IntType(LANES))
         return builder.icmp_signed("==", ordered, ir.IntType(LANES)(-1))
 
@@ -721,15 +721,15 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
 def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`dgc.kernels.plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
-    message = torch.from_numpy(np.zeros(layout.nbytes, np.uint8))  # for which torch would wake its own threads
-    block_counts, singles, words, slots, exponents = _sections(table, message.numpy()[None])
+    message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
+    block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
         first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
         masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
         exponents), table.parameters, table.threads))))
-    _seal(message.view(torch.int32).numpy())
-    return message
+    _seal(message.view(np.int32))
+    return torch.from_numpy(message)
 
 
 def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
