@@ -193,17 +193,25 @@ def ablation(recipe: Recipe, rows: list[Row]) -> str:
 
 
 def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:
-    """A dot for each seed, a bar for their mean; only rows that have results."""
+    """A dot for each seed, a bar for their mean; only rows that have results, and again only those near the first."""
     rows = [row for row in rows if row.results]
-    figure, axes = panels(1, 8, 0.5 * len(rows) + 1.2)
-    for y, row in enumerate(rows):
-        values, colour = [measured(result) for result in row.results.values()], COLOURS[y % len(COLOURS)]
-        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.6)
-        axes.plot([np.mean(values)], [y], "|", color=colour, markersize=20, markeredgewidth=2)
-    titles = [f"{row.title}, {len(row.results)} of {row.asked} seeds" for row in rows]
-    axes.set_yticks(range(len(rows)), titles)
-    axes.set(xlabel=f"{recipe.title}{recipe.unit and f' ({recipe.unit.strip()})'}", xscale=recipe.scale,
-             ylim=(len(rows) - 0.4, -0.6))
+    values = [[measured(result) for result in row.results.values()] for row in rows]
+    near = [x for row in values for x in row if abs(np.mean(row) / np.mean(values[0]) - 1) < 0.05]
+    closer = len(near) < sum(map(len, values))
+    figure, panel = panels(1 + closer, 12 if closer else 8, 0.5 * len(rows) + 1.2)
+    for axes in figure.axes:
+        for y, row in enumerate(values):
+            colour = COLOURS[y % len(COLOURS)]
+            axes.plot(row, [y] * len(row), "o", color=colour, alpha=0.6)
+            axes.plot([np.mean(row)], [y], "|", color=colour, markersize=20, markeredgewidth=2)
+        axes.set_yticks(range(len(rows)), [])
+        axes.set(xlabel=f"{recipe.title}{recipe.unit and f' ({recipe.unit.strip()})'}", xscale=recipe.scale,
+                 ylim=(len(rows) - 0.4, -0.6))
+    figure.axes[0].set_yticklabels([f"{row.title}, {len(row.results)} of {row.asked} seeds" for row in rows])
+    if closer:
+        around = 0.1 * (max(near) - min(near)) or 0.01 * near[0]
+        panel[1].set(xscale="linear", xlim=(min(near) - around, max(near) + around), title="those near dense training")
+        panel[0].set(title="all")
     save(figure, out)
 
 
