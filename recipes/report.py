@@ -162,6 +162,8 @@ class Row:
 
 Lines = Mapping[str, Mapping[float, "Result | None"]]  # line -> where on the axis -> the run's result, if there is one
 
+BySeed = Mapping[str, Mapping[int, Mapping[int, float]]]  # line -> where on the axis -> seed -> what was measured
+
 
 def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
     """The mean difference between runs of the same seed, and the half-width of its 95 % interval (Student's t).
@@ -221,6 +223,40 @@ def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable
     places = dict.fromkeys(x for line in lines.values() for x in line)
     return markdown([corner, *lines], [[head(x), *(cell(name, x, line.get(x)) for name, line in lines.items())]
                                        for x in places])
+
+
+def differences(corner: str, lines: BySeed, recipe: Recipe) -> str:
+    """A Markdown table of means over seeds, with a column for each line; the others are compared with the first."""
+    first = next(iter(lines.values()))
+
+    def cell(line: Mapping[int, Mapping[int, float]], n: int) -> str:
+        if not line[n]:
+            return "-"
+        apart, _ = difference(line[n], first[n])
+        return f"{sum(line[n].values()) / len(line[n]):.2f}{recipe.unit}" + (
+            "" if line is first or np.isnan(apart) else f" ({apart:+.2f})")
+
+    return markdown([corner, *lines], [[str(n), *(cell(line, n) for line in lines.values())] for n in first])
+
+
+def differences_picture(recipe: Recipe, lines: BySeed, out: Path, xlabel: str) -> None:
+    """Of each line to the first: a dot for each seed, and the means joined."""
+    figure, axes = panels(1, 7)
+    (first, base), *others = lines.items()
+    axes.axhline(0, color=COLOURS[0], linewidth=1, label=first)
+    for i, (name, line) in enumerate(others, 1):
+        pairs = {n: [value - base[n][seed] for seed, value in ours.items() if seed in base[n]]
+                 for n, ours in line.items()}
+        dots = [(n, apart) for n, every in pairs.items() for apart in every]
+        means = [(n, np.mean(every)) for n, every in pairs.items() if every]
+        if dots:
+            axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[i], alpha=0.6)
+            axes.plot(*zip(*means, strict=True), "-", color=COLOURS[i], label=name)
+    axes.set(xlabel=xlabel, xscale="log", ylabel=f"{recipe.title} over that of {first}")
+    axes.set_xticks(list(base), list(map(str, base)))
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    save(figure, out)
 
 
 def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: Callable[[float], float],

@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -94,6 +94,7 @@ class Budget:
     cifar10: Study
     ptb: Study
     seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
+    lengths: tuple[int, ...]  # in epochs, with warm-ups in proportion
     workers: tuple[int, ...]
     sparsities: tuple[float, ...]
     warmups: tuple[float, ...]  # in epochs
@@ -117,10 +118,10 @@ _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
                          "crowds": (4, 16, 64), "pair": (0, 1)}
 BUDGETS = {
-    "cpu": Budget(**_FULL,
+    "cpu": Budget(**_FULL, lengths=(5, 10, 25),
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
                   ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "ptb", _options(0.2, size="small", epochs=8))),
-    "gpu": Budget(**_FULL,
+    "gpu": Budget(**_FULL, lengths=(41, 164),
                   cifar10=Study("cifar10", "cifar10-resnet110", "ResNet-110", "cifar10",
                                 _options(4.0, depth=110, epochs=164)),
                   ptb=Study("ptb", "ptb-large", "LSTM of 2 x 1500", "ptb", _options(1.0, size="large", epochs=40))),
@@ -128,7 +129,7 @@ BUDGETS = {
         results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
-        seeds=((0, 1), (0, 1), (0, 1)), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
+        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1, 2), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
         exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
 }
 
@@ -158,8 +159,9 @@ class Run:
 def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
     """A row's run; what is changed beyond the row is in its name."""
     options = {**study.options, **ROWS[study.recipe][row][1]}
-    marks = {"virtual_workers": lambda x: f"{x}workers", "warmup_epochs": lambda x: f"warmup{x:g}",
-             "sparsity": lambda x: f"sparsity{100 * x:.6g}", "batch_size": lambda x: f"batch{x}",
+    marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
+             "sparsity": lambda x: f"sparsity{100 * x:.6g}",
+             "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
              "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
     words = [marks[key](value) for key, value in changed.items() if value != options[key]]
     return Run("-".join([study.name, row, *words, str(seed)]), study, {**options, **changed, "seed": seed})
@@ -175,6 +177,21 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
     first, second, between = budget.seeds
     return {study.recipe: ablation(study, {**dict.fromkeys(BETWEEN, between), **dict.fromkeys(MAIN, seeds)})
             for study, seeds in ((budget.cifar10, first), (budget.ptb, second))}
+
+
+def by_length(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
+    """Title -> epochs -> seed -> run."""
+    study, sparsity = budget.cifar10, budget.cifar10.options["sparsity"]
+
+    def at(epochs: int, seed: int, sparsity: float | None) -> Run:
+        if sparsity is None:
+            return run(study, "dense", seed, epochs=epochs)
+        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
+        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity)
+
+    kinds = {"dense": None, "DGC 99 %": 0.99, f"DGC {100 * sparsity:.5g} %": sparsity}
+    return {title: {epochs: {seed: at(epochs, seed, kind) for seed in budget.seeds[0]} for epochs in budget.lengths}
+            for title, kind in kinds.items()}
 
 
 def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
@@ -209,11 +226,13 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     rows = ablations(budget)
     # The main rows seed by seed, so that what is cut short compares methods.
     main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
-    workers, grid, exchanges = by_workers(budget), by_sparsity(budget), list(by_exchange(budget).values())
+    lengths, exchanges = list(by_length(budget).values()), list(by_exchange(budget).values())
+    workers, grid = by_workers(budget), by_sparsity(budget)
     usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
     cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
                    for warmup in budget.warmups for sparsity in budget.sparsities)
     tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
+              "length": [{n: line[n][seed]} for n in budget.lengths for seed in budget.seeds[0] for line in lengths],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
@@ -276,7 +295,8 @@ def hours(result: Result) -> float:
 
 def estimate(run: Run, done: Mapping[str, Result], runs: Mapping[str, Run]) -> float | None:
     """Hours of a run, from those done of its method, else of its recipe."""
-    same = {name: hours(result) for name, result in done.items() if runs[name].study == run.study}
+    same = {name: hours(result) / runs[name].options["epochs"] * run.options["epochs"]
+            for name, result in done.items() if runs[name].study == run.study}
     like = [same[name] for name in same if runs[name].options["method"] == run.options["method"]] or list(same.values())
     return sum(like) / len(like) if like else None
 
@@ -437,7 +457,8 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
         if curves:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
-            texts += [draw_workers(budget, done), draw_sparsity(budget, done), draw_exchange(budget, done)]
+            texts += [draw_table(budget, done)
+                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_exchange)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -456,10 +477,32 @@ def conditions(study: Study, rows: list[Row]) -> str:
             f"is Student's. {SOURCE[study.recipe]}")
 
 
+def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table and the figure, or nothing."""
+    runs = by_length(budget)
+    if not adds(budget, [of_seed for line in runs.values() for of_seed in line.values()], done):
+        return ""
+    recipe, lines = RECIPES["cifar10"], by_seed(runs, done)
+    report.differences_picture(recipe, lines, budget.figures / f"{budget.cifar10.name}-length.png", "epochs")
+    return (f"**Longer training.** Means over seeds {', '.join(map(str, budget.seeds[0]))}, rates and warm-ups in "
+            f"proportion; in brackets the difference to dense training. {count(lines)} of {count(runs)} runs.\n\n"
+            f"{report.differences('epochs', lines, recipe)}")
+
+
+def by_seed(runs: Mapping[str, Mapping[int, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:
+    """Of those that are done, what was measured."""
+    return {name: {n: {seed: report.measured(done[run.name]) for seed, run in of_seed.items() if run.name in done}
+                   for n, of_seed in line.items()} for name, line in runs.items()}
+
+
+def count(lines: Mapping[str, Mapping[int, Mapping[int, Any]]]) -> int:
+    return sum(len(of_seed) for line in lines.values() for of_seed in line.values())
+
+
 def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table and the figure, or nothing."""
     runs = by_workers(budget)
-    if not adds(budget, runs, done):
+    if not adds(budget, runs.values(), done):
         return ""
     lines = {WORKERS[row]: {n: done.get(run.name) for n, run in line.items()} for row, line in runs.items()}
     paper = {WORKERS[row]: PAPER[row] for row in WORKERS}
@@ -476,7 +519,7 @@ def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
 def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table and the figure, or nothing."""
     runs = by_sparsity(budget)
-    if not adds(budget, runs, done):
+    if not adds(budget, runs.values(), done):
         return ""
     lines = {f"{warmup:g} warm-up epochs": {sparsity: done.get(run.name) for sparsity, run in line.items()}
              for warmup, line in runs.items()}
@@ -495,33 +538,21 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
 
 def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table, or nothing."""
-    lines = {name: {n: {seed: report.measured(done[run.name]) for seed, run in runs.items() if run.name in done}
-                    for n, runs in line.items()} for name, line in by_exchange(budget).items()}
-    values = [value for line in lines.values() for of_seed in line.values() for value in of_seed.values()]
-    if not values:
+    runs, study = by_exchange(budget), budget.exchange
+    lines = by_seed(runs, done)
+    if not count(lines):
         return ""
-    gathered, unit = next(iter(lines.values())), RECIPES["cifar10"].unit
-
-    def cell(name: str, n: int) -> str:
-        ours = lines[name][n]
-        if not ours:
-            return "-"
-        apart, _ = report.difference(ours, gathered[n])
-        return f"{sum(ours.values()) / len(ours):.2f}{unit}" + ("" if lines[name] is gathered else f" ({apart:+.2f})")
-
-    asked = len(lines) * len(budget.crowds) * len(budget.pair)
-    table = report.markdown(["workers", *lines], [[str(n), *(cell(name, n) for name in lines)] for n in budget.crowds])
-    study = budget.exchange
     return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
             f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
             f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
-            f"all-gather. {len(values)} of {asked} runs.\n\n{table}")
+            f"all-gather. {count(lines)} of {count(runs)} runs.\n\n"
+            f"{report.differences('workers', lines, RECIPES['cifar10'])}")
 
 
-def adds(budget: Budget, table: Mapping[Any, Mapping[float, Run]], done: Mapping[str, Result]) -> bool:
+def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:
     """Whether a table says more than that of the parts, with which it shares some runs."""
     parts = {run.name for rows in ablations(budget).values() for runs in rows.values() for run in runs.values()}
-    return any(run.name in done and run.name not in parts for line in table.values() for run in line.values())
+    return any(run.name in done and run.name not in parts for line in lines for run in line.values())
 
 
 def found(lines: Mapping[str, Mapping[float, Result | None]]) -> str:
@@ -537,8 +568,9 @@ def main(
             "ResNet-110 for 164 epochs and 1500 hidden units for 40, or ResNet-20 for 25 and 200 for 8."))] = False,
         quick: Annotated[bool, typer.Option(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
-        only: Annotated[list[str] | None, typer.Option(
-            help="A run, all whose name contains this, or a table's: ablation, workers, sparsity, exchange.")] = None,
+        only: Annotated[list[str] | None, typer.Option(help=(
+            "A run, all whose name contains this, or a table's: ablation, length, workers, sparsity, "
+            "exchange."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

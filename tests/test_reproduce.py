@@ -128,10 +128,15 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         for way in (("allgather", 1), ("shared", 1), ("allgather", 2 if n == 4 else 4))}
     assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
                run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
-    assert len(names) == 9 + 6 + 10 + 9 + 18 + 18
-    assert names[25:28] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[34:40]} == {
-        (0.99, 2), (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
+    assert {(run.options["method"], run.options["epochs"], run.options["seed"], *(() if run.options["method"] == "dense"
+             else (run.options["sparsity"], run.options["warmup_epochs"]))) for run in tables["length"].values()} == {
+        (*kind[:1], epochs, seed, *(kind[1:] and (*kind[1:], 0.08 * epochs))) for epochs in (5, 10, 25)
+        for seed in range(3) for kind in (("dense",), ("dgc", 0.99), ("dgc", 0.999))}
+    assert len(names) == 9 + 6 + 10 + 21 + 9 + 17 + 18
+    assert {run.options["epochs"] for run in runs[25:34]} == {5}
+    assert names[46:49] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
+    assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[55:60]} == {
+        (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
     assert [run.options["seed"] for run in runs[-18:]] == [0] * 9 + [1] * 9
     for budget in reproduce.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
@@ -183,7 +188,7 @@ def test_only_names_tables_and_parts_of_names():
     assert {run.name for run in reproduce.chosen(budget, ["workers", "ptb-dense"])} == {
         *reproduce.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in reproduce.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
-    with pytest.raises(typer.BadParameter, match="accepted: ablation, workers, sparsity, exchange, or a part"):
+    with pytest.raises(typer.BadParameter, match="accepted: ablation, length, workers, sparsity, exchange, or a part"):
         reproduce.chosen(budget, ["imagenet"])
 
 
@@ -360,6 +365,10 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
         write(f"cifar10-dense-{seed}", "cifar10-dense-0", {"seed": seed}, accuracy=accuracy, **rest)
     for seed, accuracy in enumerate((88.3, 88.5)):
         write(f"cifar10-dgc-{seed}", settings={"seed": seed}, accuracy=accuracy, **rest)
+    write("cifar10-dense-epochs5-1", "cifar10-dense-0", {"seed": 1, "epochs": 5}, accuracy=75.0, **rest)
+    for seed, accuracy in ((0, 70.0), (1, 74.5)):
+        write(f"cifar10-dgc-epochs5-warmup0.4-sparsity99-{seed}", settings={
+            "seed": seed, "epochs": 5, "warmup_epochs": 0.4, "sparsity": 0.99}, accuracy=accuracy, **rest)
     write("cifar10-topk-0", settings={"method": "topk"}, accuracy=87.0, **rest)
     write("cifar10-topk-8workers-0", settings={"method": "topk", "virtual_workers": 8}, accuracy=86.5, **rest)
     write("cifar10-dgc-sparsity99.99-warmup8-0", settings={"sparsity": 0.9999, "warmup_epochs": 8}, accuracy=85.5,
@@ -380,6 +389,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| naive top-k | 0 of 3 | - | - | - | -1.6 | - | - |",
             "| + local accumulation (gradient dropping) | 1 of 2 | 87.00 % | - | -1.00 | (-1.00) | 13.3 x | 20.0 x |",
             "| + warm-up (DGC) | 2 of 3 | 88.40 % | 0.14 | +0.20 [-1.07, +1.47] | +0.37 (+0.12) | 13.3 x | 20.0 x |",
+            "| epochs | dense | DGC 99 % | DGC 99.9 % |",
+            "| 5 | 75.00 % | 72.25 % (-0.50) | - |", "| 10 | - | - | - |", "| 25 | 88.33 % | - | 88.40 % (+0.20) |",
             "| workers | dense | gradient dropping | DGC |",
             "| 4 | 88.00 % (93.75) | 87.00 % (92.75) | 88.30 % (93.87) |",
             "| 8 | - (92.92) | 86.50 % (93.02) | - (93.28) |",
@@ -390,7 +401,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| 16 | 80.50 % | 80.30 % (-0.20) | - |"):
         assert line in lines
     text = "\n".join(lines)
-    assert "4 of 12 runs." in text and "Dense: 88.00 %. 2 of 20 runs." in text
+    assert "8 of 27 runs." in text and "4 of 12 runs." in text and "Dense: 88.00 %. 2 of 20 runs." in text
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
-    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-workers.png", "cifar10-sparsity.png"}
+    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
+                            "cifar10-sparsity.png"}
     assert min(figures.values()) > 10_000
