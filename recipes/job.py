@@ -190,15 +190,20 @@ def settings(a: Any) -> dict[str, Any]:
 
 @cache  # all workers of a process ask
 def version() -> str:
-    """The package's, with the commit in a clone; "-dirty" if it has been changed since."""
-    if not (Path(dgc.__file__).parents[1] / ".git").exists():
+    """The package's, with the commit in a clone; "-dirty" if a program has been changed since."""
+    clone = Path(dgc.__file__).parents[1]
+    if not (clone / ".git").exists():
         return dgc.__version__
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=clone, text=True, capture_output=True, timeout=10,
+                              check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(dgc.__file__).parent, text=True,
-                                capture_output=True, timeout=10, check=True).stdout.strip()
+        return (f"{dgc.__version__}, commit {git('describe', '--always')}"
+                + ("-dirty" if git("status", "--porcelain", "--", "*.py") else ""))
     except (OSError, subprocess.SubprocessError):
         return dgc.__version__
-    return f"{dgc.__version__}, commit {commit}"
 
 
 def dense_bytes(model: nn.Module, size: int) -> float:

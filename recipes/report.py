@@ -252,7 +252,7 @@ def differences_picture(recipe: Recipe, lines: BySeed, out: Path, xlabel: str) -
         if dots:
             axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[i], alpha=0.6)
             axes.plot(*zip(*means, strict=True), "-", color=COLOURS[i], label=name)
-    axes.set(xlabel=xlabel, xscale="log", ylabel=f"{recipe.title} over that of {first}")
+    axes.set(xlabel=xlabel, xscale="log", ylabel=f"{recipe.title}, difference to {first}")
     axes.set_xticks(list(base), list(map(str, base)))
     axes.minorticks_off()
     axes.legend(frameon=False)
