@@ -25,8 +25,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -118,7 +119,7 @@ _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
                          "crowds": (4, 16, 64), "pair": (0, 1)}
 BUDGETS = {
-    "cpu": Budget(**_FULL, lengths=(5, 10, 25),
+    "cpu": Budget(**_FULL, lengths=(5, 25),
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
                   ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "ptb", _options(0.2, size="small", epochs=8))),
     "gpu": Budget(**_FULL, lengths=(41, 164),
@@ -160,10 +161,10 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
     """A row's run; what is changed beyond the row is in its name."""
     options = {**study.options, **ROWS[study.recipe][row][1]}
     marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
-             "sparsity": lambda x: f"sparsity{100 * x:.6g}",
+             "sparsity": lambda x: f"sparsity{100 * x:.6g}", "factor_masking": lambda _: "nomasking",
              "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
              "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
-    words = [marks[key](value) for key, value in changed.items() if value != options[key]]
+    words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
     return Run("-".join([study.name, row, *words, str(seed)]), study, {**options, **changed, "seed": seed})
 
 
@@ -183,14 +184,18 @@ def by_length(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
     """Title -> epochs -> seed -> run."""
     study, sparsity = budget.cifar10, budget.cifar10.options["sparsity"]
 
-    def at(epochs: int, seed: int, sparsity: float | None) -> Run:
-        if sparsity is None:
-            return run(study, "dense", seed, epochs=epochs)
-        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
-        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity)
+    def dense(epochs: int, seed: int) -> Run:
+        return run(study, "dense", seed, epochs=epochs)
 
-    kinds = {"dense": None, "DGC 99 %": 0.99, f"DGC {100 * sparsity:.5g} %": sparsity}
-    return {title: {epochs: {seed: at(epochs, seed, kind) for seed in budget.seeds[0]} for epochs in budget.lengths}
+    def compressed(sparsity: float, switched: dict[str, Any], epochs: int, seed: int) -> Run:
+        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
+        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity, **switched)
+
+    kinds: dict[str, Callable[[int, int], Run]] = {"dense": dense}
+    for part, switched in (("", {}), (", no masking", {"factor_masking": False})):
+        for share in (0.99, sparsity):
+            kinds[f"{100 * share:.5g} %{part}"] = partial(compressed, share, switched)
+    return {title: {epochs: {seed: kind(epochs, seed) for seed in budget.seeds[0]} for epochs in budget.lengths}
             for title, kind in kinds.items()}
 
 
