@@ -193,7 +193,7 @@ def by_length(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
 
     kinds: dict[str, Callable[[int, int], Run]] = {"dense": dense}
     for part, switched in (("", {}), (", no masking", {"factor_masking": False})):
-        for share in (0.99, sparsity):
+        for share in (0.9, 0.99, sparsity):
             kinds[f"{100 * share:.5g} %{part}"] = partial(compressed, share, switched)
     return {title: {epochs: {seed: kind(epochs, seed) for seed in budget.seeds[0]} for epochs in budget.lengths}
             for title, kind in kinds.items()}
