@@ -162,7 +162,7 @@ class Row:
 
 Lines = Mapping[str, Mapping[float, "Result | None"]]  # line -> where on the axis -> the run's result, if there is one
 
-BySeed = Mapping[str, Mapping[int, Mapping[int, float]]]  # line -> where on the axis -> seed -> what was measured
+BySeed = Mapping[str, Mapping[Any, Mapping[int, float]]]  # line -> where on the axis -> seed -> what was measured
 
 
 def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
@@ -225,37 +225,47 @@ def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable
                                        for x in places])
 
 
-def differences(corner: str, lines: BySeed, recipe: Recipe) -> str:
-    """A Markdown table of means over seeds, with a column for each line; the others are compared with the first."""
+def against(lines: BySeed, x: Any) -> Mapping[int, float]:
+    """What is compared with: of the first line, what is at the same place, or all that it has."""
     first = next(iter(lines.values()))
-
-    def cell(line: Mapping[int, Mapping[int, float]], n: int) -> str:
-        if not line[n]:
-            return "-"
-        apart, _ = difference(line[n], first[n])
-        return f"{sum(line[n].values()) / len(line[n]):.2f}{recipe.unit}" + (
-            "" if line is first or np.isnan(apart) else f" ({apart:+.2f})")
-
-    return markdown([corner, *lines], [[str(n), *(cell(line, n) for line in lines.values())] for n in first])
+    return first[x] if x in first else next(iter(first.values()))
 
 
-def differences_picture(recipe: Recipe, lines: BySeed, out: Path, xlabel: str) -> None:
-    """Of each line to the first: a dot for each seed, and the means joined."""
-    figure, axes = panels(1, 7)
-    (first, base), *others = lines.items()
-    axes.axhline(0, color=COLOURS[0], linewidth=1, label=first)
-    for i, (name, line) in enumerate(others, 1):
-        pairs = {n: [value - base[n][seed] for seed, value in ours.items() if seed in base[n]]
-                 for n, ours in line.items()}
-        dots = [(n, apart) for n, every in pairs.items() for apart in every]
-        means = [(n, np.mean(every)) for n, every in pairs.items() if every]
-        if dots:
-            axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[i], alpha=0.6)
-            axes.plot(*zip(*means, strict=True), "-", color=COLOURS[i], label=name)
-    axes.set(xlabel=xlabel, xscale="log", ylabel=f"{recipe.title}, difference to {first}")
-    axes.set_xticks(list(base), list(map(str, base)))
-    axes.minorticks_off()
-    axes.legend(frameon=False)
+def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe) -> str:
+    """A Markdown table of means over seeds, with a row for each line; the others are compared with the first."""
+    places = dict.fromkeys(x for line in lines.values() for x in line)
+
+    def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
+        if not (ours := line.get(x)):
+            return "-" if x in line else ""
+        apart, _ = difference(ours, against(lines, x))
+        return f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}" + (
+            "" if ours is against(lines, x) or np.isnan(apart) else f" ({apart:+.2f})")
+
+    return markdown([corner, *map(head, places)], [[name, *(cell(line, x) for x in places)]
+                                                   for name, line in lines.items()])
+
+
+def differences_picture(recipe: Recipe, panes: Mapping[str, BySeed], out: Path) -> None:
+    """To the first line, of sparsities: a dot for each seed, and the means joined. A pane for each set of lines."""
+    figure, panel = panels(len(panes), 1 + 4.5 * len(panes))
+    for (title, lines), axes in zip(panes.items(), np.atleast_1d(panel), strict=True):
+        name, *others = lines
+        axes.axhline(0, color=COLOURS[0], linewidth=1, label=name)
+        places = dict.fromkeys(x for other in others for x in lines[other])
+        for i, other in enumerate(others, 1):
+            pairs = {100 * (1 - x): [value - against(lines, x)[seed] for seed, value in ours.items()
+                                     if seed in against(lines, x)] for x, ours in lines[other].items()}
+            dots = [(x, apart) for x, every in pairs.items() for apart in every]
+            means = [(x, np.mean(every)) for x, every in pairs.items() if every]
+            if dots:
+                axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[i], alpha=0.6)
+                axes.plot(*zip(*means, strict=True), "-", color=COLOURS[i], label=other)
+        axes.set(title=title, xlabel="entries sent (%)", xscale="log")
+        axes.set_xticks([100 * (1 - x) for x in places], [f"{100 * (1 - x):.2g}" for x in places])
+        axes.minorticks_off()
+    figure.axes[0].set_ylabel(f"{recipe.title}, difference to dense")
+    figure.axes[0].legend(frameon=False)
     save(figure, out)
 
 

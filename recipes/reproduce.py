@@ -25,9 +25,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -130,7 +129,7 @@ BUDGETS = {
         results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
-        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1, 2), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
+        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
         exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
 }
 
@@ -180,23 +179,19 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
             for study, seeds in ((budget.cifar10, first), (budget.ptb, second))}
 
 
-def by_length(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
-    """Title -> epochs -> seed -> run."""
-    study, sparsity = budget.cifar10, budget.cifar10.options["sparsity"]
+def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
+    """Epochs -> dense, or with momentum factor masking, or without it -> sparsity -> seed -> run."""
+    study = budget.cifar10
 
-    def dense(epochs: int, seed: int) -> Run:
-        return run(study, "dense", seed, epochs=epochs)
-
-    def compressed(sparsity: float, switched: dict[str, Any], epochs: int, seed: int) -> Run:
+    def at(epochs: int, sparsity: float, seed: int, **switched: Any) -> Run:
         warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
         return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity, **switched)
 
-    kinds: dict[str, Callable[[int, int], Run]] = {"dense": dense}
-    for part, switched in (("", {}), (", no masking", {"factor_masking": False})):
-        for share in (0.9, 0.99, sparsity):
-            kinds[f"{100 * share:.5g} %{part}"] = partial(compressed, share, switched)
-    return {title: {epochs: {seed: kind(epochs, seed) for seed in budget.seeds[0]} for epochs in budget.lengths}
-            for title, kind in kinds.items()}
+    seeds, sparsities = budget.seeds[0], (0.9, 0.99, study.options["sparsity"])
+    return {n: {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n) for seed in seeds}},
+                "masking": {x: {seed: at(n, x, seed) for seed in seeds} for x in sparsities},
+                "no masking": {x: {seed: at(n, x, seed, factor_masking=False) for seed in seeds} for x in sparsities}}
+            for n in budget.lengths}
 
 
 def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
@@ -231,13 +226,14 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     rows = ablations(budget)
     # The main rows seed by seed, so that what is cut short compares methods.
     main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
-    lengths, exchanges = list(by_length(budget).values()), list(by_exchange(budget).values())
+    lengths, exchanges = by_length(budget), list(by_exchange(budget).values())
     workers, grid = by_workers(budget), by_sparsity(budget)
     usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
     cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
                    for warmup in budget.warmups for sparsity in budget.sparsities)
     tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
-              "length": [{n: line[n][seed]} for n in budget.lengths for seed in budget.seeds[0] for line in lengths],
+              "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
+                         for line in lengths[n].values() for at in line.values()],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
@@ -484,24 +480,28 @@ def conditions(study: Study, rows: list[Row]) -> str:
 
 def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table and the figure, or nothing."""
-    runs = by_length(budget)
-    if not adds(budget, [of_seed for line in runs.values() for of_seed in line.values()], done):
+    runs, recipe = by_length(budget), RECIPES["cifar10"]
+    if not adds(budget, [at for lines in runs.values() for line in lines.values() for at in line.values()], done):
         return ""
-    recipe, lines = RECIPES["cifar10"], by_seed(runs, done)
-    report.differences_picture(recipe, lines, budget.figures / f"{budget.cifar10.name}-length.png", "epochs")
-    return (f"**Longer training.** Means over seeds {', '.join(map(str, budget.seeds[0]))}, rates and warm-ups in "
-            f"proportion; in brackets the difference to dense training. {count(lines)} of {count(runs)} runs.\n\n"
-            f"{report.differences('epochs', lines, recipe)}")
+    found = {n: by_seed(lines, done) for n, lines in runs.items()}
+    report.differences_picture(recipe, {f"{n} epochs": lines for n, lines in found.items()},
+                               budget.figures / f"{budget.cifar10.name}-length.png")
+    seeds = ", ".join(map(str, budget.seeds[0]))
+    return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
+            "in proportion; in brackets the difference to dense training. "
+            f"{sum(map(count, found.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
+                report.differences(f"{n} epochs", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
+                for n, lines in found.items()))
 
 
-def by_seed(runs: Mapping[str, Mapping[int, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:
+def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:
     """Of those that are done, what was measured."""
-    return {name: {n: {seed: report.measured(done[run.name]) for seed, run in of_seed.items() if run.name in done}
-                   for n, of_seed in line.items()} for name, line in runs.items()}
+    return {name: {x: {seed: report.measured(done[run.name]) for seed, run in at.items() if run.name in done}
+                   for x, at in line.items()} for name, line in runs.items()}
 
 
-def count(lines: Mapping[str, Mapping[int, Mapping[int, Any]]]) -> int:
-    return sum(len(of_seed) for line in lines.values() for of_seed in line.values())
+def count(lines: Mapping[str, Mapping[Any, Mapping[int, Any]]]) -> int:
+    return sum(len(at) for line in lines.values() for at in line.values())
 
 
 def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
@@ -551,7 +551,7 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
             f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
             f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
             f"all-gather. {count(lines)} of {count(runs)} runs.\n\n"
-            f"{report.differences('workers', lines, RECIPES['cifar10'])}")
+            f"{report.differences('', lines, lambda n: f'{n} workers', RECIPES['cifar10'])}")
 
 
 def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:
