@@ -25,12 +25,13 @@ class Config:
         sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
             any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`;
             or :func:`dgc.adaptive`, which goes by how fast the network is.
-        selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 3.3);
+        selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 5);
             ``"exact"`` sorts out the k largest.
-        momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.1, equation 4).
+        momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
             Needs ``torch.optim.SGD``. Off: plain accumulation, for any optimizer, which then sees the
             averaged sparse gradient and applies its own momentum to it.
-        factor_masking: set u to zero where an entry was sent (paper, section 3.2).
+        factor_masking: set u to zero where an entry was sent (paper, section 3.3). Made for 99.9 %: the denser what
+            is sent, the more of the momentum that takes away, at 90 % and momentum 0.9 three quarters of a step.
         clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient that the
             optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under Average, and to
             clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.

@@ -99,7 +99,7 @@ class Bucket:
         return bad
 
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
-        """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.2).
+        """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.3).
 
         Args:
             index: int64 (E,), positions in v, each at most once among those with ``sent`` != 0.

@@ -45,7 +45,7 @@ def stride(k: int) -> int:
 def sampled(v: Tensor, k: int, step: int) -> Tensor:
     """The same as :func:`exact`, with less work: only what exceeds a sampled threshold is sorted.
 
-    The paper (section 3.3) samples at random and sorts a second time what the threshold leaves. Here the sample is
+    The paper (section 5) samples at random and sorts a second time what the threshold leaves. Here the sample is
     strided and begins one line further at each step, so that it needs no random numbers. The threshold is put low
     enough for k entries and more to exceed it; where the sample misled and fewer do, all of v is sorted after all. So
     the sample decides how much work there is and never what is sent.

@@ -1,7 +1,7 @@
 """The paper's algorithm in float64 NumPy, written from the paper and importing nothing from the package.
 
-Lin et al. 2018: equation 4 (momentum correction), section 3.2 (local gradient clipping, momentum factor masking),
-Algorithm 4 (DGC on each node), appendix B (Nesterov). Exact selection, one threshold for each tensor.
+Lin et al. 2018: equation 4 (momentum correction), section 3.2 (local gradient clipping), section 3.3 (momentum
+factor masking), Algorithm 4 (DGC on each node), appendix B (Nesterov). Exact selection, one threshold for each tensor.
 """
 
 import math

@@ -75,3 +75,15 @@ def test_host_times_the_thread_that_trains():
     results, _ = launch("horovod", 2, ["host_benchmark"], limit=120)
     for times in results["host_benchmark"]:
         assert list(times) == ["SGD", "Horovod", "DGC"] and min(min(pair) for pair in times.values()) > 0
+
+
+def test_masking_alone_shortens_the_way():
+    """Without it, all that torch's SGD does with the same gradients is done, once what is pending is flushed."""
+    import masking
+
+    import dgc
+
+    mean = 0.1 * torch.randn(masking.SHAPE, generator=torch.Generator().manual_seed(0))
+    sgd = masking.way(None, mean, 60)
+    without, masked = (masking.way(dgc.Config(0.9, factor_masking=on), mean, 60) / sgd for on in (False, True))
+    assert without == pytest.approx(1, abs=1e-5) and masked < 0.5
