@@ -165,13 +165,18 @@ Lines = Mapping[str, Mapping[float, "Result | None"]]  # line -> where on the ax
 BySeed = Mapping[str, Mapping[Any, Mapping[int, float]]]  # line -> where on the axis -> seed -> what was measured
 
 
+def paired(ours: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
+    """The differences between runs of the same seed."""
+    return [ours[seed] - dense[seed] for seed in sorted(ours.keys() & dense.keys())]
+
+
 def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[float, float]:
     """The mean difference between runs of the same seed, and the half-width of its 95 % interval (Student's t).
 
     NaN where there is no such pair; the half-width also with one pair, which has no spread.
     """
     from scipy import stats
-    pairs = np.array([ours[seed] - dense[seed] for seed in sorted(ours.keys() & dense.keys())])
+    pairs = np.array(paired(ours, dense))
     if len(pairs) < 2:
         return (float(pairs[0]) if len(pairs) else np.nan), np.nan
     return float(pairs.mean()), float(stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs)**0.5)
@@ -200,7 +205,7 @@ def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:
     values = [[measured(result) for result in row.results.values()] for row in rows]
     near = [x for row in values for x in row if abs(np.mean(row) / np.mean(values[0]) - 1) < 0.05]
     closer = len(near) < sum(map(len, values))
-    figure, panel = panels(1 + closer, 12 if closer else 8, 0.5 * len(rows) + 1.2)
+    figure, _ = panels(1 + closer, 12 if closer else 8, 0.5 * len(rows) + 1.2)
     for axes in figure.axes:
         for y, row in enumerate(values):
             colour = COLOURS[y % len(COLOURS)]
@@ -212,8 +217,9 @@ def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:
     figure.axes[0].set_yticklabels([f"{row.title}, {len(row.results)} of {row.asked} seeds" for row in rows])
     if closer:
         around = 0.1 * (max(near) - min(near)) or 0.01 * near[0]
-        panel[1].set(xscale="linear", xlim=(min(near) - around, max(near) + around), title="those near dense training")
-        panel[0].set(title="all")
+        figure.axes[0].set(title="all")
+        figure.axes[1].set(xscale="linear", xlim=(min(near) - around, max(near) + around),
+                           title="those near dense training")
     save(figure, out)
 
 
@@ -238,9 +244,10 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
     def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
         if not (ours := line.get(x)):
             return "-" if x in line else ""
-        apart, _ = difference(ours, against(lines, x))
+        base = against(lines, x)
+        apart, _ = difference(ours, base)
         return f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}" + (
-            "" if ours is against(lines, x) or np.isnan(apart) else f" ({apart:+.2f})")
+            "" if ours is base or np.isnan(apart) else f" ({apart:+.2f})")
 
     return markdown([corner, *map(head, places)], [[name, *(cell(line, x) for x in places)]
                                                    for name, line in lines.items()])
@@ -248,14 +255,13 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
 
 def differences_picture(recipe: Recipe, panes: Mapping[str, BySeed], out: Path) -> None:
     """To the first line, of sparsities: a dot for each seed, and the means joined. A pane for each set of lines."""
-    figure, panel = panels(len(panes), 1 + 4.5 * len(panes))
-    for (title, lines), axes in zip(panes.items(), np.atleast_1d(panel), strict=True):
+    figure, _ = panels(len(panes), 1 + 4.5 * len(panes))
+    for (title, lines), axes in zip(panes.items(), figure.axes, strict=True):
         name, *others = lines
         axes.axhline(0, color=COLOURS[0], linewidth=1, label=name)
         places = dict.fromkeys(x for other in others for x in lines[other])
         for i, other in enumerate(others, 1):
-            pairs = {100 * (1 - x): [value - against(lines, x)[seed] for seed, value in ours.items()
-                                     if seed in against(lines, x)] for x, ours in lines[other].items()}
+            pairs = {100 * (1 - x): paired(ours, against(lines, x)) for x, ours in lines[other].items()}
             dots = [(x, apart) for x, every in pairs.items() for apart in every]
             means = [(x, np.mean(every)) for x, every in pairs.items() if every]
             if dots:

@@ -483,15 +483,14 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
     runs, recipe = by_length(budget), RECIPES["cifar10"]
     if not adds(budget, [at for lines in runs.values() for line in lines.values() for at in line.values()], done):
         return ""
-    found = {n: by_seed(lines, done) for n, lines in runs.items()}
-    report.differences_picture(recipe, {f"{n} epochs": lines for n, lines in found.items()},
-                               budget.figures / f"{budget.cifar10.name}-length.png")
+    panes = {f"{n} epochs": by_seed(lines, done) for n, lines in runs.items()}
+    report.differences_picture(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
     seeds = ", ".join(map(str, budget.seeds[0]))
     return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
             "in proportion; in brackets the difference to dense training. "
-            f"{sum(map(count, found.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
-                report.differences(f"{n} epochs", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
-                for n, lines in found.items()))
+            f"{sum(map(count, panes.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
+                report.differences(title, lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
+                for title, lines in panes.items()))
 
 
 def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:

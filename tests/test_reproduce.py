@@ -128,6 +128,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         for way in (("allgather", 1), ("shared", 1), ("allgather", 2 if n == 4 else 4))}
     assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
                run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
+
     def kind(run):
         a = run.options
         return a["method"], a["epochs"], a["seed"], *((a["sparsity"], a["warmup_epochs"], a.get("factor_masking", True))
