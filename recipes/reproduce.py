@@ -214,11 +214,16 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
     def at(workers: int, seed: int, **options: Any) -> Run:
         return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
 
-    ways: dict[str, Any] = {
-        "all-gather": lambda n: {}, "shared": lambda n: {"exchange": "shared"},
-        "hierarchical": lambda n: {"hierarchical": True, "virtual_node": 2 if n == 4 else 4}}
-    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
-            for name, way in ways.items()}
+    def line(crowds: Iterable[int], **options: Any) -> dict[int, dict[int, Run]]:
+        return {n: {seed: at(n, seed, **options) for seed in budget.pair} for n in crowds}
+
+    shared: dict[str, Any] = {"exchange": "shared"}
+    return {
+        "all-gather": line(budget.crowds), "shared": line(budget.crowds, **shared),
+        "hierarchical": {n: {seed: at(n, seed, hierarchical=True, virtual_node=2 if n == 4 else 4)
+                             for seed in budget.pair} for n in budget.crowds},
+        "shared, four times the entries": line(budget.crowds, **shared, sparsity=0.996),
+        "shared, no masking": line(budget.crowds[:1], **shared, factor_masking=False)}
 
 
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
@@ -236,7 +241,8 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
                          for line in lengths[n].values() for at in line.values()],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
-              "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
+              "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges
+                           if n in line]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 
 
