@@ -146,7 +146,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[70:75]} == {
         (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
-    assert [run.options["seed"] for run in runs[-18:]] == [0] * 9 + [1] * 9
+    assert [run.options["seed"] for run in runs[-26:]] == [0] * 13 + [1] * 13
     for budget in reproduce.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in reproduce.chosen(budget, [])]
