@@ -49,8 +49,9 @@ class Config:
             and momentum correction.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"shared"``: one rank, another one each step, says
-            which entries are its largest, and those of all ranks are summed; the bytes stay the same. ``"auto"``: what
-            is fewer bytes, for each bucket and step.
+            which entries are its largest, and those of all ranks are summed; the bytes stay the same, and ten times
+            the entries are needed to learn as well (docs/tuning.md). ``"auto"``: what is fewer bytes, for each bucket
+            and step.
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a

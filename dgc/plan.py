@@ -41,6 +41,7 @@ BACKWARD = 2 / 3  # of the compute time: it computes two products for each one o
 WORTH = 1.05  # times faster than dense exchange, from which on compression is said to pay
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
+SHARED = 0.99  # the sparsity up to which a shared support is known to learn as well as an all-gather at 99.9 %
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
@@ -464,8 +465,10 @@ class Advice(NamedTuple):
 
     pays: bool
     dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
-    dgc: Prediction  # the simplest that is nearly as fast as any, with ``sparsity``
+    dgc: Prediction  # without a shared support: the simplest that is nearly as fast as any, with ``sparsity``
     sparsity: float
+    shared: Prediction | None  # the same of a shared support, if it is faster though it needs more entries
+    sparsity_shared: float  # then, at most ``SHARED``
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
     above: float | None  # and from which on; None: however slow it is
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
@@ -476,25 +479,31 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
            local: Local = CPU, overlap: bool = True) -> Advice:
     """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
 
-    It is compared with the dense exchanges in ``OFFERED``. Where it pays in a range of bandwidths only, as it may where
-    it sends as many bytes as a sum in float16, the range is the one in which the cluster is, or the next below it: so
-    ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
+    It is compared with the dense exchanges in ``OFFERED``. A shared support learns less than an all-gather of the same
+    sparsity: it is not advised, but named where it is faster with as many entries as it needs. Where DGC pays in a
+    range of bandwidths only, as it may where it sends as many bytes as a sum in float16, the range is the one in which
+    the cluster is, or the next below it: so ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
 
     Args:
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
     """
-    configs = [replace(DGC, sparsity=s) for s in SPARSITIES] if config is None else [config]
+    sparsities = SPARSITIES if config is None else (config.sparsity_at(0),)
+
+    def best(on: Cluster, shared: bool) -> tuple[Prediction, float]:
+        """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
+        made = [(predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap), s)
+                for s in sorted({min(s, SHARED if shared else 1.0) for s in sparsities})
+                for m in methods(on) if m.kind == "dgc" and m.name.endswith("shared") == shared]
+        fastest = min(p.step_seconds for p, _ in made)
+        return next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
 
     def choose(on: Cluster) -> tuple[bool, Prediction, Prediction, float]:
         """Whether it pays, the fastest dense exchange that is offered, and what DGC does best, with which sparsity."""
         dense = min((predict(shapes, on, m, compute, DGC, local, overlap) for m in methods(on)
                      if m.kind != "dgc" and m.name in OFFERED), key=lambda p: p.step_seconds)
-        made = [(predict(shapes, on, m, compute, c, local, overlap), c.sparsity_at(0)) for c in configs
-                for m in methods(on) if m.kind == "dgc"]
-        fastest = min(p.step_seconds for p, _ in made)
-        simplest = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
-        return dense.step_seconds >= WORTH * fastest, dense, *simplest
+        dgc, sparsity = best(on, shared=False)
+        return dense.step_seconds >= WORTH * dgc.step_seconds, dense, dgc, sparsity
 
     def pays_at(bandwidth: float) -> bool:
         return choose(replace(cluster, between=replace(cluster.between, bandwidth=bandwidth)))[0]
@@ -509,9 +518,19 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
                  if m.kind != "dgc"), key=lambda p: p.step_seconds)
     advised = dgc if pays else dense
-    advice = Advice(pays, dense, dgc, sparsity, below, above,
-                    other if NEARLY * other.step_seconds < advised.step_seconds else None, ())
+    shared, sparsity_shared = best(cluster, shared=True)
+
+    def if_faster(prediction: Prediction) -> Prediction | None:
+        return prediction if NEARLY * prediction.step_seconds < advised.step_seconds else None
+
+    advice = Advice(pays, dense, dgc, sparsity, if_faster(shared), sparsity_shared, below, above, if_faster(other), ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, given=config is not None)))
+
+
+def _schedule(sparsity: float) -> str:
+    """Python."""
+    end = "" if sparsity == 0.999 else f", end={sparsity:g}"
+    return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
 
 
 def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
@@ -554,13 +573,15 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
         end = "as far as was looked" if advice.below >= MOST else f"and not {'outside' if begin else 'above'}"
         yield f"On this cluster it pays {begin}up to {bits(advice.below)} between nodes, {end}."
     if advice.pays:
-        exchange = (', exchange="shared"' if dgc.method.name.endswith("shared") else "") + (
-            ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else "")
-        end = "" if sparsity == 0.999 else f", end={sparsity:g}"
-        schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
-        yield (f"Recommended: dgc.Config(sparsity={schedule}{exchange})"
+        exchange = ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else ""
+        yield (f"Recommended: dgc.Config(sparsity={_schedule(sparsity)}{exchange})"
                + ("." if given or sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
+    if advice.shared:
+        across = ", hierarchical=True" if advice.shared.method.name.startswith("hierarchical") else ""
+        yield (f"With a shared support it would be {_time(advice.shared.step_seconds)}: dgc.Config(sparsity="
+               f'{_schedule(advice.sparsity_shared)}, factor_masking=False, exchange="shared"{across}). To learn as '
+               "well it needs so many entries, as far as CIFAR-10 has shown; compare.")
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
@@ -602,6 +623,7 @@ class Report(NamedTuple):
         """Numbers only; seconds and bytes."""
         flat = {n: [_plain(p) for p in predictions] for n, predictions in self.scaling.items()}
         advice = {**self.advice._asdict(), "dense": _plain(self.advice.dense), "dgc": _plain(self.advice.dgc),
+                  "shared": self.advice.shared and _plain(self.advice.shared),
                   "other": self.advice.other and _plain(self.advice.other)}
         return {"model": self.model, "parameters": self.numel, "cluster": asdict(self.cluster),
                 "compute_seconds": self.compute, "sparsity": self.sparsity, "here": [_plain(p) for p in self.here],

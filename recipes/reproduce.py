@@ -214,16 +214,13 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
     def at(workers: int, seed: int, **options: Any) -> Run:
         return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
 
-    def line(crowds: Iterable[int], **options: Any) -> dict[int, dict[int, Run]]:
-        return {n: {seed: at(n, seed, **options) for seed in budget.pair} for n in crowds}
-
-    shared: dict[str, Any] = {"exchange": "shared"}
-    return {
-        "all-gather": line(budget.crowds), "shared": line(budget.crowds, **shared),
-        "hierarchical": {n: {seed: at(n, seed, hierarchical=True, virtual_node=2 if n == 4 else 4)
-                             for seed in budget.pair} for n in budget.crowds},
-        "shared, 99.6 %": line(budget.crowds, **shared, sparsity=0.996),
-        "shared, 99 %, no masking": line(budget.crowds, **shared, sparsity=0.99, factor_masking=False)}
+    ways: dict[str, Any] = {
+        "all-gather": lambda n: {}, "shared": lambda n: {"exchange": "shared"},
+        "hierarchical": lambda n: {"hierarchical": True, "virtual_node": 2 if n == 4 else 4},
+        "shared, 99.6 %": lambda n: {"exchange": "shared", "sparsity": 0.996},
+        "shared, 99 %, no masking": lambda n: {"exchange": "shared", "sparsity": 0.99, "factor_masking": False}}
+    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
+            for name, way in ways.items()}
 
 
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:

@@ -79,11 +79,21 @@ def test_host_times_the_thread_that_trains():
 
 def test_masking_alone_shortens_the_way():
     """Without it, all that torch's SGD does with the same gradients is done, once what is pending is flushed."""
-    import masking
+    import noise
 
     import dgc
 
-    mean = 0.1 * torch.randn(masking.SHAPE, generator=torch.Generator().manual_seed(0))
-    sgd = masking.way(None, mean, 60)
-    without, masked = (masking.way(dgc.Config(0.9, factor_masking=on), mean, 60) / sgd for on in (False, True))
-    assert without == pytest.approx(1, abs=1e-5) and masked < 0.5
+    mean = 0.1 * torch.randn(noise.SHAPE, generator=torch.Generator().manual_seed(0))
+    whole = (noise.sgd(mean, 60) * mean).sum()
+    without, masked = (noise.compressed(dgc.Config(0.9, factor_masking=on), mean, 60)[1] for on in (False, True))
+    assert (without * mean).sum() == pytest.approx(float(whole), rel=1e-5)
+    assert (masked * mean).sum() / whole < 0.5
+
+
+def test_a_shared_support_stays_further_behind_and_less_so_with_more_entries():
+    import noise
+
+    mean = 0.1 * torch.randn(noise.SHAPE, generator=torch.Generator().manual_seed(0))
+    gathered, shared, fewer, fewest = noise.behind(mean, 40, (4, 16))
+    for n in (4, 16):
+        assert gathered[n] == 1 < shared[n] and shared[n] > fewer[n] > fewest[n]
