@@ -218,7 +218,8 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
         "all-gather": lambda n: {}, "shared": lambda n: {"exchange": "shared"},
         "hierarchical": lambda n: {"hierarchical": True, "virtual_node": 2 if n == 4 else 4},
         "shared, 99.6 %": lambda n: {"exchange": "shared", "sparsity": 0.996},
-        "shared, 99 %, no masking": lambda n: {"exchange": "shared", "sparsity": 0.99, "factor_masking": False}}
+        "shared, 99 %, no masking": lambda n: {"exchange": "shared", "sparsity": 0.99, "factor_masking": False},
+        "all-gather, 99 %, no masking": lambda n: {"sparsity": 0.99, "factor_masking": False}}
     return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
             for name, way in ways.items()}
 
