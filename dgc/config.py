@@ -49,8 +49,8 @@ class Config:
             and momentum correction.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"shared"``: one rank, another one each step, says
-            which entries are its largest, and those of all ranks are summed; the bytes stay the same, and ten times
-            the entries are needed to learn as well (docs/tuning.md). ``"auto"``: what is fewer bytes, for each bucket
+            which entries are its largest, and those of all ranks are summed; the bytes stay the same, but more entries
+            are needed, and it may learn less even so (docs/tuning.md). ``"auto"``: what is fewer bytes, for each bucket
             and step.
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and

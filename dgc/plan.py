@@ -41,7 +41,7 @@ BACKWARD = 2 / 3  # of the compute time: it computes two products for each one o
 WORTH = 1.05  # times faster than dense exchange, from which on compression is said to pay
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
-SHARED = 0.99  # the sparsity up to which a shared support is known to learn as well as an all-gather at 99.9 %
+SHARED = 0.99  # the largest sparsity at which a shared support is named: with more it learns less for certain
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
@@ -467,7 +467,7 @@ class Advice(NamedTuple):
     dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
     dgc: Prediction  # without a shared support: the simplest that is nearly as fast as any, with ``sparsity``
     sparsity: float
-    shared: Prediction | None  # the same of a shared support, if it is faster though it needs more entries
+    shared: Prediction | None  # the same of a shared support, if it is faster even with more entries
     sparsity_shared: float  # then, at most ``SHARED``
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
     above: float | None  # and from which on; None: however slow it is
@@ -480,7 +480,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
 
     It is compared with the dense exchanges in ``OFFERED``. A shared support learns less than an all-gather of the same
-    sparsity: it is not advised, but named where it is faster with as many entries as it needs. Where DGC pays in a
+    sparsity: it is not advised, but named where it is faster even with ten times the entries. Where DGC pays in a
     range of bandwidths only, as it may where it sends as many bytes as a sum in float16, the range is the one in which
     the cluster is, or the next below it: so ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
 
@@ -580,8 +580,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
     if advice.shared:
         across = ", hierarchical=True" if advice.shared.method.name.startswith("hierarchical") else ""
         yield (f"With a shared support it would be {_time(advice.shared.step_seconds)}: dgc.Config(sparsity="
-               f'{_schedule(advice.sparsity_shared)}, factor_masking=False, exchange="shared"{across}). To learn as '
-               "well it needs so many entries, as far as CIFAR-10 has shown; compare.")
+               f'{_schedule(advice.sparsity_shared)}, factor_masking=False, exchange="shared"{across}). It learns '
+               "less, with so many entries too where batches are small (docs/tuning.md): compare.")
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "

@@ -233,7 +233,7 @@ def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
     assert plan.advise(shapes, cluster(4, network="1gbit"), 0.01).sparsity == 0.999
 
 
-def test_advice_names_a_shared_support_with_as_many_entries_as_it_needs():
+def test_advice_names_a_shared_support_with_more_entries():
     """At 99.9 % it learns less than an all-gather does, so that it is no alternative to that."""
     shapes = plan.load("resnet50").shapes
     assert plan.advise(shapes, cluster(16), 0.25, local=FREE).shared is None  # ten times the entries are more bytes
