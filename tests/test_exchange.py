@@ -2,6 +2,8 @@
 scales are tested with the other configurations, among which it is.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from laws import model, train, walk, worlds
@@ -16,7 +18,7 @@ from dgc.wire import Layout, Support
 SHARED = dgc.Config(0.9, exchange="shared", min_numel=0)
 
 
-def transcription(shapes, gradient, size, steps, lr, m, sparsity):
+def transcription(shapes, gradient, size, steps, lr, m, sparsity, nesterov):
     """ScaleCom's cyclic local top-k with the paper's momentum correction and masking, in float64."""
     p = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     u, v = ([[torch.zeros_like(x).flatten() for x in p] for _ in range(size)] for _ in range(2))
@@ -24,8 +26,8 @@ def transcription(shapes, gradient, size, steps, lr, m, sparsity):
         for i, x in enumerate(p):
             for r in range(size):
                 u[r][i] = m * u[r][i] + gradient(r, step)[i].flatten()
-                v[r][i] = v[r][i] + u[r][i]
-            k = select.count(sparsity, x.numel())
+                v[r][i] = v[r][i] + (gradient(r, step)[i].flatten() + m * u[r][i] if nesterov else u[r][i])
+            k = select.count(sparsity(step), x.numel())
             there = v[step % size][i].abs().topk(k).indices
             x.view(-1)[there] -= lr * sum(v[r][i][there] for r in range(size)) / size
             for r in range(size):
@@ -33,9 +35,9 @@ def transcription(shapes, gradient, size, steps, lr, m, sparsity):
     return p
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_it_is_cyclic_local_top_k(size):
-    shapes = [(30, 40), (7, 11), (200, 3)]
+@pytest.mark.parametrize("size, nesterov", [(2, False), (3, True), (4, False), (16, True)])
+def test_it_is_cyclic_local_top_k(size, nesterov):
+    shapes, sparsity = [(30, 40), (7, 11), (200, 3)], dgc.piecewise({0: 0.75, 5: 0.9, 12: 0.98})
 
     def gradient(rank, step):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -43,15 +45,16 @@ def test_it_is_cyclic_local_top_k(size):
 
     def worker():
         parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        optimizer = dgc.DistributedOptimizer(optimizer, [(str(i), p) for i, p in enumerate(parameters)], SHARED)
-        for step in range(12):
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=nesterov)
+        optimizer = dgc.DistributedOptimizer(optimizer, [(str(i), p) for i, p in enumerate(parameters)],
+                                             replace(SHARED, sparsity=sparsity))
+        for step in range(20):
             for p, g in zip(parameters, gradient(dgc.lockstep.current().world.rank, step), strict=True):
                 p.grad = g
             optimizer.step()
         return [p.detach() for p in parameters]
 
-    expected = transcription(shapes, gradient, size, 12, 0.1, 0.9, 0.9)
+    expected = transcription(shapes, gradient, size, 20, 0.1, 0.9, sparsity, nesterov)
     for result in dgc.lockstep.run(worker, size):
         for got, wanted in zip(result, expected, strict=True):
             assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-14)
