@@ -77,14 +77,17 @@ def ways(mean: Tensor, steps: int) -> list[dict[str, float]]:
 
 def behind(mean: Tensor, steps: int, crowds: Sequence[int] = CROWDS) -> list[dict[str, Any]]:
     """By exchange, and by the number of workers, which share one batch; over the first exchange's."""
-    rows: list[dict[str, Any]] = []
-    for exchange, sparsity in EXCHANGES:
-        config, found = dgc.Config(sparsity, factor_masking=False, exchange=exchange), {}
-        for n in crowds:
-            noise = (n / WORKERS) ** 0.5
-            found[n] = float((compressed(config, mean, steps, n, noise)[0] - sgd(mean, steps, n, noise)).norm())
-        rows.append({"exchange": exchange, "sparsity": sparsity, **found})
-    return [{**row, **{n: row[n] / rows[0][n] for n in crowds}} for row in rows]
+    noises = {n: (n / WORKERS) ** 0.5 for n in crowds}
+    ahead = {n: sgd(mean, steps, n, noise) for n, noise in noises.items()}
+
+    def distances(config: dgc.Config) -> dict[int, float]:
+        return {n: float((compressed(config, mean, steps, n, noise)[0] - ahead[n]).norm())
+                for n, noise in noises.items()}
+
+    found = [distances(dgc.Config(sparsity, factor_masking=False, exchange=exchange))
+             for exchange, sparsity in EXCHANGES]
+    return [{"exchange": exchange, "sparsity": sparsity, **{n: row[n] / found[0][n] for n in crowds}}
+            for (exchange, sparsity), row in zip(EXCHANGES, found, strict=True)]
 
 
 def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,

@@ -527,10 +527,13 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     return advice._replace(words=tuple(_words(cluster, compute, advice, given=config is not None)))
 
 
-def _schedule(sparsity: float) -> str:
-    """Python."""
+def _config(method: Method, sparsity: float) -> str:
+    """Python, to paste."""
     end = "" if sparsity == 0.999 else f", end={sparsity:g}"
-    return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
+    schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
+    shared = ', factor_masking=False, exchange="shared"' if method.name.endswith("shared") else ""
+    across = ", hierarchical=True" if method.name.startswith("hierarchical") else ""
+    return f"dgc.Config(sparsity={schedule}{shared}{across})"
 
 
 def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
@@ -573,15 +576,13 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
         end = "as far as was looked" if advice.below >= MOST else f"and not {'outside' if begin else 'above'}"
         yield f"On this cluster it pays {begin}up to {bits(advice.below)} between nodes, {end}."
     if advice.pays:
-        exchange = ", hierarchical=True" if dgc.method.name.startswith("hierarchical") else ""
-        yield (f"Recommended: dgc.Config(sparsity={_schedule(sparsity)}{exchange})"
+        yield (f"Recommended: {_config(dgc.method, sparsity)}"
                + ("." if given or sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     if advice.shared:
-        across = ", hierarchical=True" if advice.shared.method.name.startswith("hierarchical") else ""
-        yield (f"With a shared support it would be {_time(advice.shared.step_seconds)}: dgc.Config(sparsity="
-               f'{_schedule(advice.sparsity_shared)}, factor_masking=False, exchange="shared"{across}). It learns '
-               "less, with so many entries too where batches are small (docs/tuning.md): compare.")
+        yield (f"With a shared support it would be {_time(advice.shared.step_seconds)}: "
+               f"{_config(advice.shared.method, advice.sparsity_shared)}. It learns less, with so many entries too "
+               "where batches are small (docs/tuning.md): compare.")
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
