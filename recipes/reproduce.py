@@ -214,12 +214,17 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
     def at(workers: int, seed: int, **options: Any) -> Run:
         return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
 
+    shared, denser = {"exchange": "shared"}, {"sparsity": 0.99, "factor_masking": False}
+
+    def machines(workers: int) -> dict[str, Any]:
+        return {"hierarchical": True, "virtual_node": 2 if workers == 4 else 4}
+
     ways: dict[str, Any] = {
-        "all-gather": lambda n: {}, "shared": lambda n: {"exchange": "shared"},
-        "hierarchical": lambda n: {"hierarchical": True, "virtual_node": 2 if n == 4 else 4},
-        "shared, 99.6 %": lambda n: {"exchange": "shared", "sparsity": 0.996},
-        "shared, 99 %, no masking": lambda n: {"exchange": "shared", "sparsity": 0.99, "factor_masking": False},
-        "all-gather, 99 %, no masking": lambda n: {"sparsity": 0.99, "factor_masking": False}}
+        "all-gather": lambda n: {}, "shared": lambda n: shared, "hierarchical": machines,
+        "shared, 99.6 %": lambda n: {**shared, "sparsity": 0.996},
+        "shared, 99 %, no masking": lambda n: {**shared, **denser},
+        "hierarchical shared, 99 %, no masking": lambda n: {**shared, **denser, **machines(n)},
+        "all-gather, 99 %, no masking": lambda n: denser}
     return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
             for name, way in ways.items()}
 

@@ -97,3 +97,43 @@ def test_a_shared_support_stays_further_behind_and_less_so_with_more_entries():
     gathered, shared, fewer, fewest = noise.behind(mean, 40, (4, 16))
     for n in (4, 16):
         assert gathered[n] == 1 < shared[n] and shared[n] > fewer[n] > fewest[n]
+
+
+@pytest.mark.parametrize("choice", ["allgather", "shared", "mean"])
+def test_the_valley_is_what_this_package_does(choice, monkeypatch):
+    """Three ranks that draw what the transcription draws."""
+    import mean_support
+    import noise
+
+    import dgc
+    from dgc import compressor
+
+    if choice == "mean":
+        monkeypatch.setattr(compressor, "_on_support", mean_support.on_the_means_support)
+    exchange = choice if choice == "allgather" else "shared"
+    steps, sparsity, workers = 25, 0.75, 3
+
+    def train():
+        draw = torch.Generator().manual_seed(0)
+        low, high = noise.CURVATURES
+        curvature = 10 ** (low + (high - low) * torch.rand(noise.VALLEY, generator=draw)).view(100, -1)
+        x = torch.nn.Parameter(torch.zeros_like(curvature))
+        config = dgc.Config(sparsity, factor_masking=False, exchange=exchange, wire_dtype=torch.float32)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([x], 0.2 * (1 - sparsity), noise.MOMENTUM), None, config)
+        for _ in range(steps):
+            own = torch.randn(workers, noise.VALLEY, generator=draw)[dgc.lockstep.current().world.rank]
+            x.grad = curvature * x.detach() + (curvature * workers / noise.WORKERS).sqrt() * own.view_as(x)
+            optimizer.step()
+        return x.detach().flatten()
+
+    expected, _ = noise.valley(choice, sparsity, workers, steps)
+    torch.testing.assert_close(dgc.lockstep.run(train, workers)[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_leaders_noise_hides_what_is_large_in_the_mean():
+    """Where all send the same entries, nothing is lost beside an all-gather if the mean has chosen them."""
+    import noise
+
+    dense, gathered, shared, mean = (
+        noise.valley(choice, 0.75, 16, 400)[1] for choice in (None, "allgather", "shared", "mean"))
+    assert gathered > dense and mean == pytest.approx(gathered, rel=0.05) and shared > 1.3 * gathered
