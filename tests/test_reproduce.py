@@ -128,6 +128,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         (n, *way, seed) for n in (4, 16, 64) for seed in (0, 1)
         for way in (("allgather", 1, 0.999, None), ("allgather", 2 if n == 4 else 4, 0.999, None),
                     ("shared", 1, 0.999, None), ("shared", 1, 0.996, None), ("shared", 1, 0.99, False),
+                    ("shared", 2 if n == 4 else 4, 0.99, False),
                     ("allgather", 1, 0.99, False))}
     assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
                run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
@@ -141,12 +142,12 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         (*way[:1], epochs, seed, *(way[1:] and (way[1], 0.08 * epochs, way[2])))
         for epochs in (5, 25) for seed in range(3) for way in (
             ("dense",), *(("dgc", sparsity, masking) for sparsity in (0.9, 0.99, 0.999) for masking in (True, False)))}
-    assert len(names) == 9 + 6 + 10 + 36 + 9 + 17 + 36
+    assert len(names) == 9 + 6 + 10 + 36 + 9 + 17 + 42
     assert {run.options["epochs"] for run in runs[25:46]} == {5}
     assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[70:75]} == {
         (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
-    assert [run.options["seed"] for run in runs[-36:]] == [0] * 18 + [1] * 18
+    assert [run.options["seed"] for run in runs[-42:]] == [0] * 21 + [1] * 21
     for budget in reproduce.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in reproduce.chosen(budget, [])]
@@ -411,11 +412,11 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "|  | 4 workers | 16 workers | 64 workers |", "| all-gather | - | 80.50 % | - |",
             "| shared | - | 80.30 % (-0.20) | - |", "| hierarchical | - | - | - |",
             "| shared, 99.6 % | - | - | - |", "| shared, 99 %, no masking | - | - | - |",
-            "| all-gather, 99 %, no masking | - | - | - |"):
+            "| hierarchical shared, 99 %, no masking | - | - | - |", "| all-gather, 99 %, no masking | - | - | - |"):
         assert line in lines
     text = "\n".join(lines)
     assert all(count in text for count in ("8 of 42 runs.", "4 of 12 runs.", "Dense: 88.00 %. 2 of 20 runs.",
-                                           "4 of 36 runs."))
+                                           "4 of 42 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
                             "cifar10-sparsity.png"}
