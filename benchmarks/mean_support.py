@@ -25,6 +25,7 @@ from dgc.wire import Layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
+import reproduce
 
 
 def on_the_means_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: int, masking: bool,
@@ -39,14 +40,13 @@ def on_the_means_support(bucket: Bucket, layout: Layout, message: Tensor | None,
     return compressor.Dense(torch.zeros_like(bucket.v).index_add_(0, index, total), bucket.numels)
 
 
-def main(data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None, seed: int = 0,
-         workers: int = 16, epochs: int = 10,
+def main(data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
+         seed: Annotated[int, typer.Option(min=0, max=1, help="Of those of the row.")] = 0,
          out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
     """Trains so."""
+    row = reproduce.by_exchange(reproduce.BUDGETS["cpu"])["shared, 99 %, no masking"]
     compressor._on_support = on_the_means_support
-    cifar10.main(data=data, virtual_workers=workers, batch_size=128 // workers, epochs=epochs,
-                 warmup_epochs=epochs / 10, exchange="shared", sparsity=0.99, factor_masking=False, threads=1,
-                 seed=seed, out=out)
+    cifar10.main(**{**row[16][seed].options, "data": data, "out": out})
     if out:
         out.write_text(json.dumps({"support": "the mean's", **json.loads(out.read_text())}, indent=1) + "\n")
 
