@@ -303,11 +303,14 @@ def hours(result: Result) -> float:
 
 
 def estimate(run: Run, done: Mapping[str, Result], runs: Mapping[str, Run]) -> float | None:
-    """Hours of a run, from those done of its method, else of its recipe."""
+    """Hours of a run, from those done of its method and number of workers, else of its method, else of its study."""
     same = {name: hours(result) / runs[name].options["epochs"] * run.options["epochs"]
             for name, result in done.items() if runs[name].study == run.study}
-    like = [same[name] for name in same if runs[name].options["method"] == run.options["method"]] or list(same.values())
-    return sum(like) / len(like) if like else None
+    for settings in (("method", "virtual_workers"), ("method",), ()):
+        like = [same[name] for name in same if all(runs[name].options[key] == run.options[key] for key in settings)]
+        if like:
+            return sum(like) / len(like)
+    return None
 
 
 def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: int) -> Table:

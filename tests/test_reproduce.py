@@ -256,15 +256,19 @@ def test_a_file_that_is_no_result_is_named(kept):
 
 
 def test_the_list_estimates_from_what_is_done(kept):
-    """Hours of the runs of a method; of the recipe, where there is none of the method; unknown without any."""
+    """Hours of the runs of a method with as many workers; of the method, where none has as many; of the recipe, where
+    there is none of the method; unknown without any.
+    """
     budget, write = kept
     history = [{"step_seconds": 3.6, "bytes_per_step": 1.0}] * 2
     write("cifar10-dense-0", "cifar10-dense-0", history=history, steps_per_epoch=1000)  # two hours
     write("cifar10-dgc-0", history=history[:1], steps_per_epoch=2000)
     write("cifar10-dgc-1", history=history, steps_per_epoch=2000, settings={"seed": 1})  # four
+    write("cifar10-dgc-8workers-0", history=history, steps_per_epoch=4500, settings={"virtual_workers": 8})  # nine
     done, runs = reproduce.finished(budget), {run.name: run for run in reproduce.chosen(budget, [])}
     assert [reproduce.estimate(runs[name], done, runs) for name in (
-        "cifar10-dense-1", "cifar10-dgc-2", "cifar10-naive-0", "ptb-dgc-0")] == [2.0, 3.0, pytest.approx(8 / 3), None]
+        "cifar10-dense-1", "cifar10-dgc-2", "cifar10-dgc-16workers-0", "cifar10-naive-0", "ptb-dgc-0")] == [
+            2.0, 3.0, 5.0, pytest.approx(17 / 4), None]
     listed = [runs[name] for name in ("cifar10-dense-0", "cifar10-dgc-2", "ptb-dgc-1")]
     table = reproduce.listing(budget, listed, done, 2)
     assert table.caption.startswith("1 of 3 done; the others take about 3.0 hours, 1.5 with 2 at a time, and 1 of")
