@@ -145,7 +145,8 @@ def train(a: Any) -> dict[str, Any]:
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [max(1, round(a.epochs * e / 164)) for e in (81, 122)])
 
-    history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
+    now = job.training(a, dataset, size, steps)
+    history = job.resume(a, now, model, optimizer, scheduler) if a.resume else []
     board = job.board(a, rank)
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
     assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
@@ -184,7 +185,7 @@ def train(a: Any) -> dict[str, Any]:
             tune.report(epoch + 1, top1, job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "accuracy", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
-                job.checkpoint(a, model, optimizer, scheduler, history)
+                job.checkpoint(a, now, model, optimizer, scheduler, history)
     result = job.summary(a, "cifar10", dataset, launcher, size, steps, model, history,
                          accuracy=history[-1]["accuracy"])
     if rank == 0 and a.out:
@@ -204,7 +205,7 @@ def main(
         batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
         lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,
         sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(help="Default: 4 of 164, in proportion.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 4 of 164, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True, local_weight_decay: bool = True,
         clip_norm: float | None = None,

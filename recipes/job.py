@@ -99,10 +99,14 @@ def of_rank_0(values: list[float], device: torch.device) -> list[float]:
 
 
 def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
-    """The expression's; or that of a number, after ``warmup`` epochs of ``steps`` in the paper's four stages."""
+    """The expression's; or that of a number, after ``warmup`` epochs of ``steps`` in the paper's four stages, which
+    begin no sparser than they end.
+    """
     if isinstance(a.sparsity, str):
         return parse(a.sparsity, steps)
-    return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity) if warmup else a.sparsity
+    if not warmup:
+        return a.sparsity
+    return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), start=min(0.75, a.sparsity), end=a.sparsity)
 
 
 def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:
@@ -121,11 +125,19 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, met
     return wrapped
 
 
-def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
+def training(a: Any, dataset: str, size: int, steps: int) -> dict[str, Any]:
+    """What has to be the same for a training to go on from a checkpoint."""
+    return {**settings(a), "dataset": dataset, "workers": size, "steps_per_epoch": steps}
+
+
+def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
     """Takes up the last epoch of which there is a checkpoint, and returns the history up to there.
 
+    Args:
+        now: :func:`training`'s.
+
     Raises:
-        typer.BadParameter: it is of a training with other settings, of which this one would be half.
+        typer.BadParameter: it is of another training, of which this one would be half.
     """
     done = max((int(file.parent.name.removeprefix("epoch")) for file in a.checkpoints.glob("epoch*/manifest.json")),
                default=0)
@@ -133,7 +145,7 @@ def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, sched
     if not done:
         return []
     extras = dgc.load_checkpoint(a.checkpoints / FOLDER.format(done), model, optimizer)
-    was, now = extras["settings"], settings(a)
+    was = extras["training"]
     if wrong := [f"{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in {**was, **now}
                  if was.get(key) != now.get(key) and key != "threads"]:
         raise typer.BadParameter(f"--resume: in the checkpoint in {a.checkpoints}, {'; '.join(wrong)}; accepted: the "
@@ -142,10 +154,11 @@ def resume(a: Any, rank: int, size: int, model: nn.Module, optimizer: Any, sched
     return extras["history"]
 
 
-def checkpoint(a: Any, model: nn.Module, optimizer: Any, scheduler: Any, history: list[dict[str, Any]]) -> None:
-    """Saves the epoch that has just ended, whole or not at all."""
+def checkpoint(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any,
+               history: list[dict[str, Any]]) -> None:
+    """Saves the epoch that has just ended, whole or not at all; ``now`` is :func:`training`'s."""
     dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
-                        {"scheduler": scheduler.state_dict(), "history": history, "settings": settings(a)})
+                        {"scheduler": scheduler.state_dict(), "history": history, "training": now})
     shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough, on any disk
 
 

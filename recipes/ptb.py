@@ -194,7 +194,8 @@ def train(a: Any) -> dict[str, Any]:
     # Clipping after the exchange loses nothing in dense training; where it does, that is what is being studied.
     warnings.filterwarnings("ignore", "the gradient of .* was changed between synchronize")
 
-    history = job.resume(a, rank, size, model, optimizer, scheduler) if a.resume else []
+    now = job.training(a, dataset, size, steps)
+    history = job.resume(a, now, model, optimizer, scheduler) if a.resume else []
     board = job.board(a, rank)
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
     assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
@@ -233,7 +234,7 @@ def train(a: Any) -> dict[str, Any]:
             tune.report(epoch + 1, history[-1]["perplexity"], job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "perplexity", "lr", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
-                job.checkpoint(a, model, optimizer, scheduler, history)
+                job.checkpoint(a, now, model, optimizer, scheduler, history)
     if rank > 0:
         return {}
     result = job.summary(a, "ptb", dataset, launcher, size, steps, model, history, vocabulary=vocabulary,
@@ -258,7 +259,7 @@ def main(
         local_clipping: Annotated[bool, typer.Option(
             help="Of dgc: before accumulating. Off: after the exchange, as the other methods.")] = True,
         sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(help="Default: 1 of 40, in proportion.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 1 of 40, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True,
         flush: job.Flush = False,

@@ -304,10 +304,11 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 
 def main(files: Annotated[list[Path], typer.Argument(help="JSON files that a recipe's --out wrote.", exists=True)],
          out: Annotated[Path, typer.Option(help="The picture.")] = Path("runs/curves.png")) -> None:
-    """Compares runs of one of the recipes."""
+    """Compares runs of one of the recipes on the same data."""
     results = [json.loads(file.read_text()) for file in files]
-    if len(recipes := {result["recipe"] for result in results}) > 1:
-        raise typer.BadParameter(f"these are results of {', '.join(sorted(recipes))}; accepted: those of one recipe")
+    for key in ("recipe", "dataset"):
+        if len(values := {result[key] for result in results}) > 1:
+            raise typer.BadParameter(f"their {key} is {', '.join(sorted(values))}; accepted: results of one {key}")
     Console(width=120).print(table(results))
     picture(results, out)
     print(f"Curves: {out}")

@@ -38,7 +38,7 @@ import typer
 from report import RECIPES, Result, Row
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
+from rich.table import Column, Table
 
 HERE = Path(__file__).resolve().parent
 MAIN, BETWEEN = ("dense", "naive", "dgc"), ("topk", "momentum", "clipping", "masking")
@@ -318,9 +318,10 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
     expected = {run.name: estimate(run, done, known) for run in runs if run.name not in done}
     total = sum(value or 0 for value in expected.values())
     unknown = sum(value is None for value in expected.values())
-    out = Table("run", "", "hours", caption=f"{len(runs) - len(expected)} of {len(runs)} done; the others take about "
-                f"{total:.1f} hours, {total / jobs:.1f} with {jobs} at a time"
-                + (f", and {unknown} of which none like it has been timed" if unknown else ""))
+    caption = (f"{len(runs) - len(expected)} of {len(runs)} done; the others take about {total:.1f} hours, "
+               f"{total / jobs:.1f} with {jobs} at a time"
+               + (f", and {unknown} of which none like it has been timed" if unknown else ""))
+    out = Table(Column("run", overflow="fold"), "", "hours", caption=caption)
     for run in runs:
         if run.name in done:
             out.add_row(run.name, report.shown(done[run.name]), f"{hours(done[run.name]):.2f}")
@@ -598,7 +599,7 @@ def main(
     runs, done = chosen(budget, only or []), finished(budget)
     jobs = jobs or len(gpus()) or len(os.sched_getaffinity(0))
     if show:
-        Console(width=100).print(listing(budget, runs, done, jobs))
+        Console(width=120).print(listing(budget, runs, done, jobs))
         return
     failed: list[str] = []
     if not report_only:

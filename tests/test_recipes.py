@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from launch import end
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +106,7 @@ def flattened(tree, name=""):
     (("--sparsity", "warmup:epoch=4"), "schedule 'warmup:epoch=4', at character 8, 'epoch=4'; accepted: epochs="),
     (("--sparsity", "piecewise:0=2"), "the sparsity from step 0 on is 2.0; accepted: a number in [0, 1)"),
     (("--sparsity", "warmup", "--warmup-epochs", "1"), "--sparsity warmup is a whole schedule; accepted: without"),
+    (("--warmup-epochs", "-1"), "Invalid value for '--warmup-epochs'"),
     (("--batch-size", "2000"), "--batch-size 2000 x 1 workers is more than 1437 images"),
 ])
 def test_refuses(arguments, message):
@@ -132,6 +134,9 @@ def test_sparsity_is_a_number_or_an_expression(name, method):
     assert job.sparsity("0.99") == job.sparsity(0.99) == 0.99  # in results' settings: a number
     own = dgc.warmup(4, steps_per_epoch=50, end=0.99)
     assert chosen("0.99", 2.0) == (own if method == "dgc" else 0.99) and chosen("0.99", 0.0) == 0.99
+    for low in (0.0, 0.3, 0.5):  # below the 75 % at which the paper's warm-up begins there is nothing to warm up to
+        schedule = chosen(str(low), 2.0)
+        assert schedule == low if method == "topk" else {schedule(step) for step in range(300)} == {low}
     assert chosen("constant:0.99") == dgc.constant(0.99)
     assert chosen("warmup:epochs=3,end=0.9") == dgc.warmup(3, steps_per_epoch=100, end=0.9)
     assert chosen("dense_until:7,then=0.9") == dgc.dense_until(7, then=0.9)
@@ -290,9 +295,9 @@ def test_checkpoints_do_not_pile_up_on_any_disk(tmp_path):
         dgc.broadcast_parameters(model.state_dict())
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1])
-        a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")  # and no settings
+        a = argparse.Namespace(checkpoints=tmp_path / f"disk {rank}")
         for epochs in range(1, 5):
-            job.checkpoint(a, model, optimizer, scheduler, [{}] * epochs)
+            job.checkpoint(a, {}, model, optimizer, scheduler, [{}] * epochs)
 
     dgc.lockstep.run(worker, 2)
     for rank in range(2):
@@ -395,6 +400,25 @@ def test_the_learning_rate_is_divided_by_10_after_81_and_122_of_164_epochs(looki
 def test_the_accuracy_is_that_of_the_test_images(looking):
     result, _ = looking(method="dense", epochs=2)
     assert [epoch["accuracy"] for epoch in result["history"]] == [75, 75] and result["accuracy"] == 75
+
+
+def test_a_training_goes_on_with_its_own_data_and_number_of_workers(looking, monkeypatch, tmp_path):
+    """Neither is an option that has to differ: without ``--data`` it may be a download or digits, and a launcher says
+    how many ranks there are.
+    """
+    import cifar10
+    import job
+    looking(epochs=2, checkpoints=tmp_path)
+    connect, loaded = job.connect, cifar10.loaded
+    for module, name, other, message in (
+            (cifar10, "loaded", lambda *_: ("digits", *loaded()[1:]), "dataset was 'shades' and is 'digits'; accepted"),
+            (job, "connect", lambda: (connect()[0], 3, "lockstep"), "workers was 2 and is 3; steps_per_epoch was 3 and "
+                                                                    "is 2; accepted")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, other)
+            with pytest.raises(typer.BadParameter, match=message):
+                looking(epochs=2, checkpoints=tmp_path, resume=True)
+    looking(epochs=2, checkpoints=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -656,8 +680,11 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     assert report.label(alone) == "one worker" and alone["machine"]["dgc"].startswith("0.")
     for i, result in enumerate([results[0], {**results[0], "recipe": "cifar10"}]):
         (tmp_path / f"{i}.json").write_text(json.dumps(result))
-    with pytest.raises(Exception, match="results of cifar10, ptb; accepted: those of one recipe"):
-        report.main([tmp_path / "0.json", tmp_path / "1.json"])
+    (tmp_path / "2.json").write_text(json.dumps({**results[0], "dataset": "pydoc topics"}))
+    for other, message in ((1, "recipe is cifar10, ptb; accepted: results of one"),
+                           (2, "dataset is ptb, pydoc topics; accepted: results of one")):
+        with pytest.raises(Exception, match=message):
+            report.main([tmp_path / "0.json", tmp_path / f"{other}.json"])
 
 
 def test_the_language_model_says_what_it_cannot_train_on(language_model, tmp_path):

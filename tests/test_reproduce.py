@@ -274,6 +274,13 @@ def test_the_list_estimates_from_what_is_done(kept):
     assert table.caption.startswith("1 of 3 done; the others take about 3.0 hours, 1.5 with 2 at a time, and 1 of")
 
 
+def test_the_list_gives_names_whole(tmp_path):
+    """As --only takes them."""
+    status, output = ended(started(tmp_path, "--list"), 60)
+    assert status == 0 and {line.split()[1] for line in output.splitlines() if line.startswith("│")} == {
+        run.name for run in reproduce.chosen(reproduce.BUDGETS["cpu"], [])}
+
+
 # -- running -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.timeout(600)
