@@ -329,10 +329,10 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     return total / world.size if average else total
 
 
-def flush(bucket: Bucket, world: World, *, average: bool = True) -> Path:
-    """Sends all of v, and nothing else: no gradient is accumulated and u is left alone."""
-    bucket.total_entries += bucket.numel  # and entries_sent stays the last step's
-    return (yield from _summed(bucket, None, bucket.take_all(bucket.names), world, average))
+def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path:
+    """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is left alone."""
+    bucket.total_entries += sum(n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names)
+    return (yield from _summed(bucket, None, bucket.take_all(names), world, average))  # entries_sent: the last step's
 
 
 def _layout(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int) -> Layout:

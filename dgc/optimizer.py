@@ -408,9 +408,9 @@ class _Distributed(torch.optim.Optimizer):
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
+        self._names = named(self.param_groups, self._given_names, generate=True)
         if self._plain:
             return
-        self._names = named(self.param_groups, self._given_names, generate=True)
         self._register(list(self.param_groups[-1]["params"]), None)
         self._fill_state()
 
@@ -1046,9 +1046,12 @@ class _Distributed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._scaler is not None and self._fired and not self._plain:
-            raise RuntimeError(
-                "scaler.step() has looked at gradients that were not exchanged yet, as there were fewer backward "
-                "passes than backward_passes_per_step; call optimizer.synchronize() before it, and before unscale_()")
+            why = "there were fewer backward passes than backward_passes_per_step"
+            if all(self._delay[parameter] <= 0 for parameter in self._fired):
+                why = ("torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
+                       "one, whose end is not told; use_reentrant=False has no such limit")
+            raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
+                               "optimizer.synchronize() before it, and before unscale_()")
         if not self._plain and (scaler := _calling_scaler()) is not None and scaler is not self._scaler:
             raise RuntimeError("step() is called by a GradScaler that this optimizer does not know, so that gradients "
                                "were kept with its scale; give it as grad_scaler=")
@@ -1247,7 +1250,7 @@ class _Distributed(torch.optim.Optimizer):
         them, before evaluating or at the end of training.
 
         Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not move. With nothing
-        pending it changes nothing.
+        pending it changes nothing. Frozen parameters stay as they are, and keep what they have pending.
 
         Raises:
             TypeError: the optimizer is not SGD, for which a pending gradient times the rate means nothing.
@@ -1267,12 +1270,14 @@ class _Distributed(torch.optim.Optimizer):
         group_of = self._groups()
         exchanges = []
         for shipment in self._shipments:
-            if shipment.kept is not None:
+            thawed = [p for p in shipment.parameters if p.requires_grad]
+            if shipment.kept is not None and thawed:
                 world = self._world.flat if shipment.bucket is None else self._world
-                exchanges.append((shipment, Exchange(flush(shipment.kept, world, average=self._average),
-                                                     self._transport, f"{shipment.name}.flush", self._count)))
-        for shipment, exchange in exchanges:
-            self._add(shipment, shipment.parameters, exchange.finish(), group_of)
+                path = flush(shipment.kept, [self._names[p] for p in thawed], world, average=self._average)
+                exchanges.append((shipment, thawed, Exchange(path, self._transport, f"{shipment.name}.flush",
+                                                             self._count)))
+        for shipment, thawed, exchange in exchanges:
+            self._add(shipment, thawed, exchange.finish(), group_of)
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._last = before  # what is reported is the last step's
 

@@ -168,8 +168,9 @@ def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool,
     The paper clips a gradient that already carries 1/N to N^(-1/2) of the threshold. Ours does not carry it, hence
     threshold * N^(1/2) when the sum will be divided by N. N gradients of that norm, orthogonal to each other,
     combine to a norm of exactly ``clip_norm``. A contributor that is the mean of several ranks, ``each``, counts so
-    often in the sum.
+    often in the sum. A norm that is not a number counts as infinite, so that none of such a gradient goes unclipped.
     """
+    norm = torch.where(norm.isnan(), torch.inf, norm)
     bound = clip_norm * math.sqrt(contributors) if average else clip_norm / math.sqrt(contributors) / each
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 

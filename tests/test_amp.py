@@ -1,5 +1,6 @@
 """Loss scales and gradients that are not finite: what they may touch, and that all ranks do the same."""
 
+import contextlib
 import math
 
 import pytest
@@ -384,6 +385,26 @@ def test_gradient_checkpointing(reentrant):
                 scaler.update()
             ends.append(flat(network))
         assert torch.equal(*ends)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_checkpointing_within_which_all_gradients_come_needs_a_word():
+    """Reentrant, of adapters in a frozen network: torch tells of no end after which all gradients are there."""
+    def worker():
+        torch.manual_seed(0)
+        scaler, network = scaler_of(), nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        network, optimizer = wrapped(SPARSE, scaler, network)
+        for step, message in enumerate([None, r"use_reentrant=True\) ran the backward pass of all of them within"]):
+            optimizer.zero_grad()
+            x = torch.ones(4, 40, requires_grad=True)
+            x = torch.utils.checkpoint.checkpoint(network, x, use_reentrant=True)
+            scaler.scale(x.square().mean()).backward()
+            if step == 0:
+                optimizer.synchronize()
+            with contextlib.nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+                scaler.step(optimizer)
+                scaler.update()
 
     dgc.lockstep.run(worker, 2)
 

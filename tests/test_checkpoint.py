@@ -86,6 +86,31 @@ def pending(residuals, letter, average):
 OPS = pytest.mark.parametrize("op", [dgc.Average, dgc.Sum], ids=["average", "sum"])
 
 
+def test_what_is_pending_in_an_added_group_is_conserved_on_one_process(tmp_path):
+    def grouped():
+        network = model(dtype=DOUBLE)
+        first, *others = network.parameters()
+        optimizer = torch.optim.SGD([first], 0.05, 0.9, weight_decay=1e-2)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=SCHEDULE))
+        optimizer.add_param_group({"params": others})
+        return network, optimizer
+
+    def save():
+        network, optimizer = grouped()
+        trained(range(4), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        optimizer.flush()
+        return flat(network)
+
+    def load():
+        network, optimizer = grouped()
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        return flat(network)
+
+    flushed = in_lockstep(save, 2)[0]
+    assert difference(in_lockstep(load, 1)[0], flushed) < 1e-14
+
+
 @OPS
 @pytest.mark.parametrize("new", [1, 2, 3, 4])
 @pytest.mark.parametrize("old", [1, 2, 3, 4])

@@ -84,6 +84,7 @@ def test_what_is_within_the_bound_is_not_clipped():
     assert clip_scale(torch.tensor(0.5), 0.3, 4, True) == 1  # 0.3 * 2
     assert clip_scale(torch.tensor(0.0), 0.3, 4, True) == 1
     assert clip_scale(torch.tensor(1.2), 0.3, 4, True) == 0.5
+    assert clip_scale(torch.tensor(torch.inf), 0.3, 4, True) == clip_scale(torch.tensor(torch.nan), 0.3, 4, True) == 0
 
 
 def test_entries_that_round_to_nothing_are_neither_sent_nor_masked():
@@ -159,10 +160,10 @@ def test_flush_sends_v_alone():
     config = dgc.Config(sparsity=0.99, min_numel=0)
     walk([reduce(b, gradients(r, 0), config, 0, World(r, 2)) for r, b in enumerate(mine)])
     u, v = [b.u.clone() for b in mine], [b.v.clone() for b in mine]
-    updates = walk([flush(b, World(r, 2)) for r, b in enumerate(mine)])
+    updates = walk([flush(b, b.names, World(r, 2)) for r, b in enumerate(mine)])
     assert torch.equal(updates[0], (v[0] + v[1]) / 2) and torch.equal(updates[0], updates[1])
     assert all(not b.v.any() and torch.equal(b.u, before) for b, before in zip(mine, u, strict=True))
-    assert not walk([flush(b, World(r, 2)) for r, b in enumerate(mine)])[0].any()
+    assert not walk([flush(b, b.names, World(r, 2)) for r, b in enumerate(mine)])[0].any()
 
 
 def test_always_dense_parameters():

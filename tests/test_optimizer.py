@@ -1068,6 +1068,26 @@ def test_a_bad_gradient_loses_nothing_of_other_buckets(config, op):
         assert torch.allclose(pending[name] + others[name], accumulated[name] + more[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_explodes_beside_a_nan_is_not_let_in_unclipped(size):
+    """Its norm is not a number; whoever catches the error and goes on has a residual within the bound still."""
+    def worker():
+        network = nn.Module()
+        network.bad, network.large = (nn.Parameter(torch.zeros(40, 40)) for _ in range(2))
+        _, optimizer = wrapped(dgc.Config(sparsity=0.99, clip_norm=0.5), network, lr=1.0, momentum=0.0)
+        network.bad.grad, network.large.grad = torch.zeros(40, 40), torch.full((40, 40), 1e6)
+        if rank() == 0:
+            network.bad.grad[3, 3] = torch.nan
+        if size == 1:
+            optimizer.step()
+            return network.large.norm().item()
+        with pytest.raises(FloatingPointError, match="rank 0 has a gradient that is not finite, in: bad"):
+            optimizer.step()
+        return optimizer.residual_state_dict()["v"]["large"].norm().item()
+
+    assert all(norm <= 0.5 * size ** 0.5 * (1 + 1e-6) for norm in in_lockstep(worker, size))
+
+
 def test_a_bound_on_the_norm_holds_with_one_process_too():
     def worker():
         weight = nn.Parameter(torch.zeros(40, 40))
@@ -1276,6 +1296,29 @@ def test_flush_applies_what_is_pending_and_then_nothing():
     for name, part in moved.items():
         expected = (v0[name] + v1[name]).flatten() / 2 if name in v0 else torch.zeros_like(part)
         assert torch.allclose(part, expected.double(), rtol=1e-3, atol=1e-5) and torch.equal(part, same[name])
+
+
+@pytest.mark.parametrize("config", [SPARSE, replace(SPARSE, dense_dtype=torch.float16)], ids=["plain", "dense_dtype"])
+def test_flush_leaves_frozen_parameters_alone(config):
+    """They keep what they have pending, and thaw with it."""
+    def worker():
+        network, optimizer = train(range(3), config)
+        frozen = {"3.weight": network[3].weight, "6.bias": network[6].bias}
+        for p in frozen.values():
+            p.requires_grad_(False)
+        before, pending = {name: p.clone() for name, p in frozen.items()}, optimizer.residual_state_dict()["v"]
+        optimizer.flush()
+        left = optimizer.residual_state_dict()["v"]
+        assert all(torch.equal(p, before[name]) for name, p in frozen.items())
+        for name, v in left.items():
+            assert torch.equal(v, pending[name] if name in frozen else torch.zeros_like(v))
+        for p in frozen.values():
+            p.requires_grad_(True)
+        optimizer.flush()
+        assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
+        assert not torch.equal(network[3].weight, before["3.weight"])
+
+    in_lockstep(worker)
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "shared"])
