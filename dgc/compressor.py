@@ -224,14 +224,12 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     return (yield from _gathered(bucket, layout, message, world, average))
 
 
-def settle(bucket: Bucket) -> None:
-    """Raises what the last exchange gave reason to, where a device runs ahead and that was not known yet.
-
-    Raises:
-        FloatingPointError, ValueError: as :func:`reduce`.
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
+    """What the last exchange gave reason to, as :func:`reduce` raises it, where a device runs ahead and that was not
+    known yet: the same on all ranks, and told once. What was taken out of v is back there.
     """
-    if bucket.layout is not None:
-        _kernel(bucket).settle(bucket.layout[1])
+    error: FloatingPointError | ValueError | None = _kernel(bucket).settle(bucket)
+    return error
 
 
 def _kernel(bucket: Bucket) -> Any:

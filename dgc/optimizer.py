@@ -286,6 +286,7 @@ class _Distributed(torch.optim.Optimizer):
         self._residuals_missing = False
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
+        self._found: list[FloatingPointError | ValueError] = []  # in messages, and not raised yet
         self._should_synchronize = True
         self._lock = threading.RLock()
         self._pace: Pace | None = None  # if the sparsity is adaptive
@@ -840,26 +841,27 @@ class _Distributed(torch.optim.Optimizer):
         self._leave_node(wait=True)  # so that ranks that fail together have begun the same
         delivered: list[tuple[Bucket, Update]] = []
         with torch.no_grad():
-            while self._exchanges:
-                shipment, parameters, exchange = self._exchanges.pop(0)
-                device = parameters[0].device
-                try:
+            try:
+                self._raise_found()
+                while self._exchanges:
+                    shipment, parameters, exchange = self._exchanges.pop(0)
+                    device = parameters[0].device
                     with beside(device):
                         update = exchange.finish()
-                except (FloatingPointError, ValueError):  # found in a message, and so by all ranks
-                    for _, others, other in self._exchanges:
-                        abandon(other, others[0].device, wait=True)
-                    self._exchanges.clear()
-                    self._put_back(delivered)
-                    self._reset()
-                    raise
-                rejoin(device)
-                if isinstance(update, Tensor):  # a sparse one
-                    parameters[0].grad = update
-                else:
-                    self._deliver(shipment, parameters, update)
-                    if shipment.kept is not None:
-                        delivered.append((shipment.kept, update))
+                    rejoin(device)
+                    if isinstance(update, Tensor):  # a sparse one
+                        parameters[0].grad = update
+                    else:
+                        self._deliver(shipment, parameters, update)
+                        if shipment.kept is not None:
+                            delivered.append((shipment.kept, update))
+            except (FloatingPointError, ValueError):  # found in messages, and so by all ranks
+                for _, others, other in self._exchanges:
+                    abandon(other, others[0].device, wait=True)
+                self._exchanges.clear()
+                self._put_back(delivered)
+                self._reset()
+                raise
         self._close()
 
     def _put_back(self, delivered: Iterable[tuple[Bucket, Update]]) -> None:
@@ -1022,10 +1024,19 @@ class _Distributed(torch.optim.Optimizer):
     def _compressed(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
 
-    def _settle(self) -> None:
-        """A GPU runs ahead: it may have found something in the last step's messages that has not been raised yet."""
-        for bucket in self._compressed():
-            settle(bucket)
+    def _look(self) -> None:
+        """A GPU runs ahead: notes what it has found in the last step's messages. What was taken for bad ones is then
+        back in v.
+        """
+        self._found += [error for bucket in self._compressed() if (error := settle(bucket)) is not None]
+
+    def _raise_found(self) -> None:
+        """Raises it, where all ranks are: they have found the same, and whoever raises it alone goes on alone."""
+        self._look()
+        if self._found:
+            error = self._found[0]
+            self._found.clear()
+            raise error
 
     def _kept(self) -> list[Bucket]:
         return [shipment.kept for shipment in self._shipments if shipment.kept is not None]
@@ -1170,6 +1181,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         self.param_groups[0].setdefault(STEP, 0)
         self._adapt()
+        self._look()  # what it puts back belongs to what v was
         if not self._residuals_loaded:
             self._residuals_missing = self.param_groups[0][STEP] > 0
             for bucket in self._kept():
@@ -1195,7 +1207,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._between and not self._plain:
             raise RuntimeError("residual_state_dict(), or a copy of the optimizer, was asked for between backward() "
                                "and step(); accepted: after step()")
-        self._settle()
+        self._look()
         world = self._transport.world or World(0, 1)
         shard = fsdp.shard(self._parameters()[0])
         kept = {letter: {name: view.clone() for name, view in views.items()}
@@ -1237,6 +1249,7 @@ class _Distributed(torch.optim.Optimizer):
         self._put_residuals(state_dict)
 
     def _put_residuals(self, state: Mapping[str, Any]) -> None:
+        self._look()  # as above
         self._residuals_missing, self._residuals_loaded, self._shared_by = False, True, state["size"]
         self._apart = True
         for letter, views in self._residuals().items():
@@ -1263,7 +1276,7 @@ class _Distributed(torch.optim.Optimizer):
                             "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
         if self._between:
             raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
-        self._settle()
+        self._raise_found()
         self._check_unchanged()
         self._meet()
         before, self._last = self._last, Counter()
@@ -1283,7 +1296,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
-        self._settle()
+        self._look()
         buckets, last, totals = self._compressed(), self._last, self._totals
         numel = sum(self._numels.values())
         return Report(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from laws import misleading, worlds
 
+import dgc
 from dgc import kernels, select
 from dgc.compressor import reduce
 from dgc.config import Config
@@ -62,10 +63,13 @@ class Pair:
     def received(self, messages, divisor):
         """What either makes of the messages: updates, or the error that both raise."""
         updates, errors = [], []
-        for kernel, layout, device in zip((cuda, plain), self.layouts, (DEVICE, "cpu"), strict=True):
+        for kernel, layout, device, bucket in zip((cuda, plain), self.layouts, (DEVICE, "cpu"), self.buckets,
+                                                  strict=True):
             try:
                 updates.append(kernel.Received(layout, torch.stack(messages).to(device), divisor))
-                cuda.settle(layout)
+                updates[-1].own(bucket, layout.confession([]).to(device))  # which has nothing to be put back
+                if (error := kernel.settle(bucket)) is not None:
+                    raise error
             except (ValueError, FloatingPointError) as error:
                 errors.append(error)
         assert not errors or [type(e) for e in errors] == 2 * [type(errors[0])]
@@ -288,25 +292,74 @@ def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
     received.write(parts)
     assert (guarded[100:-100] == 0).all() and (guarded[:100] == 7).all() and (guarded[-100:] == 7).all()
     before = bucket.v.clone()
-    with pytest.raises(ValueError if wrong else FloatingPointError, match="rank 1"):
-        cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2)
+    error = cuda.settle(bucket)
+    assert isinstance(error, ValueError if wrong else FloatingPointError) and "rank 1" in str(error)
     index, values = layout.read(message.to(DEVICE))
     assert len(index) and torch.equal(bucket.v, before.index_add(0, index, values))
-    cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2)
-    cuda.settle(layout)
+    cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2).own(bucket, message.to(DEVICE))
+    assert cuda.settle(bucket) is None and torch.equal(bucket.v, before.index_add(0, index, values))
 
 
-def test_a_verdict_outlives_its_layout(monkeypatch):
-    """The sparsity changes during warm-up, and with it the layout."""
+SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  # a layout of its own in each step
+
+
+@pytest.mark.parametrize("sparsity", [0.9, SHRINKS], ids=["constant", "falling density"])
+def test_a_bad_gradient_fails_the_next_step_on_all_ranks_and_no_other(sparsity, monkeypatch):
+    """Where devices run ahead; whatever a rank asks for by itself meanwhile. Nothing finite is lost, in two buckets."""
     monkeypatch.setattr(cuda, "_runs_ahead", lambda device: True)
-    shapes = {"a": (30, 41)}
-    both = Pair(shapes=shapes)
-    both.step(gradients(0, shapes=shapes))
-    cuda.Received(both.layouts[0], both.layouts[1].confession(["a"]).unsqueeze(0).to(DEVICE), 1)
-    bucket = both.buckets[0]
-    del both.layouts
-    with pytest.raises(FloatingPointError, match="rank 0 has a gradient that is not finite, in: a"):
-        cuda.select(bucket, {}, None, Layout(bucket, [4], torch.float16), False, 1)
+    monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        weights = {name: torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE)) for name in "ab"}
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
+                                             Config(sparsity, min_numel=0), groups=2)
+        total, ends = {name: torch.zeros(40, 30) for name in "ab"}, []
+        for step in range(5):
+            optimizer.zero_grad()
+            some = {name: g.g for name, g in gradients(2 * step + rank, shapes={"a": (40, 30), "b": (40, 30)}).items()}
+            if step == 1 and rank == 1:
+                some["a"][3, 3] = torch.nan
+            for name, g in some.items():
+                total[name] += torch.where(g.isfinite(), g, 0)
+            ends.append("")
+            try:
+                sum((p * some[name].to(DEVICE)).sum() for name, p in weights.items()).backward()
+                optimizer.step()
+            except FloatingPointError as error:
+                ends[-1] = str(error)
+            if rank == 0:
+                optimizer.report()
+                optimizer.residual_state_dict()
+        sent = {name: total[name] - v.cpu() for name, v in optimizer.residual_state_dict()["v"].items()}
+        return ends, {name: p.detach().cpu() for name, p in weights.items()}, sent
+
+    (ends, weights, sent), (others, same, theirs) = dgc.lockstep.run(worker, 2)
+    assert ends == others == ["", "", "rank 1 has a gradient that is not finite, in: a", "", ""]
+    for name, p in weights.items():
+        assert torch.equal(p, same[name]) and p.any()
+        assert torch.allclose(-p, (sent[name] + theirs[name]) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeypatch):
+    """And not to another one, which is loaded before that is known."""
+    monkeypatch.setattr(cuda, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
+
+    def worker():
+        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9))
+        state = optimizer.state_dict(), optimizer.residual_state_dict()
+        for load in (lambda: optimizer.load_residual_state_dict(state[1]), lambda: optimizer.load_state_dict(state[0])):
+            weight.grad = torch.ones_like(weight)
+            weight.grad[3, 3] = torch.nan if dgc.lockstep.current().world.rank == 1 else 1.0
+            optimizer.step()
+            load()
+            assert not optimizer.residual_state_dict()["v"]["a"].any()
+            with pytest.raises(FloatingPointError, match="rank 1"):
+                optimizer.flush()
+
+    dgc.lockstep.run(worker, 2)
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.95])
@@ -353,11 +406,8 @@ def settled(end, bucket):
         return str(end)
     parts = [torch.empty(n, device=bucket.v.device) for n in bucket.numels]
     end.value.write(parts)
-    try:
-        cuda.settle(bucket.layout[1])
-    except FloatingPointError as error:
-        return str(error)
-    return torch.cat(parts).cpu()
+    error = cuda.settle(bucket)
+    return str(error) if isinstance(error, FloatingPointError) else torch.cat(parts).cpu()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -782,8 +782,9 @@ class Received:
             like), table.blocks, table.threads)
 
 
-def settle(layout: Layout) -> None:
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
     """As :func:`dgc.kernels.plain.settle`."""
+    return None
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

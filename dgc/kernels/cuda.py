@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -835,7 +835,6 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
                layout: Layout) -> list[str]:
     """As :func:`dgc.kernels.plain.accumulate`; this one asks the device whether the gradients were finite."""
     with torch.cuda.device_of(bucket.v):
-        _settle_before(bucket, layout)
         local, table, count = _Gradients(bucket, gradients, scale), _table(layout), len(bucket.names)
         u = bucket.v if bucket.u is None else bucket.u
         squares = bucket.v.new_zeros(table.tiles_count)
@@ -857,7 +856,6 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     question to the device. It marks them in ``bucket.flags``, which :func:`encode` looks at there.
     """
     with torch.cuda.device_of(bucket.v):
-        _settle_before(bucket, layout)
         selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
         selection.accumulate(exact, step)
         selection.choose()
@@ -894,9 +892,9 @@ def _places(layout: Layout) -> tuple[int, int, int, int]:
 class _Verdict:
     """What the device found in the messages of a step, on its way to the host."""
 
-    def __init__(self, found: Tensor, senders: int):
-        self._senders, self._found = senders, found
-        self._own: tuple[Callable[[], Bucket | None], Tensor] | None = None
+    def __init__(self, layout: Layout, found: Tensor, senders: int):
+        self._layout, self._senders, self._found = layout, senders, found
+        self.own: Tensor | None = None  # this rank's message, on a device that runs ahead
         self._event: Any = None
         if found.device.type == "cuda":
             self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -904,28 +902,27 @@ class _Verdict:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def keep(self, bucket: Bucket, message: Tensor) -> None:
-        """See :meth:`Received.own`."""
-        self._own = ref(bucket), message
-
-    def settle(self, layout: Layout) -> None:
-        """Waits for the verdict, puts back what is to be put back, and raises."""
+    def error(self) -> FloatingPointError | ValueError | None:
+        """Waits for the verdict: what is wrong with the messages."""
         if self._event is not None:
             self._event.synchronize()  # of a step ago, so that there is hardly anything to wait for
         if not self._found[0]:
-            return
-        if self._own is not None and (bucket := self._own[0]()) is not None:
-            bucket.v.index_add_(0, *layout.read(self._own[1]))
+            return None
         for sender, row in enumerate(self._found[1:].view(self._senders, -1).tolist()):
             wrong = [p for p, flag in enumerate(row[2:]) if flag]
             if wrong and not row[0]:
-                raise layout.not_finite(sender, wrong)
+                return self._layout.not_finite(sender, wrong)
             if row[0] or row[1]:
-                raise layout.corrupt(sender)
+                return self._layout.corrupt(sender)
+        return None
+
+    def put_back(self, bucket: Bucket) -> None:
+        """What this rank has taken out of v for its message."""
+        if self.own is not None:
+            bucket.v.index_add_(0, *self._layout.read(self.own))
 
 
-_verdicts: WeakKeyDictionary[Layout, _Verdict] = WeakKeyDictionary()
-_layouts: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the last one of each bucket
+_verdicts: WeakKeyDictionary[Bucket, list[_Verdict]] = WeakKeyDictionary()  # that nobody has asked for yet
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -933,25 +930,20 @@ def _runs_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def settle(layout: Layout) -> None:
-    """Raises what the last messages with this layout gave reason to, if that has not been raised yet."""
-    verdict = _verdicts.pop(layout, None)
-    if verdict is not None:
-        verdict.settle(layout)
-
-
-def _settle_before(bucket: Bucket, layout: Layout) -> None:
-    """The same where a bucket changes to another layout, and the verdict on the last one would be forgotten."""
-    last = _layouts.get(bucket)
-    _layouts[bucket] = layout
-    if last is not None and last is not layout:
-        settle(last)
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
+    """As :func:`dgc.kernels.plain.settle`."""
+    first = None
+    for verdict in _verdicts.pop(bucket, []):
+        if (error := verdict.error()) is not None:
+            verdict.put_back(bucket)
+            first = first or error
+    return first
 
 
 class Received:
-    """As :class:`dgc.kernels.plain.Received`, except for when it raises: the messages are checked on the device, and
-    the verdict reaches the host while that goes on. The next one with this layout raises it, alike on all ranks, as
-    they all had the same messages; so does :func:`settle`. Until then such messages count as an update of zero.
+    """As :class:`dgc.kernels.plain.Received`, except that it raises nothing: the messages are checked on the device,
+    and the verdict reaches the host while that goes on. :func:`settle` tells it, the same on all ranks, as they all had
+    the same messages; bad ones are an update of zero.
 
     While it writes or adds, it holds as many entries as the bucket has, of which it touches those that were sent; they
     come from torch's allocator and go back there.
@@ -960,7 +952,6 @@ class Received:
     def __init__(self, layout: Layout, messages: Tensor, divisor: float):
         if messages.shape[1] != layout.nbytes:
             layout.check(messages[0], 0)  # raises
-        settle(layout)
         self.layout, self._messages, self._divisor = layout, messages.contiguous(), divisor
         table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
         _, positions, exponents, words = _places(layout)
@@ -974,14 +965,15 @@ class Received:
             _check[(table.blocks_count + count, senders)](
                 self._message16, self._message32, sums, self._found, self._slots, table.parameters, table.blocks, count,
                 table.blocks_count, positions, exponents, words)
-            self._verdict = _verdicts[layout] = _Verdict(self._found, senders)
-        if not _runs_ahead(layout.device):
-            settle(layout)
+            self._verdict = _Verdict(layout, self._found, senders)
+        if not _runs_ahead(layout.device) and (error := self._verdict.error()) is not None:
+            raise error
 
     def own(self, bucket: Bucket, message: Tensor) -> None:
         """Has what this rank took out of v for its message put back, should the messages prove to be bad."""
         if _runs_ahead(self.layout.device):
-            self._verdict.keep(bucket, message)
+            self._verdict.own = message
+            _verdicts.setdefault(bucket, []).append(self._verdict)
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         self._receive(targets, None)

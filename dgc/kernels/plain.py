@@ -106,10 +106,11 @@ class Received:
         return total.div_(self._divisor).split(self.layout.numels)
 
 
-def settle(layout: Layout) -> None:
-    """Raises what messages with this layout gave reason to, where that is known later than they are received. Not
-    here.
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
+    """What is wrong with the messages that this bucket received, where that is known later than they are received: not
+    here. It is told once, and then what this rank had taken out of v for them is back there.
     """
+    return None
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
