@@ -28,7 +28,8 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
     The script stays as it is. The optimizer is changed in place: it has ``residual_state_dict``, ``flush`` and
     ``report`` from then on, and momentum and weight decay go as in :func:`dgc.DistributedOptimizer`. After
     ``backward()``, ``p.grad`` is the averaged update. ``no_sync()``, ``join()``, ``find_unused_parameters``,
-    ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank goes on sending what it has kept.
+    ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank goes on sending what it has kept. A
+    gradient that is not finite is a ``FloatingPointError`` of ``step()``, on all ranks.
 
     A model and an optimizer that were pickled come back unconnected: register them again.
 
@@ -103,7 +104,7 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
     optimizer.__class__ = distributed_class(type(optimizer), __name__, _InDDP)
     optimizer._patch_step_function()
     optimizer._set_up(names, config, 1, Average, 1.0, None, False, group, transport, grad_scaler)
-    optimizer._lent, optimizer._futures, optimizer._updates = [], [], []
+    optimizer._lent, optimizer._futures, optimizer._updates, optimizer._failed = [], [], [], None
     if scheduled is not None:
         _follow(optimizer)
 
@@ -135,6 +136,7 @@ class _InDDP(_Distributed):
     _lent: list[tuple[Tensor, Tensor | None]]  # parameter, its p.grad, which is a view of DDP's bucket meanwhile
     _futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]]
     _updates: list[tuple[Tensor, Tensor | None, int, Tensor]]  # parameter, p.grad, its version, the update
+    _failed: FloatingPointError | None  # what the last backward pass found, until step() raises it
 
     def _hook(self, parameter: Tensor) -> None:
         """DDP has one."""
@@ -169,9 +171,15 @@ class _InDDP(_Distributed):
                     raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
                                        "was made it did not hold them, or they were frozen. Make it anew, and register "
                                        "it with dgc.register_comm_hook")
-                _Distributed.synchronize(self)
+                steps = torch._C._current_graph_task_id() != -1  # else DDP calls for a rank that has no more data
+                try:
+                    _Distributed.synchronize(self)
+                except FloatingPointError as error:  # on all ranks; DDP must end its pass, or it could make no other
+                    if not steps:
+                        raise
+                    self._failed = error
                 self._hand_back()
-                if torch._C._current_graph_task_id() == -1:  # DDP calls for a rank that has no more data: it won't step
+                if not steps:
                     self._synchronized = False
         except BaseException as error:
             for p, grad in self._lent:
@@ -185,6 +193,7 @@ class _InDDP(_Distributed):
         return future
 
     def _begin_pass(self) -> None:
+        self._raise_failed()
         if self._between:
             raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
                                  "exchanged already. To accumulate gradients, call all but the last backward() within "
@@ -220,12 +229,18 @@ class _InDDP(_Distributed):
                           _Shared(self._scaler), self.residual_state_dict(), self._sparse_names())
 
     def synchronize(self) -> None:
-        """Has been done by ``backward()``."""
+        """Has been done by ``backward()``; where a gradient was not finite it is said here."""
+        self._raise_failed()
         if self._plain:
             _Distributed.synchronize(self)
         elif not self._synchronized:
             raise RuntimeError("nothing was exchanged since the last step(): backward() was not called, or within "
                                "no_sync() only")
+
+    def _raise_failed(self) -> None:
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
 
     @property
     def _ends_with_backward(self) -> bool:

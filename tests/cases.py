@@ -744,16 +744,42 @@ def ddp_refusals():
         other.step()
 
     def not_a_number():
-        fresh, _kept = in_ddp(model(), CONFIGS["default"])
+        fresh, other = in_ddp(model(), CONFIGS["default"])
         (loss(fresh, rank, 0) * (math.nan if rank == 1 else 1)).backward()
+        other.step()
 
-    for wrong in (optimizer.step, twice, unsynchronised, not_a_number):
+    def not_a_number_without_step():
+        fresh, _kept = in_ddp(model(), CONFIGS["default"])
+        for step in range(2):
+            (loss(fresh, rank, step) * (math.nan if rank == 1 else 1)).backward()
+
+    for wrong in (optimizer.step, twice, unsynchronised, not_a_number, not_a_number_without_step):
         try:
             wrong()
             told.append(None)
         except (AssertionError, RuntimeError, FloatingPointError) as error:
             told.append((type(error).__name__, str(error)))
     return told
+
+
+def ddp_goes_on():
+    """A NaN on rank 1 in the third of six steps, caught: as without DDP, to the bit, in each of its manners."""
+    rank = find().world.rank
+
+    def trained(network, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            with contextlib.suppress(FloatingPointError) if step == 2 else contextlib.nullcontext():
+                (loss(network, rank, step) * (math.nan if rank == 1 and step == 2 else 1)).backward()
+                optimizer.step()
+        return network, optimizer
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    expected = trained(network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), CONFIGS["default"]))
+    assert torch.isfinite(flat(network)).all() and optimizer.param_groups[0]["dgc_step"] == 5
+    return {manner: same_end(trained(*in_ddp(model(), CONFIGS["default"], **arguments)), expected)
+            for manner, arguments in DDP.items()}
 
 
 def ddp_changed():

@@ -12,7 +12,7 @@ from torch import nn
 import dgc
 
 NAMES = ["ddp_trajectories", "ddp_accumulation", "ddp_unused", "ddp_join", "ddp_pickled", "ddp_scaled", "scaled",
-         "ddp_skipped", "ddp_refusals", "ddp_changed", "ddp_join_scaled", "ddp_user"]
+         "ddp_skipped", "ddp_refusals", "ddp_goes_on", "ddp_changed", "ddp_join_scaled", "ddp_user"]
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -93,11 +93,17 @@ def test_a_step_that_is_skipped_never_was(size):
 @sizes
 def test_what_goes_wrong_is_told_on_all_ranks(size):
     for told in ran(size, "ddp_refusals"):
-        nothing, twice, unsynchronised, bad = told
+        nothing, twice, unsynchronised, bad, without_step = told
         assert nothing[0] == unsynchronised[0] == "RuntimeError" and nothing[1].startswith("nothing was exchanged")
         assert unsynchronised[1] == nothing[1]
         assert twice[0] == "AssertionError" and "no_sync()" in twice[1]
         assert bad == ("FloatingPointError", bad[1]) and bad[1].startswith("rank 1 has a gradient that is not finite")
+        assert without_step == bad
+
+
+@sizes
+def test_whoever_catches_it_goes_on(size):
+    assert ran(size, "ddp_goes_on") == [dict.fromkeys(DDP, True)] * size
 
 
 @sizes
