@@ -821,6 +821,31 @@ def not_finite():
     return "no error"
 
 
+def uneven_machines():
+    """What is said of them."""
+    try:
+        train(range(1), dgc.Config(hierarchical=True))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def shared_in_slices():
+    """More bytes than Horovod broadcasts at once, were these as few as 1,000."""
+    from dgc.transport import horovod
+    limit, horovod.MAX_BYTES = horovod.MAX_BYTES, 1000
+    try:
+        root = find().world.size - 1
+        values = [torch.arange(5003.0, dtype=torch.float64), torch.arange(500.0).view(20, 25).to(torch.bfloat16),
+                  torch.arange(1000) % 3 == 0, torch.arange(250.0)]
+        given = [value if find().world.rank == root else torch.zeros_like(value) for value in values]
+        dgc.broadcast_parameters([given[0]], root)
+        waits = [find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)]
+        return [torch.equal(wait(), value) for wait, value in zip(waits, values, strict=True)]
+    finally:
+        horovod.MAX_BYTES = limit
+
+
 def another_configuration():
     """Rank 1 has another density: messages of another size."""
     train(range(2), dgc.Config(sparsity=0.99 if find().world.rank == 1 else 0.9))

@@ -18,7 +18,8 @@ TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
 def launch(launcher, size, names, limit=240, check=True, node_size=None):
-    """Runs the named cases on each of ``size`` processes, ``node_size`` of which count as being on one machine.
+    """Runs the named cases on each of ``size`` processes, ``node_size`` of which count as being on one machine; of
+    Horovod's a tuple may say how many each machine has.
 
     Returns (results, output): case -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
@@ -28,8 +29,9 @@ def launch(launcher, size, names, limit=240, check=True, node_size=None):
                "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)],
                }[launcher]
     if node_size is not None and launcher == "horovod":  # which tells machines by what they are called
-        called = ["localhost", *(f"127.0.0.{i + 1}" for i in range(size // node_size - 1))]
-        command[2:2] = ["-H", ",".join(f"{name}:{node_size}" for name in called)]
+        sizes = node_size if isinstance(node_size, tuple) else [node_size] * (size // node_size)
+        called = ["localhost", *(f"127.0.0.{i}" for i in range(1, len(sizes)))]
+        command[2:2] = ["-H", ",".join(f"{name}:{n}" for name, n in zip(called, sizes, strict=True))]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                        "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",

@@ -259,6 +259,14 @@ def test_machines_that_cannot_be_grouped():
     assert "not numbered machine by machine: they are on a, b, a, b" in told(["a", "b", "a", "b"])
 
 
+def test_machines_of_horovod_that_differ_in_size():
+    """Of one and of two ranks: it numbers these 0, 1, 0 across machines."""
+    results, _ = launch("horovod", 3, ["uneven_machines", "shared_in_slices"], node_size=(1, 2))
+    assert len(set(results["uneven_machines"])) == 1
+    assert "the machines have 1, 2 ranks; accepted: the same number on each" in results["uneven_machines"][0]
+    assert results["shared_in_slices"] == [[True] * 4] * 3
+
+
 def test_what_cannot_be_grouped_is_refused_at_each_step(monkeypatch):
     """Rather than going on as if it had not been asked for."""
     def by_node(*_):

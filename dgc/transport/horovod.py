@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from dgc.compressor import Collective, World
 from dgc.transport import Wait, node_size
 
-MAX_BYTES = (1 << 31) - 1  # that it gathers among CPUs: it counts in 32 bits, and goes on from there somewhere else
+MAX_BYTES = (1 << 31) - 1  # of one collective among CPUs: it counts in 32 bits, and goes on from there somewhere else
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
@@ -35,7 +36,8 @@ class Horovod:
         if self._set.ranks != hvd.global_process_set.ranks:
             raise ValueError(f"hierarchical is True and process_set has ranks {self._set.ranks}; accepted: all ranks, "
                              "process_set=None")
-        size = node_size(self, str(hvd.cross_rank()), device)
+        # As its launcher calls the machine, which mpirun does not. cross_rank() is alike on some that differ in size.
+        size = node_size(self, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), device)
         world = World(hvd.rank(), hvd.size(), size)
         if 1 < size < world.size:
             sets = _process_sets(world.partition("node") + world.partition("across"))
@@ -55,28 +57,31 @@ class Horovod:
                                  f"most {MAX_BYTES}. Have smaller buckets by groups=, Config(exchange='shared'), or a "
                                  "higher sparsity; or use torch.distributed")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
-        else:
-            root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
-            handle = hvd.broadcast_async_(bits, root, name=name, process_set=process_set)
-        return _Handle(handle, lambda result: result.view(tensor.dtype))
+            return _Handle([handle], lambda result: result.view(tensor.dtype))
+        root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
+        slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]
+        return _Handle([hvd.broadcast_async_(part, root, name=f"{name}.{i}" if i else name, process_set=process_set)
+                        for i, part in enumerate(slices)], lambda _: tensor)
 
     def _sum(self, tensor: Tensor, name: str, process_set: Any) -> Wait:
         flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=process_set)
-        return _Handle(handle, lambda result: result.to(tensor.dtype))
+        return _Handle([handle], lambda result: result.to(tensor.dtype))
 
 
 class _Handle:
-    """Waits for a collective; unlike torch.distributed's, later ones may begin in another order on each rank."""
+    """Waits for a collective, which may be several of Horovod's: the last one's result is read. Unlike
+    torch.distributed's, later ones may begin in another order on each rank.
+    """
 
-    def __init__(self, handle: int, read: Callable[[Tensor], Tensor]):
-        self._handle, self._read = handle, read
+    def __init__(self, handles: list[int], read: Callable[[Tensor], Tensor]):
+        self._handles, self._read = handles, read
 
     def __call__(self) -> Tensor:
-        return self._read(hvd.synchronize(self._handle))
+        return self._read([hvd.synchronize(handle) for handle in self._handles][-1])
 
     def done(self) -> bool:
-        return bool(hvd.poll(self._handle))
+        return all(hvd.poll(handle) for handle in self._handles)
 
 
 def _process_sets(every: list[range]) -> dict[range, Any]:
