@@ -27,7 +27,7 @@ from dgc.transport import find
 COMMON = ["trajectories", "dense_equivalence", "resume", "unused_somewhere", "sparse_gradients", "broadcast",
           "half_precision", "scaled", "not_finite"]
 ONLY = {("horovod", 2): ["socket_bytes", "against_stock", "gradients_against_stock", "broadcast_state",
-                         "stock_compression", "too_large", "started_anew"],
+                         "stock_compression", "too_large", "shared_in_slices", "started_anew"],
         ("horovod", 3): ["against_stock", "process_set"],
         ("torch", 2): ["socket_bytes"],
         ("torch", 3): ["process_group"]}
@@ -239,6 +239,10 @@ def test_more_bytes_than_horovod_counts_are_refused():
     """Which would write them elsewhere: with 4 GB the process ended by SIGSEGV."""
     expected = "large: the ranks' messages have 2147483648 bytes together; accepted with Horovod: at most 2147483647"
     assert all(told.startswith(expected) for told in ran("horovod", 2)["too_large"])
+
+
+def test_more_than_horovod_broadcasts_at_once():
+    assert ran("horovod", 2)["shared_in_slices"] == [[True] * 4] * 2
 
 
 def test_horovod_may_be_started_anew_under_the_optimizer():
