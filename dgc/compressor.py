@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -350,11 +351,15 @@ def _cheapest(exchange: str, layout: Layout, bucket: Bucket, world: World) -> tu
     sum. Both depend on sizes alone, and so are alike on every rank.
     """
     itemsize = bucket.v.element_size()
-    sizes = cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes, itemsize * (layout.slots + 1))
+    return _cheapest_of(exchange, cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
+                                             itemsize * (layout.slots + 1)), world.nodes)
+
+
+@lru_cache(1024)
+def _cheapest_of(exchange: str, sizes: cost.Sizes, nodes: int) -> tuple[str, bool]:
     if exchange == "auto":
-        exchange = min(("allgather", "shared"),
-                       key=lambda name: cost.port_bytes(cost.exchange(name, sizes, world.nodes, 1)))
-    return exchange, cost.sends_dense(exchange, sizes, world.nodes, 1)
+        exchange = min(("allgather", "shared"), key=lambda name: cost.port_bytes(cost.exchange(name, sizes, nodes, 1)))
+    return exchange, cost.sends_dense(exchange, sizes, nodes, 1)
 
 
 def _among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: World,

@@ -88,6 +88,7 @@ class Round(NamedTuple):
     times: float
     nbytes: float  # of each message
     across: int  # messages that pass the busiest node's port in one direction; 0: all stay within their nodes
+    loads: Tensor | None = None  # if ports differ: (2, ports), how many leave by each and come in, in all these rounds
 
 
 Rounds = tuple[Round, ...]
@@ -96,7 +97,7 @@ Rounds = tuple[Round, ...]
 def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
     """How long these rounds take: each waits for its slowest link."""
     total = 0.0
-    for times, nbytes, across in rounds:
+    for times, nbytes, across, _ in rounds:
         inside = cluster.inside.seconds(nbytes) if cluster.gpus > 1 else 0.0  # on the way to the port, too
         between = cluster.between.seconds(across * nbytes) if across else 0.0
         total += times * max(inside, between)
@@ -104,18 +105,24 @@ def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
 
 
 def port_bytes(rounds: Iterable[Round]) -> float:
-    """Bytes that pass the busiest node's port in one direction."""
-    return sum(times * nbytes * across for times, nbytes, across in rounds)
+    """Bytes that pass the busiest port in one direction; its node's, or a server's."""
+    alike, apart = 0.0, torch.zeros(1, dtype=torch.float64)
+    for times, nbytes, across, loads in rounds:
+        if loads is None:
+            alike += times * nbytes * across
+        else:
+            apart = apart + nbytes * loads
+    return alike + float(apart.max())
 
 
 # -- all of a gradient of ``nbytes``, summed over n nodes of g workers -------------------------------------------------
 
 def parameter_server(nbytes: float, n: int, g: int) -> Rounds:
-    """One server, a machine of its own: it takes in P gradients and gives out P sums, one after the other, 2 P M.
+    """One server, a machine of its own: it takes in P gradients and gives out P sums, one after the other, P M each.
 
     Li et al., "Scaling distributed machine learning with the parameter server" (2014), with a single server.
     """
-    return (Round(2 * n * g, nbytes, 1),) if n * g > 1 else ()
+    return (Round(2 * n * g, nbytes, 1, torch.full((2, 1), n * g)),) if n * g > 1 else ()
 
 
 def sharded_parameter_server(nbytes: float, n: int, g: int) -> Rounds:
@@ -132,8 +139,8 @@ def all_to_all(nbytes: float, n: int, g: int) -> Rounds:
 
 
 def master_worker(nbytes: float, n: int, g: int) -> Rounds:
-    """One of the workers takes in all gradients, one after the other, and gives out the sum: 2 (P - 1) M."""
-    return _some(Round(2 * (n - 1) * g, nbytes, 1), Round(2 * (g - 1), nbytes, 0))
+    """One of the workers takes in all gradients, one after the other, and gives out the sum: (P - 1) M each."""
+    return _some(Round(2 * (n - 1) * g, nbytes, 1, torch.full((2, 1), (n - 1) * g)), Round(2 * (g - 1), nbytes, 0))
 
 
 def round_robin(nbytes: float, n: int, g: int) -> Rounds:
@@ -143,12 +150,12 @@ def round_robin(nbytes: float, n: int, g: int) -> Rounds:
     Over a port of g workers pass 2 g (n - 1) / n M.
     """
     part = nbytes / (n * g)
-    return tuple(Round(2 * times, part, across) for times, _, across in _shifts(part, n, g))
+    return tuple(Round(2 * times, part, across) for times, _, across, _ in _shifts(part, n, g))
 
 
 def tree(nbytes: float, n: int, g: int) -> Rounds:
     """Binomial trees, one up to the root and one down from it: 2 ceil(log2 P) rounds of M (Thakur et al. 2005)."""
-    return tuple(Round(2 * times, nbytes, across) for times, _, across in broadcast(nbytes, n, g))
+    return tuple(_there_and_back(nbytes, n * g, g, "tree", 1 << level) for level in range((n * g - 1).bit_length()))
 
 
 def butterfly(nbytes: float, n: int, g: int) -> Rounds:
@@ -159,9 +166,9 @@ def butterfly(nbytes: float, n: int, g: int) -> Rounds:
     power = 1 << (workers.bit_length() - 1)
     extra, rounds = workers - power, []
     if extra:
-        rounds.append(Round(2, nbytes, _across(workers, g, "fold", extra)))
+        rounds.append(_there_and_back(nbytes, workers, g, "fold", extra))
     for level in range(power.bit_length() - 1):
-        rounds.append(Round(2, nbytes / 2 ** (level + 1), _across(workers, g, "butterfly", 1 << level)))
+        rounds.append(_there_and_back(nbytes / 2 ** (level + 1), workers, g, "butterfly", 1 << level))
     return tuple(rounds)
 
 
@@ -219,8 +226,8 @@ def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
 
 def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; across nodes, shared support, each worker with a g-th part of it."""
-    across = tuple(Round(times, nbytes, g) for times, nbytes, _ in broadcast(sizes.support / g, n, 1))
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *across, Round(2 * (n - 1), sizes.values / (n * g), g),
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *broadcast(sizes.support / g, n, 1, at_once=g),
+                 Round(2 * (n - 1), sizes.values / (n * g), g),
                  Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
 
@@ -261,11 +268,18 @@ def cheapest(sizes: Sizes, cluster: Cluster, names: Iterable[str] = tuple(EXCHAN
 
 # -- who sends to whom -------------------------------------------------------------------------------------------------
 
-def broadcast(nbytes: float, n: int, g: int) -> Rounds:
-    """From worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M."""
-    workers = n * g
-    return tuple(Round(1, nbytes, _across(workers, g, "tree", 1 << level))
-                 for level in reversed(range((workers - 1).bit_length())))
+def broadcast(nbytes: float, n: int, g: int, at_once: int = 1) -> Rounds:
+    """From worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M; ``at_once``, so many trees through the same
+    ports.
+    """
+    rounds = [_across(n * g, g, "tree", 1 << level) for level in reversed(range((n * g - 1).bit_length()))]
+    return tuple(Round(1, nbytes, at_once * across, at_once * loads) for across, loads in rounds)
+
+
+def _there_and_back(nbytes: float, workers: int, g: int, pattern: str, distance: int) -> Round:
+    """A round of a pattern, and later the same the other way round."""
+    across, loads = _across(workers, g, pattern, distance)
+    return Round(2, nbytes, across, loads + loads.flip(0))
 
 
 def _shifts(nbytes: float, n: int, g: int) -> Rounds:
@@ -278,11 +292,14 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 
 @cache
-def _across(workers: int, g: int, pattern: str, distance: int) -> int:
-    """Messages that leave by the busiest port, in one round of a pattern; no port receives more."""
-    sender, receiver = _pairs(workers, pattern, distance)
-    left = (sender // g)[sender // g != receiver // g]
-    return int(torch.bincount(left).max()) if len(left) else 0
+def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
+    """In one round of a pattern: the messages that leave by the busiest port, of which none receives more, and those
+    that leave by each and come in.
+    """
+    nodes = torch.stack(_pairs(workers, pattern, distance)) // g
+    crossing = nodes[:, nodes[0] != nodes[1]]
+    loads = torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing])
+    return int(loads[0].max()), loads
 
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ class Simulation:
         self.n, self.g, self.workers, self.numel = n, g, n * g, numel
         self.has = [{i: 1000 * w + i for i in range(numel)} for w in range(self.workers + 1)]  # the last: a server
         self.total = {i: sum(self.has[w][i] for w in range(self.workers)) for i in range(numel)}
-        self.seconds = 0.0
+        self.seconds, self.ports = 0.0, {}  # (node, direction) -> bytes
 
     def round(self, messages, servers=()):
         """Each: (sender, receiver, entries, whether to add them up)."""
@@ -42,6 +42,8 @@ class Simulation:
                     ports[port] = ports.get(port, 0) + len(values)
             for i, value in values.items():
                 self.has[b][i] = self.has[b].get(i, 0) + value if add else value
+        for port, nbytes in ports.items():
+            self.ports[port] = self.ports.get(port, 0) + nbytes
         times += [BETWEEN.latency + nbytes / BETWEEN.bandwidth for nbytes in ports.values()]
         self.seconds += max(times)
 
@@ -183,6 +185,7 @@ def test_dense_formulas_are_what_a_simulation_takes(name, n, g):
     simulation.check()
     rounds = cost.DENSE[name](numel, n, g)
     assert cost.seconds(rounds, Cluster(n, g, BETWEEN, INSIDE)) == pytest.approx(simulation.seconds)
+    assert cost.port_bytes(rounds) == pytest.approx(max(simulation.ports.values(), default=0))
 
 
 @pytest.mark.parametrize("name", cost.DENSE)
