@@ -64,7 +64,8 @@ def run() -> int:
         from dgc.__main__ import EXTRA  # which imports this file
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in EXTRA:
             raise
-        print(f"dgc: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        kind = "" if isinstance(error, planning.TheirError) else f"{type(error).__name__}: "
+        print(f"dgc: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return status if isinstance(status, int) else 0
 
@@ -410,11 +411,8 @@ def tune(
     objective: Any = command
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
         importable(command[0])
-        try:
-            with aside(as_json):
-                objective = planning.find(command[0])
-        except (ImportError, AttributeError) as error:
-            raise typer.BadParameter(f"COMMAND: {command[0]!r}; {error}") from None
+        with usage("COMMAND"), aside(as_json):
+            objective = planning.find(command[0])
     png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
     if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
         raise typer.BadParameter(f"study is {study}, its picture {png} and its summary {summary}; accepted: a name for "

@@ -19,7 +19,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -167,6 +169,7 @@ def load(model: str) -> Loaded:
 
     Raises:
         ValueError: it is none of them, or has no parameters to train.
+        TheirError: by the module or the callable.
     """
     if model in MODELS:
         return Loaded(model, tuple(MODELS[model]()))
@@ -175,11 +178,9 @@ def load(model: str) -> Loaded:
         return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
     if not NAME.fullmatch(model):
         raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}, module:callable, or a checkpoint's file")
-    try:
-        found = find(model)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model is {model!r}; {error}") from None
-    made = found()
+    found = find(model)
+    with theirs():
+        made = found()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
         raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
@@ -191,19 +192,50 @@ def load(model: str) -> Loaded:
     return loaded
 
 
-def find(name: str) -> Any:
+def find(name: str) -> Callable[..., Any]:
     """What ``module:name`` means, with modules of the current folder.
 
     Raises:
-        ImportError, AttributeError: there is none.
+        ValueError: there is none, or it cannot be called.
+        TheirError: by the module.
     """
     module, _, attributes = name.partition(":")
     here = os.getcwd()  # which the module may change
     sys.path.insert(0, here)
     try:
-        return operator.attrgetter(attributes)(importlib.import_module(module))
+        with theirs():
+            imported = importlib.import_module(module)
+        found = operator.attrgetter(attributes)(imported)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}; {error}") from None
+    except TheirError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):  # it, or its package
+            raise ValueError(f"{name!r}; {cause}") from None
+        raise
     finally:
         sys.path.remove(here)
+    if not callable(found):
+        raise ValueError(f"{name!r} is a {type(found).__name__}; accepted: what can be called")
+    return found
+
+
+class TheirError(Exception):
+    """What the user's own code raised, and where."""
+
+
+@contextmanager
+def theirs() -> Iterator[None]:
+    """Around the user's own code."""
+    here = os.getcwd()
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
+        place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
+                        for f in (own or frames)[-1:])
+        raise TheirError(f"{type(error).__name__}: {error}{place}") from error
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -234,7 +266,8 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
     after two.
 
     Raises:
-        ValueError: there is nothing to call.
+        ValueError: there is nothing to call, or what it returns is nothing to go back from.
+        TheirError: by the model.
     """
     if loaded.module is None or loaded.inputs is None:
         raise ValueError(f"model is {loaded.name!r}; to be measured it has to be a module:callable that returns the "
@@ -245,8 +278,12 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
 
     def step() -> float:
         began = time.perf_counter()
-        module.zero_grad()
-        _loss(module(*inputs)).backward()
+        with theirs():
+            module.zero_grad()
+            output = module(*inputs)
+        loss = _loss(output)
+        with theirs():
+            loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
@@ -255,12 +292,18 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The sum of all that a model returns, whatever holds it."""
-    if isinstance(output, torch.Tensor):
-        return output.float().sum()
-    values = output.values() if isinstance(output, dict) else output
-    losses = [_loss(value) for value in values if isinstance(value, (torch.Tensor, dict, tuple, list))]
-    return torch.stack([loss for loss in losses if loss.requires_grad]).sum()
+    """The sum of all that a model returns and that has a gradient, whatever holds it."""
+    tensors, left = [], [output]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            tensors += [value.float().sum()] if value.requires_grad else []
+        elif isinstance(value, (dict, tuple, list)):
+            left += value.values() if isinstance(value, dict) else value
+    if not tensors:
+        raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient; "
+                         "accepted: a tensor, or a dict, tuple or list with some")
+    return torch.stack(tensors).sum()
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -332,21 +375,21 @@ class Local:
 
     Args:
         compress: for each entry of a compressed parameter: accumulate, select, take, encode, write the update.
-            Default: the fused loops on a CPU core (benchmarks/results/compress.json, through p.grad).
+            Default: the fused loops on a CPU core (benchmarks/results/compress-1core.json, through p.grad).
         receive: for each entry that it receives, its own among them: check, decode, add.
             Default: on a CPU core (benchmarks/results/receive.json).
         convert: for each entry of a dense sum in float16: to round and to add. 0 on GPUs.
-            Default: Horovod's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert" in
-            benchmarks/results/plan.json).
+            Default: DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert"
+            in benchmarks/results/plan.json). Horovod's takes forty times as long there ("horovod_convert").
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
 
     Raises:
         ValueError: one of them is negative or not finite.
     """
 
-    compress: float = 1.76e-9
-    receive: float = 22e-9
-    convert: float = 24e-9
+    compress: float = 1e-9
+    receive: float = 4.6e-9
+    convert: float = 0.55e-9
     start: float = 0.0
 
     def __post_init__(self) -> None:

@@ -171,19 +171,38 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, message, monkeypatch, c
     assert message in told and told.count("\n") == 1 and not output
 
 
-def test_failures_are_one_line_and_status_1(tmp_path):
-    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no\\nmodel today')\n")
-    code = f"import os; os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
-    status, output, told = command("plan", "broken:build", "--compute", "1", code=code)
-    assert (status, output, told) == (1, "", "dgc: RuntimeError: no model today\n")
+THEIRS = """import torch
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, 1:])
+def broken():
+    raise RuntimeError('no\\nmodel today')
+def lacking():
+    import no_such_package
+def number():
+    return int('abc')
+def model():
+    return Model(40, 30), (torch.zeros(2, 40),)
+"""
 
 
-def test_what_the_users_code_lacks_is_one_line_and_status_1(tmp_path):
-    (tmp_path / "lacking.py").write_text("def build():\n    import no_such_package\n")
+SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x39 and 40x30) (theirs.py, line 4, in forward)"
+
+
+def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(tmp_path):
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    (tmp_path / "early.py").write_text("import torch\nbuild = torch.nn.no_such_thing\n")
     code = f"import os; os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
-    for line in (["plan", "lacking:build", "--compute", "1"], ["schedule", "0.9", "--model", "lacking:build"]):
-        status, output, told = command(*line, code=code)
-        assert (status, output, told) == (1, "", "dgc: ModuleNotFoundError: No module named 'no_such_package'\n")
+    for line, expected in (
+            ("plan theirs:broken --compute 1", "RuntimeError: no model today (theirs.py, line 6, in broken)"),
+            ("plan theirs:number --compute 1",
+             "ValueError: invalid literal for int() with base 10: 'abc' (theirs.py, line 10, in number)"),
+            ("schedule 0.9 --model theirs:lacking",
+             "ModuleNotFoundError: No module named 'no_such_package' (theirs.py, line 8, in lacking)"),
+            ("plan early:build --compute 1",
+             "AttributeError: module 'torch.nn' has no attribute 'no_such_thing' (early.py, line 2, in <module>)"),
+            ("plan theirs:model --measure", SHAPES)):
+        assert command(*line.split(), code=code) == (1, "", f"dgc: {expected}\n")
 
 
 @pytest.mark.parametrize("line", [["plan", "late:build", "--measure"], ["schedule", "0.9", "--model", "late:build"]])

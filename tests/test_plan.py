@@ -76,7 +76,7 @@ def test_bytes_are_those_that_were_measured(file, model):
 
 
 def test_defaults_are_what_was_measured():
-    rows = json.loads((RESULTS / "compress.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "compress-1core.json").read_text())["rows"]
     row = next(r for r in rows if (r["numel"], r["method"], r["mode"]) == (
         25_557_032, "fused (numba)", "through p.grad"))
     assert pytest.approx(1e-3 * row["ms"] / row["numel"], rel=0.01) == Local().compress
@@ -86,10 +86,15 @@ def test_defaults_are_what_was_measured():
     assert pytest.approx(machine["convert"], rel=0.05) == Local().convert and plan.LOCAL["gpu"].convert == 0
 
 
-def test_float16_costs_a_cpu_more_than_the_bytes_that_it_saves():
-    """As measured: in network-1gbit.json horovod-fp16 takes longer than horovod-fp32."""
-    link = Link(50e-6, 3.5 * 1.25e8)
-    assert plan.advise(plan.load("resnet50").shapes, Cluster(4, 1, link, link), 0.25).pays
+def test_dense_float16_is_as_fast_as_the_best_that_is_offered():
+    """By whose figures it is that DGC pays: as measured, DistributedDataParallel's hook, not Horovod's compression."""
+    cases = json.loads((RESULTS / "network-1gbit.json").read_text())["cases"]
+    seconds = {case["method"]: case["median_seconds"] for case in cases if case["model"] == "resnet50"}
+    link, shapes = Link(50e-6, 1.25e8), plan.load("resnet50").shapes
+    whole, half = (plan.predict(shapes, Cluster(4, 1, link, link), Method("ring", kind), 0.0).step_seconds
+                   for kind in ("float32", "float16"))
+    assert half / whole == pytest.approx(seconds["torch-fp16"] / seconds["torch-dense"], rel=0.05)
+    assert seconds["horovod-fp16"] > 2 * seconds["torch-fp16"]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -178,10 +183,10 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
 
 
 def test_advice_names_both_ends_of_a_range():
-    """76 % is about as many bytes as float16, which costs a CPU time: so it pays where neither bytes nor time rule."""
-    shapes, config = plan.load("resnet50").shapes, dgc.Config(0.76)
-    told = [plan.advise(shapes, Cluster(4, 1, Link(50e-6, 1.25e5 * 2 ** (i / 2)), plan.INSIDE["pcie"]), 0.25, config)
-            for i in range(34)]
+    """76 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
+    shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.76), Local(convert=24e-9)
+    told = [plan.advise(shapes, Cluster(4, 1, Link(50e-6, 1.25e5 * 2 ** (i / 2)), plan.INSIDE["pcie"]), 0.25, config,
+                        local) for i in range(34)]
     bandwidths = [1.25e5 * 2 ** (i / 2) for i in range(34)]
     pays = [t.pays for t in told]
     first, last = pays.index(True), 33 - pays[::-1].index(True)
@@ -218,7 +223,7 @@ def test_advice_compares_with_what_can_be_had():
         told = plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"])
         assert told.dense.step_seconds == min(t for m, t in times.items() if m.name in kinds)
         assert str(told.dense.method) in told.words[0]
-    dense = plan.advise(shapes, Cluster(256, 1, network, network), 0.25, dgc.Config(0.0))
+    dense = plan.advise(shapes, Cluster(1024, 1, network, network), 0.25, dgc.Config(0.0))
     assert dense.other.method.name == "butterfly" and dense.other.step_seconds < 0.9 * dense.dense.step_seconds
     assert "butterfly" in dense.words[1] and "would be faster still" in dense.words[1]
     assert plan.advise(shapes, cluster(4), 0.25).other is None  # DGC is faster than all
@@ -285,7 +290,9 @@ def here(tmp_path, monkeypatch):
         "def nothing():\n    return 7\n"
         "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
-        "def two():\n    return Two(), (torch.zeros(2, 4),)\n")
+        "def two():\n    return Two(), (torch.zeros(2, 4),)\n"
+        "class Whole(Two):\n    def forward(self, x):\n        return [x.long(), 3]\n"
+        "def whole_numbers():\n    return Whole(), (torch.zeros(2, 4),)\n")
     yield tmp_path
     sys.modules.pop("mine", None)
 
@@ -295,12 +302,16 @@ def test_a_callable_of_the_users(here):
     assert plan.measure(plan.load("mine:build"), 1) > 0 and plan.measure(plan.load("mine:two"), 1) > 0
     with pytest.raises(ValueError, match=r"to be measured it has to be a module:callable that returns"):
         plan.measure(plan.load("mine:alone"))
+    with pytest.raises(ValueError, match="the model returned a list without a tensor that has a gradient; accepted"):
+        plan.measure(plan.load("mine:whole_numbers"), 1)
     (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
     before = list(sys.path)
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
     for wrong, message in (("mine:frozen", "model is 'mine:frozen', which has no parameters to train"),
                            ("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
+                           ("no.such.module:build", "No module named 'no'"),
+                           ("os:sep", "'os:sep' is a str; accepted: what can be called"),
                            ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable"),
                            ("mine.py", r"model is 'mine\.py'; accepted: resnet50, .*, module:callable")):
         with pytest.raises(ValueError, match=message):
