@@ -145,7 +145,7 @@ def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, schedu
     if not done:
         return []
     extras = dgc.load_checkpoint(a.checkpoints / FOLDER.format(done), model, optimizer)
-    was = extras["training"]
+    was = extras.get("training", {})
     if wrong := [f"{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in {**was, **now}
                  if was.get(key) != now.get(key) and key != "threads"]:
         raise typer.BadParameter(f"--resume: in the checkpoint in {a.checkpoints}, {'; '.join(wrong)}; accepted: the "
