@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -31,6 +31,14 @@ def beside(device: torch.device) -> Iterator[None]:
     except BaseException:  # whoever catches it finds what was put back, and may free gradients that were being read
         rejoin(device)
         raise
+
+
+def follow(streams: Iterable[Any]) -> None:
+    """On GPUs, what is launched within :func:`beside` from now on also runs after what was launched so far in these
+    streams: a model's branches may have streams of their own, and their gradients too.
+    """
+    for stream in streams:
+        _stream(stream.device).wait_stream(stream)
 
 
 def rejoin(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from dgc import agree, fsdp, kernels
-from dgc.beside import abandon, beside, rejoin
+from dgc.beside import abandon, beside, follow, rejoin
 from dgc.compressor import (
     Collective,
     Update,
@@ -317,6 +317,7 @@ class _Distributed(torch.optim.Optimizer):
         self._next = 0  # the first shipment that has not been launched
         self._missing: dict[Shipment, int] = {}  # how many of its gradients are not complete yet
         self._fired: set[Tensor] = set()  # parameters that had a gradient since the last synchronize()
+        self._streams: set[Any] = set()  # in which these were computed, of GPUs
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._of_node: dict[Tensor, Tensor] = {}  # parameters -> the mean of its ranks' gradients
         self._scale: Tensor | None = None  # from clipping
@@ -449,6 +450,8 @@ class _Distributed(torch.optim.Optimizer):
                     "backward_passes_per_step to accumulate gradients locally.")
             self._open()
         self._fired.add(parameter)
+        if parameter.is_cuda:
+            self._streams.add(torch.cuda.current_stream(parameter.device))
         self._delay[parameter] = delay - 1
         if delay == 1:
             shipment = self._shipment_of[parameter]
@@ -782,6 +785,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def _begin(self, shipment: Shipment, parameters: list[Tensor], path: Any, name: str) -> None:
         self._leave_node(wait=False)
+        if len(self._streams) > 1:  # than that of the gradient that has just come
+            follow(self._streams)
         with beside(parameters[0].device):
             self._exchanges.append((shipment, parameters, Exchange(path, self._transport, name, self._count)))
 
@@ -860,6 +865,8 @@ class _Distributed(torch.optim.Optimizer):
                     abandon(other, others[0].device, wait=True)
                 self._exchanges.clear()
                 self._put_back(delivered)
+                self._look()
+                self._found.clear()  # of this step, which fails
                 self._reset()
                 raise
         self._close()
@@ -1028,7 +1035,10 @@ class _Distributed(torch.optim.Optimizer):
         """A GPU runs ahead: notes what it has found in the last step's messages. What was taken for bad ones is then
         back in v.
         """
-        self._found += [error for bucket in self._compressed() if (error := settle(bucket)) is not None]
+        buckets = self._compressed()
+        for device in {bucket.v.device for bucket in buckets}:
+            rejoin(device)  # whose v may be in use beside this
+        self._found += [error for bucket in buckets if (error := settle(bucket)) is not None]
 
     def _raise_found(self) -> None:
         """Raises it, where all ranks are: they have found the same, and whoever raises it alone goes on alone."""

@@ -196,6 +196,20 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     with pytest.raises(FloatingPointError):
         beside.abandon(exchange, device, wait=True)
     assert len(main) == 3
+    branch = Stream()
+    branch.device = device
+    beside.follow([branch])
+    assert own[-1] is branch
+
+
+def test_what_a_device_found_is_put_back_after_what_runs_beside(monkeypatch):
+    """That has v in use."""
+    optimizer = in_lockstep(lambda: train(range(1), SPARSE, groups=3)[1])[0]
+    called = []
+    monkeypatch.setattr("dgc.optimizer.rejoin", lambda device: called.append("rejoin"))
+    monkeypatch.setattr("dgc.optimizer.settle", lambda bucket: called.append("settle"))
+    optimizer.report()
+    assert called[0] == "rejoin" and set(called[1:]) == {"settle"}
 
 
 def test_buckets_follow_the_backward_pass_and_never_mix_kinds():

@@ -78,10 +78,21 @@ class _Handle:
         self._handles, self._read = handles, read
 
     def __call__(self) -> Tensor:
-        return self._read([hvd.synchronize(handle) for handle in self._handles][-1])
+        return self._read(_arrived([hvd.synchronize(handle) for handle in self._handles][-1]))
 
     def done(self) -> bool:
         return all(hvd.poll(handle) for handle in self._handles)
+
+
+def _arrived(result: Tensor) -> Tensor:
+    """On a GPU, Horovod's thread made it in the default stream, where it may still be on its way
+    (HOROVOD_ENABLE_ASYNC_COMPLETION), and to which its memory belongs: what reads it may run in another stream.
+    """
+    if result.is_cuda:
+        stream = torch.cuda.current_stream(result.device)
+        stream.wait_stream(torch.cuda.default_stream(result.device))
+        result.record_stream(stream)
+    return result
 
 
 def _process_sets(every: list[range]) -> dict[range, Any]:
