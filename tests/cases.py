@@ -45,7 +45,7 @@ CONFIGS = {
     "decay sent": dgc.Config(sparsity=0.95, local_weight_decay=False),
     "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
-    "dense fallback": dgc.Config(sparsity=0.1),
+    "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
 }
 
@@ -170,21 +170,40 @@ def broadcast():
 
 
 def half_precision():
-    """Parameters of other dtypes: bit-identical on all ranks, and moving."""
-    results = {}
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+    """Parameters of other dtypes, with decay: at density 1 how far they are from torch's SGD on the mean of all ranks'
+    gradients, and how far both have moved; sparse ones, to be alike on all ranks.
+    """
+    rank, size, results = find().world.rank, find().world.size, {}
+
+    def made(dtype):
         torch.manual_seed(3)
         network = nn.Sequential(nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
-        before = flat(network)
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
-        rank = find().world.rank
+        return network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+
+    def gradients(network, step, of):
+        network.zero_grad()
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * step + of)).to(network[0].weight.dtype)
+        network(x).float().square().mean().backward()
+        return [p.grad.clone() for p in network.parameters()]
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        expected, optimizer = made(dtype)
+        before = flat(expected)
         for step in range(5):
-            optimizer.zero_grad()
-            x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
-            network(x).float().square().mean().backward()
+            every = [gradients(expected, step, of) for of in range(size)]
+            for p, *parts in zip(expected.parameters(), *every, strict=True):
+                p.grad = (sum(part.double() for part in parts) / size).to(dtype)
             optimizer.step()
-        results[str(dtype)] = flat(network), (flat(network) - before).norm().item()
+        ends = []
+        for sparsity in (0.0, 0.9):
+            network, optimizer = made(dtype)
+            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity))
+            for step in range(5):
+                gradients(network, step, rank)
+                optimizer.step()
+            ends.append(flat(network))
+        expected = flat(expected)
+        results[str(dtype)] = ends[1], (ends[0] - expected).norm().item(), (expected - before).norm().item()
     return results
 
 
@@ -903,7 +922,7 @@ def exits():
     train(range(2, 4), None, network, optimizer)
 
 
-def join():
+def out_of_data():
     """Rank 0 runs out of data and calls hvd.join() while the others go on."""
     import horovod.torch as hvd
     network, optimizer = train(range(2), dgc.Config(sparsity=0.9))

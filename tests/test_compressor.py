@@ -1,5 +1,6 @@
 """The path of one bucket, walked without a transport."""
 
+import contextlib
 import math
 
 import pytest
@@ -119,13 +120,21 @@ def test_a_parameter_without_gradient_sits_out():
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.75, 0.9375, 0.999])
-def test_never_more_bytes_than_dense(n, sparsity):
-    b = buckets(1)[0]
-    request = next(reduce(b, gradients(0, 0), dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n)))
-    dense = 2 * (n - 1) / n * 4 * b.numel
-    assert sent_bytes(request, World(0, n)) <= dense
-    assert (request.op == "sum") == (sparsity == 0 or (1 - sparsity) * n >= 2)  # 4 bytes an entry, 8/N dense
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.75, 0.9375, 0.999])
+@pytest.mark.parametrize("exchange", ["allgather", "shared", "auto"])
+def test_never_more_bytes_than_dense(exchange, n, sparsity):
+    b, sent, asked = buckets(1)[0], 0.0, []
+    path = reduce(b, gradients(0, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, World(0, n))
+    with contextlib.suppress(StopIteration):
+        request = next(path)
+        while True:
+            sent += sent_bytes(request, World(0, n))
+            asked.append(request.op)
+            request = path.send(torch.stack([request.tensor] * n) if request.op == "gather" else request.tensor)
+    assert sent <= 2 * (n - 1) / n * 4 * b.numel
+    if exchange == "allgather":
+        assert asked == ["sum" if sparsity == 0 or (1 - sparsity) * n >= 2 else "gather"]  # 4 bytes an entry, 8/N dense
+    assert asked in (["sum"], ["gather"], ["share", "sum"])
 
 
 def test_the_dense_fallback_sends_the_same_entries():
@@ -138,6 +147,9 @@ def test_the_dense_fallback_sends_the_same_entries():
                         for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
         seen[wire] = updates[0], mine[0].v.clone()
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+    given = [torch.cat([gradients(r, 0)[k].g.flatten() for k in mine[0].names]) for r in range(n)]
+    sent = sum((g - b.v).double() for g, b in zip(given, mine, strict=True)) / n
+    assert torch.allclose(updates[0].double(), sent, rtol=1e-5, atol=1e-6) and sent.any()
     v = torch.cat([gradients(0, 0)[k].g.flatten() for k in mine[0].names])
     kept = mine[0].v != 0
     assert torch.equal(mine[0].v[kept], v[kept]) and math.isclose(kept.float().mean().item(), 0.75, abs_tol=1e-3)

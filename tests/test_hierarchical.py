@@ -58,7 +58,8 @@ SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.it
             "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
 CASES = [(name, 2, 2, {}) for name in SETTINGS] + [
     (name, n, g, arguments) for name in ("default", "shared", "clipped", "decay sent")
-    for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [("clipped per tensor", 2, 4, SUM)]
+    for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [
+    ("clipped per tensor", 2, 4, SUM), ("dense fallback", 5, 2, {})]
 
 
 @pytest.mark.parametrize("name, n, g, arguments", CASES)

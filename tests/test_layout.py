@@ -15,11 +15,17 @@ PACKAGE = Path(dgc.__file__).parent
 
 def imports(file):
     """Rooms of the package that a file imports when it is loaded, not within a function."""
-    found = set()
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dgc":
-            names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
-            found.update(names)
+    found, left = set(), list(ast.parse(file.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        left += ast.iter_child_nodes(node)
+        paths = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are written in full"
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        found.update(path.split(".")[1] for path in paths if path.startswith("dgc."))
     return found
 
 

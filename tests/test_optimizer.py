@@ -1082,6 +1082,47 @@ def test_a_bad_gradient_loses_nothing_of_other_buckets(config, op):
         assert torch.allclose(pending[name] + others[name], accumulated[name] + more[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_message_is_told_and_loses_nothing(damaged):
+    """Of one of three buckets, as all ranks received it: before, between and after whole ones. Then they go on."""
+    def worker():
+        weights = {name: nn.Parameter(torch.zeros(40, 40)) for name in "abc"}
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
+                                             SPARSE, groups=[[p] for p in weights.values()])
+        start, total, ends = optimizer._transport.start, {name: torch.zeros(40, 40) for name in "abc"}, []
+
+        def flipped(collective, name):
+            wait = start(collective, name)
+
+            def received():
+                result = wait()
+                if len(ends) == 1 and name == f"dgc.{damaged}.{'abc'[damaged]}":
+                    result[1, 9] ^= 64
+                return result
+
+            return received
+
+        optimizer._transport.start = flipped
+        for step in range(3):
+            for number, (name, p) in enumerate(weights.items()):
+                p.grad = torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank()))
+                total[name] += p.grad
+            try:
+                optimizer.step()
+                ends.append("")
+            except ValueError as error:
+                ends.append(str(error))
+        return ends, {n: p.detach() for n, p in weights.items()}, {
+            name: total[name] - v for name, v in optimizer.residual_state_dict()["v"].items()}
+
+    (ends, weights, sent), (others, same, theirs) = in_lockstep(worker)
+    assert ends == others and ends[0] == ends[2] == ""
+    assert ends[1].startswith(f"the message of rank 1 for bucket {damaged} is corrupt")
+    for name, p in weights.items():
+        assert torch.equal(p, same[name])
+        assert torch.allclose(-p, (sent[name] + theirs[name]) / 2, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_explodes_beside_a_nan_is_not_let_in_unclipped(size):
     """Its norm is not a number; whoever catches the error and goes on has a residual within the bound still."""
