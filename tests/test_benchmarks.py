@@ -1,6 +1,7 @@
 """That the benchmarks run; their figures are no business of the tests."""
 
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -69,6 +70,39 @@ def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
     adaptive.draw({"steps": 200, "change": 100, "rates": [25, 12.5], "sparsities": sparsities, "seconds": seconds,
                    "hosts": 2, "alone": 2.0}, tmp_path / "adaptive.png")
     assert (tmp_path / "adaptive.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_counted_and_predicted_of_an_exchange_agree():
+    """The mean of the workers and the busiest one, which with a shared support is the leader."""
+    import scaling
+
+    (shipment,) = scaling.plan.shipments(scaling.SHAPES, scaling.dgc.Config())
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in scaling.SHAPES]
+    for name in scaling.NAMES:
+        workers = 2 * scaling.NODE if name.startswith("hierarchical") else 2
+        counted, busiest = scaling.counted(name, workers, gradients), scaling.predicted(name, workers, shipment.sizes)
+        assert 0.7 * busiest < counted < busiest if name.endswith("shared") else counted == pytest.approx(busiest), name
+
+
+def test_speedups_are_over_one_node():
+    import speedup
+
+    for method in speedup.CURVES.values():
+        alone, four = (speedup.speedup("resnet50", "10gbit", method, nodes, True) for nodes in (1, 4))
+        assert alone == 1 and 1 < four < 4
+
+
+def test_receive(monkeypatch, tmp_path):
+    pytest.importorskip("numba")
+    import receive
+
+    monkeypatch.setattr(receive, "NUMEL", 1 << 14)
+    threads = torch.get_num_threads()
+    try:
+        receive.main(repeats=1, out=tmp_path / "receive.json")
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads((tmp_path / "receive.json").read_text())["entries"] == 17  # of 16,384
 
 
 def test_host_times_the_thread_that_trains():

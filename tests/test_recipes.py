@@ -60,6 +60,23 @@ def test_the_same_file_runs_everywhere(launcher, tmp_path):
     assert first == pytest.approx(FIRST_LOSSES, rel=2e-4)
 
 
+@pytest.mark.timeout(240)
+def test_the_demo(monkeypatch, tmp_path, capsys):
+    """``make demo``, on digits and for one epoch of each method."""
+    import demo
+    monkeypatch.setattr(demo, "SECONDS", 0)
+    threads = torch.get_num_threads()
+    try:
+        demo.main("digits", out=tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    results = {method: json.loads((tmp_path / f"{method}.json").read_text()) for method in ("dense", "dgc")}
+    assert all(result["launcher"] == "horovod" and result["workers"] == 2 for result in results.values())
+    assert results["dgc"]["bytes_sent"] < results["dense"]["bytes_sent"]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{tmp_path}/demo.png" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_resuming_is_bit_for_bit(tmp_path):
     """Two workers, killed after the first of two epochs; the residuals come along."""
     arguments = ("--epochs", "2", "--virtual-workers", "2", "--batch-size", "64", "--sparsity", "0.99", "--no-flush")
