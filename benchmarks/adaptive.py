@@ -1,6 +1,6 @@
 """A sparsity that follows the network: the bandwidth is halved in mid-run.
 
-    sudo python benchmarks/adaptive.py
+    sudo .venv/bin/python benchmarks/adaptive.py
 
 Each host is a network namespace of this machine (hosts.py), with one process in it that trains over torch.distributed
 (gloo) with ``dgc.adaptive``. What is exchanged are fresh gradients of ResNet-50's shapes. In place of computing, the

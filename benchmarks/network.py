@@ -4,7 +4,7 @@ Four hosts are network namespaces of this machine (hosts.py), with one process i
 and DistributedDataParallel dense (float32, float16), PyTorch's PowerSGD hook, and DGC over Horovod and
 torch.distributed:
 
-    sudo python benchmarks/network.py --rates 1gbit,100mbit
+    sudo .venv/bin/python benchmarks/network.py --rates 1gbit,100mbit
 
 **resnet50** is one exchange of a gradient of ResNet-50's shapes, with no computation to hide behind, and **lstm** that
 of a word language model's with 2 x 1500 LSTM. Timed, for every method: a backward pass that hands each parameter a

@@ -505,7 +505,7 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
     else:
         built = ", ".join(name[:-6] for name in health.HOROVOD if name.endswith("_built") and h.get(name))
         table.add_row("Horovod", h.get("error") or f"{h['version']}, built with {built or 'nothing'}")
-    for name, extra in (("numba", "pip install numba makes compression on CPUs 3 to 9 times faster"),
+    for name, extra in (("numba", "pip install numba makes compression on CPUs 3 to 10 times faster"),
                         ("triton", "only GPUs need it"),
                         ("optuna", "dgc tune needs it: pip install optuna"),
                         ("matplotlib", "pictures need it: pip install matplotlib")):

@@ -25,8 +25,8 @@ class Config:
         sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
             any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`;
             or :func:`dgc.adaptive`, which goes by how fast the network is.
-        selection: ``"sampled"`` takes the threshold from a sample of the entries (paper, section 5);
-            ``"exact"`` sorts out the k largest.
+        selection: how the k largest entries are found, which are sent either way: ``"sampled"`` looks only above a
+            threshold that a sample of the entries gives (paper, section 5), ``"exact"`` at all of them.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
             Needs ``torch.optim.SGD``. Off: plain accumulation, for any optimizer, which then sees the
             averaged sparse gradient and applies its own momentum to it.

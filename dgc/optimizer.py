@@ -860,7 +860,7 @@ class _Distributed(torch.optim.Optimizer):
                         self._deliver(shipment, parameters, update)
                         if shipment.kept is not None:
                             delivered.append((shipment.kept, update))
-            except (FloatingPointError, ValueError):  # found in messages, and so by all ranks
+            except (FloatingPointError, ValueError):  # found in messages: by all ranks that received them so
                 for _, others, other in self._exchanges:
                     abandon(other, others[0].device, wait=True)
                 self._exchanges.clear()

@@ -1,7 +1,7 @@
 """Attacks on checkpoints, in a process of its own: a crash of it is a failure that the test can see.
 
 ``attack.py kill COUNT FOLDER``: a save killed by SIGKILL at COUNT places, among the lines that it executes.
-``attack.py mutate COUNT FOLDER SEED``: COUNT damaged checkpoints, a third of them with checksums made anew.
+``attack.py mutate COUNT FOLDER SEED``: COUNT damaged checkpoints, four in seven of them with checksums made anew.
 Prints a JSON of how often what came out.
 """
 
