@@ -368,7 +368,8 @@ def tune(
             metavar="COMMAND", help="With {sparsity}; may have {clip_norm}, {epochs}, {out}, {trial}. "
                                        "Or module:function.")],
         epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
-        maximize: Annotated[bool, typer.Option("--maximize/--minimize", help="Whether more of the metric is better.")],
+        maximize: Annotated[bool | None, typer.Option(
+            "--maximize/--minimize", help="Whether more of the metric is better: one of the two.")] = None,
         trials: Annotated[int, typer.Option(min=1, help="Of the study, in all.")] = 20,
         jobs: Annotated[int, typer.Option(min=1, help="Trials at a time; they share GPUs and cores.")] = 1,
         study: Annotated[Path, typer.Option(dir_okay=False, help="SQLite file; an unfinished one is gone on with.")] =
@@ -408,6 +409,8 @@ def tune(
     Status 0: there is a recommendation. 1: the script fails or says nothing, or the paper's trial failed. 2: the
     command line or the study is wrong. 130: stopped.
     """
+    if maximize is None:
+        raise typer.BadParameter("give either --maximize or --minimize")
     objective: Any = command
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
         importable(command[0])

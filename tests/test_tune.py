@@ -428,6 +428,7 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
     (["python", "x.py"], "the command is 'python x.py'; accepted: one with {sparsity} where it takes a schedule's"),
     (["python", "{sparsity}", "{lr}"], "the command has {lr}; accepted: {sparsity}, {clip_norm}, {epochs}, {out}"),
     (["nowhere/python", "{sparsity}"], "the command is 'nowhere/python', which cannot be run"),
+    (["os:getcwd"], "give either --maximize or --minimize"),
     (["nowhere:run"], "COMMAND: 'nowhere:run'; No module named 'nowhere'"),
     (["os:nothing"], "COMMAND: 'os:nothing'; module 'os' has no attribute 'nothing'"),
     (["--clip-norm", "1", "true", "{sparsity}"], "clip_norm is 1.0; accepted: with {clip_norm} in the command"),
@@ -437,7 +438,8 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
     (["--png", "tune.db", "os:getcwd"], "study is tune.db, its picture tune.db and its summary tune.json; accepted: a"),
 ])
 def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dgc", "tune", "--epochs", "2", "--minimize", *arguments])
+    direction = [] if arguments == ["os:getcwd"] else ["--minimize"]
+    monkeypatch.setattr(sys, "argv", ["dgc", "tune", "--epochs", "2", *direction, *arguments])
     assert cli.run() == 2
     output, told = capsys.readouterr()
     assert message in told and told.count("\n") == 1 and not output
