@@ -45,7 +45,6 @@ class _Handler(stock.OptimizerStateHandler):
         self._keep()
 
     def _keep(self) -> None:
-        self.value._look()
         self._residuals = {"size": self.value._shared_by, **copy.deepcopy(self.value._residuals())}
 
     def set_value(self, value: Any) -> None:

@@ -1191,13 +1191,11 @@ class _Distributed(torch.optim.Optimizer):
             return
         self.param_groups[0].setdefault(STEP, 0)
         self._adapt()
-        self._look()  # what it puts back belongs to what v was
         if not self._residuals_loaded:
             self._residuals_missing = self.param_groups[0][STEP] > 0
-            for bucket in self._kept():
-                for flat in (bucket.u, bucket.v):
-                    if flat is not None:
-                        flat.zero_()
+            for views in self._residuals().values():
+                for view in views.values():
+                    view.zero_()
         self._fill_state()
 
     def _momentum_missing(self) -> bool:
@@ -1217,7 +1215,6 @@ class _Distributed(torch.optim.Optimizer):
         if self._between and not self._plain:
             raise RuntimeError("residual_state_dict(), or a copy of the optimizer, was asked for between backward() "
                                "and step(); accepted: after step()")
-        self._look()
         world = self._transport.world or World(0, 1)
         shard = fsdp.shard(self._parameters()[0])
         kept = {letter: {name: view.clone() for name, view in views.items()}
@@ -1226,7 +1223,8 @@ class _Distributed(torch.optim.Optimizer):
                 **kept}
 
     def _residuals(self) -> dict[str, dict[str, Tensor]]:
-        """Views of u and of v, by parameter name."""
+        """Views of u and of v, by parameter name, after all that is still to be put back into them."""
+        self._look()
         views: dict[str, dict[str, Tensor]] = {"u": {}, "v": {}}
         for bucket in self._kept():
             views["v"].update(bucket.views(bucket.v))
@@ -1259,7 +1257,6 @@ class _Distributed(torch.optim.Optimizer):
         self._put_residuals(state_dict)
 
     def _put_residuals(self, state: Mapping[str, Any]) -> None:
-        self._look()  # as above
         self._residuals_missing, self._residuals_loaded, self._shared_by = False, True, state["size"]
         self._apart = True
         for letter, views in self._residuals().items():

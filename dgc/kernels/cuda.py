@@ -893,8 +893,7 @@ class _Verdict:
     """What the device found in the messages of a step, on its way to the host."""
 
     def __init__(self, layout: Layout, found: Tensor, senders: int):
-        self._layout, self._senders, self._found = layout, senders, found
-        self.own: Tensor | None = None  # this rank's message, on a device that runs ahead
+        self.layout, self._senders, self._found = layout, senders, found
         self._event: Any = None
         if found.device.type == "cuda":
             self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -911,18 +910,14 @@ class _Verdict:
         for sender, row in enumerate(self._found[1:].view(self._senders, -1).tolist()):
             wrong = [p for p, flag in enumerate(row[2:]) if flag]
             if wrong and not row[0]:
-                return self._layout.not_finite(sender, wrong)
+                return self.layout.not_finite(sender, wrong)
             if row[0] or row[1]:
-                return self._layout.corrupt(sender)
+                return self.layout.corrupt(sender)
         return None
 
-    def put_back(self, bucket: Bucket) -> None:
-        """What this rank has taken out of v for its message."""
-        if self.own is not None:
-            bucket.v.index_add_(0, *self._layout.read(self.own))
 
-
-_verdicts: WeakKeyDictionary[Bucket, list[_Verdict]] = WeakKeyDictionary()  # that nobody has asked for yet
+# That nobody has asked for yet, each with this rank's message.
+_verdicts: WeakKeyDictionary[Bucket, list[tuple[_Verdict, Tensor]]] = WeakKeyDictionary()
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -933,9 +928,9 @@ def _runs_ahead(device: torch.device) -> bool:
 def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
     """As :func:`dgc.kernels.plain.settle`."""
     first = None
-    for verdict in _verdicts.pop(bucket, []):
+    for verdict, message in _verdicts.pop(bucket, []):
         if (error := verdict.error()) is not None:
-            verdict.put_back(bucket)
+            bucket.v.index_add_(0, *verdict.layout.read(message))
             first = first or error
     return first
 
@@ -972,8 +967,7 @@ class Received:
     def own(self, bucket: Bucket, message: Tensor) -> None:
         """Has what this rank took out of v for its message put back, should the messages prove to be bad."""
         if _runs_ahead(self.layout.device):
-            self._verdict.own = message
-            _verdicts.setdefault(bucket, []).append(self._verdict)
+            _verdicts.setdefault(bucket, []).append((self._verdict, message))
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         self._receive(targets, None)
