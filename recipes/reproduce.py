@@ -481,13 +481,16 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
 def conditions(study: Study, rows: list[Row]) -> str:
     """In words, from what the results say."""
     results = [result for row in rows for result in row.results.values()]
-    machines = sorted({f"{result['machine']['device']}, torch {result['machine']['torch']}, dgc "
-                       + result["machine"].get("dgc", "of a commit that was not recorded") for result in results})
+    made: dict[str, set[str]] = {}
+    for machine in (result["machine"] for result in results):
+        made.setdefault(f"{machine['device']}, torch {machine['torch']}", set()).add(
+            machine.get("dgc", "a commit that was not recorded"))
     return (f"{study.title} on {' and '.join(sorted({result['dataset'] for result in results}))}, "
             f"{study.options['epochs']} epochs, {study.options['virtual_workers']} workers, "
             f"{100 * study.options['sparsity']:.5g} %, warm-up of {study.options['warmup_epochs']:g} epochs; "
-            f"{'; '.join(machines)}. Differences to dense training are between runs of one seed, their 95 % interval "
-            f"is Student's. {SOURCE[study.recipe]}")
+            + "; ".join(f"{where}; dgc {' | '.join(sorted(commits))}" for where, commits in sorted(made.items()))
+            + f". Differences to dense training are between runs of one seed, their 95 % interval is Student's. "
+              f"{SOURCE[study.recipe]}")
 
 
 def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
@@ -537,7 +540,7 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
     runs = by_sparsity(budget)
     if not adds(budget, runs.values(), done):
         return ""
-    lines = {f"{warmup:g} warm-up epochs": {sparsity: done.get(run.name) for sparsity, run in line.items()}
+    lines = {f"warm-up of {warmup:g}": {sparsity: done.get(run.name) for sparsity, run in line.items()}
              for warmup, line in runs.items()}
 
     def cell(name: str, sparsity: float, result: Result | None) -> str:
@@ -547,7 +550,7 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
     report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-sparsity.png",
                          "entries sent (%)", lambda sparsity: 100 * (1 - sparsity),
                          lambda sparsity: f"{100 * (1 - sparsity):.2g}", dense)
-    return (f"**Sparsity and warm-up**, seed 0; in brackets the compression over all of training. "
+    return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
             f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
 

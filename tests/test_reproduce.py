@@ -417,7 +417,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| workers | dense | gradient dropping | DGC |",
             "| 4 | 88.00 % (93.75) | 87.00 % (92.75) | 88.30 % (93.87) |",
             "| 8 | - (92.92) | 86.50 % (93.02) | - (93.28) |",
-            "| sparsity | " + " | ".join(f"{n} warm-up epochs" for n in (0, 1, 2, 4, 8)) + " |",
+            "| sparsity | " + " | ".join(f"warm-up of {n}" for n in (0, 1, 2, 4, 8)) + " |",
             "| 99.9 % | - | - | 88.30 % (13.3 x) | - | - |",
             "| 99.99 % | - | - | - | - | 85.50 % (13.3 x) |",
             "|  | 4 workers | 16 workers | 64 workers |", "| all-gather | - | 80.50 % | - |",
