@@ -277,14 +277,21 @@ def differences_picture(recipe: Recipe, panes: Mapping[str, BySeed], out: Path) 
 
 def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: Callable[[float], float],
                   tick: Callable[[float], str], dense: Result | None = None) -> None:
-    """What is measured along an axis, and against the compression; only what has results."""
-    figure, panel = panels(2, 11)
+    """What is measured along an axis; and, where there is dense training to compare it with, against the compression.
+    Only what has results.
+    """
+    figure, _ = panels(2, 11) if dense else panels(1, 7)
+    panel = figure.axes
     places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
     for i, (name, line) in enumerate(lines.items()):
         found, colour = {x: result for x, result in line.items() if result}, COLOURS[i % len(COLOURS)]
+        if not found:
+            continue
         values, title = [measured(result) for result in found.values()], f"{name}, {len(found)} of {len(line)} runs"
         panel[0].plot([where(x) for x in found], values, ".-", color=colour, label=title)
-        panel[1].plot([ratios(result)[0] for result in found.values()], values, ".-", color=colour)
+        if dense:
+            panel[1].plot([ratios(result)[0] for result in found.values()], values, ".-", color=colour)
+            panel[1].set(xlabel="compression over all of training")
     for axes in panel:
         if dense:
             axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":",
@@ -293,7 +300,6 @@ def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: C
     panel[0].set_xticks(list(places), list(places.values()))
     panel[0].minorticks_off()
     panel[0].set(xlabel=xlabel)
-    panel[1].set(xlabel="compression over all of training")
     figure.legend(frameon=False, loc="outside right upper")
     save(figure, out)
 
