@@ -291,15 +291,13 @@ def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: C
         panel[0].plot([where(x) for x in found], values, ".-", color=colour, label=title)
         if dense:
             panel[1].plot([ratios(result)[0] for result in found.values()], values, ".-", color=colour)
-            panel[1].set(xlabel="compression over all of training")
-    for axes in panel:
+    for axes, label in zip(panel, (xlabel, "compression over all of training"), strict=False):
         if dense:
             axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":",
                          label="dense" if axes is panel[0] else None)
-        axes.set(ylabel=recipe.axis, yscale=recipe.scale, xscale="log")
+        axes.set(xlabel=label, ylabel=recipe.axis, yscale=recipe.scale, xscale="log")
     panel[0].set_xticks(list(places), list(places.values()))
     panel[0].minorticks_off()
-    panel[0].set(xlabel=xlabel)
     figure.legend(frameon=False, loc="outside right upper")
     save(figure, out)
 
