@@ -280,25 +280,23 @@ def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: C
     """What is measured along an axis; and, where there is dense training to compare it with, against the compression.
     Only what has results.
     """
-    figure, _ = panels(2, 11) if dense else panels(1, 7)
-    panel = figure.axes
-    places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
-    for i, (name, line) in enumerate(lines.items()):
-        found, colour = {x: result for x, result in line.items() if result}, COLOURS[i % len(COLOURS)]
-        if not found:
-            continue
-        values, title = [measured(result) for result in found.values()], f"{name}, {len(found)} of {len(line)} runs"
-        panel[0].plot([where(x) for x in found], values, ".-", color=colour, label=title)
+    panes: dict[str, Callable[[float, Result], float]] = {xlabel: lambda x, result: where(x)}
+    if dense:
+        panes["compression over all of training"] = lambda x, result: ratios(result)[0]
+    figure, _ = panels(len(panes), 3 + 4 * len(panes))
+    for axes, (label, place) in zip(figure.axes, panes.items(), strict=True):
+        for i, (name, line) in enumerate(lines.items()):
+            if found := {x: result for x, result in line.items() if result}:
+                axes.plot([place(*run) for run in found.items()], [measured(result) for result in found.values()], ".-",
+                          color=COLOURS[i % len(COLOURS)], label=f"{name}, {len(found)} of {len(line)} runs")
         if dense:
-            panel[1].plot([ratios(result)[0] for result in found.values()], values, ".-", color=colour)
-    for axes, label in zip(panel, (xlabel, "compression over all of training"), strict=False):
-        if dense:
-            axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":",
-                         label="dense" if axes is panel[0] else None)
+            axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":", label="dense")
         axes.set(xlabel=label, ylabel=recipe.axis, yscale=recipe.scale, xscale="log")
-    panel[0].set_xticks(list(places), list(places.values()))
-    panel[0].minorticks_off()
-    figure.legend(frameon=False, loc="outside right upper")
+    first = figure.axes[0]
+    places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
+    first.set_xticks(list(places), list(places.values()))
+    first.minorticks_off()
+    figure.legend(*first.get_legend_handles_labels(), frameon=False, loc="outside right upper")
     save(figure, out)
 
 
