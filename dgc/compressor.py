@@ -7,18 +7,21 @@ path serves Horovod, torch.distributed and N ranks in one process, and can be te
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from dgc import cost, kernels, select
+from dgc import ahead, cost, kernels, select
+from dgc.ahead import Answer
 from dgc.config import Config
 from dgc.residual import Bucket, Gradient, clip_scale
-from dgc.wire import Layout, Whole, not_finite
+from dgc.wire import Layout, Whole, not_finite, sender_name
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,11 @@ class Dense:
     Args:
         flat: of all parameters, in order.
         numels: of each one.
+        doubt: whether it is finite, where that is not known yet.
     """
 
-    def __init__(self, flat: Tensor, numels: Sequence[int]):
-        self.parts = flat.split(list(numels))
+    def __init__(self, flat: Tensor, numels: Sequence[int], doubt: Doubt | None = None):
+        self.parts, self.doubt = flat.split(list(numels)), doubt
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """See :class:`Update`."""
@@ -127,6 +131,42 @@ class Dense:
                 lists[1].append(part)
         for rate, (some, parts) in of_rate.items():
             torch._foreach_add_(some, parts, alpha=rate)
+
+
+class Doubt:
+    """Whether a sum over ranks is finite, where a device runs ahead and nobody waits for it to say so. Alike on all
+    ranks; if it is not, the update is zero.
+
+    Args:
+        names: of the parameters that it is of.
+        numels: of each one.
+        own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or -1.
+        total: int64 (), the same of the sum.
+        each: how many ranks have the same gradient.
+    """
+
+    def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1):
+        self._names, self._starts, self._each = names, list(accumulate(numels, initial=0))[:-1], each
+        self.fine = total < 0  # bool (), on the device
+        self._answer = Answer(torch.stack([own, total]))
+
+    @property
+    def founded(self) -> bool:
+        """Whether it is not finite, on any rank. Waits for the device."""
+        return int(self._answer.get()[1]) >= 0
+
+    def who(self) -> Generator[Collective, Tensor, str]:
+        """Which ranks' gradients, and a parameter of each, where it is founded: all ranks ask. Or nobody's, ""."""
+        own = int(self._answer.get()[0])
+        return (yield from who_is_not_finite(self._names, [self._name(own)] if own >= 0 else [], self.fine.device,
+                                             self._each))
+
+    def error(self, blame: str = "") -> FloatingPointError:
+        """What is to be raised, alike on all ranks, where it is founded."""
+        return FloatingPointError(blame or _sum_not_finite(self._name(int(self._answer.get()[1]))))
+
+    def _name(self, entry: int) -> str:
+        return self._names[bisect(self._starts, entry) - 1]
 
 
 Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor
@@ -202,13 +242,13 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
                 for name, norm in norms.items()}
     kernel = _kernel(bucket)
     if sparsity == 0.0:
-        bad = kernel.accumulate(bucket, gradients, clip, layout)
+        bad = _told(bucket, kernel.accumulate(bucket, gradients, clip, layout))
         bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
         return (yield from _summed(bucket, None, bucket.take_all(() if bad else gradients), world, average, bad))
     exchange, dense = _cheapest(config.exchange, layout, bucket, world)
     leader = step % world.nodes
     if exchange == "shared" and not dense and world.node != leader:
-        bad = kernel.accumulate(bucket, gradients, clip, layout)
+        bad = kernel.accumulate(bucket, gradients, clip, layout) or bucket.not_finite()
         return (yield from _on_support(bucket, layout, None, leader, config.factor_masking, world, average, bad))
     bad, index, used = kernel.select(bucket, gradients, clip, layout, config.selection == "exact", step)
     if exchange == "shared" and not dense:
@@ -216,9 +256,9 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         return (yield from _on_support(bucket, layout, message, leader, config.factor_masking, world, average,
                                        bad or bucket.not_finite()))
     if dense:
-        bad = bad or bucket.not_finite()
-        index = index[layout.uses(used)][:0 if bad else None]
-        values = bucket.v[index]
+        bad = _told(bucket, bad)
+        fine = ~bucket.marked.any() if bad is None else not bad
+        values = torch.where(layout.uses(used) & fine, bucket.v[index], 0)
         bucket.take(index, values, config.factor_masking)
         return (yield from _summed(bucket, index, values, world, average, bad))
     message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, config.factor_masking)
@@ -237,6 +277,13 @@ def _kernel(bucket: Bucket) -> Any:
     return kernels.find(bucket.v.device.type, bucket.v.dtype)
 
 
+def _told(bucket: Bucket, bad: Sequence[str]) -> Sequence[str] | None:
+    """Which of this rank's gradients are not finite. None: only the device knows, in the bucket's flags."""
+    if bucket.flags is not None and bucket.numel and ahead.runs_ahead(bucket.v.device):
+        return None
+    return bad or bucket.not_finite()
+
+
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
                  predivide: float = 1.0) -> Path:
     """The path of parameters that always travel dense: their gradients, summed by one ring allreduce.
@@ -252,18 +299,20 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         The :class:`Update`, in the order and dtype of ``gradients``.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite; raised on all of them.
+        FloatingPointError: a rank's gradient is not finite; raised on all of them. Where a device runs ahead the update
+            has a :class:`Doubt` instead.
     """
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+    own = _first_not_finite(flat) if ahead.runs_ahead(flat.device) else None
     if scale is not None:
         flat.mul_(scale.to(flat.dtype))
     if predivide != 1.0:
         flat.div_(predivide)
     total = yield Collective("sum", flat)
     numels = [gradient.numel() for gradient in gradients.values()]
-    yield from _refuse_not_finite(total, list(gradients), numels, lambda: [
+    total, doubt = yield from _finite(total, own, list(gradients), numels, lambda: [
         name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()])
-    return Dense(total.mul_(predivide / world.size) if average else total, numels)
+    return Dense(total.mul_(predivide / world.size) if average else total, numels, doubt)
 
 
 def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World, *,
@@ -397,29 +446,39 @@ def _on_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: 
         total = yield from _among_nodes("sum", flagged, world)
         yield from _refuse_not_finite(total, [*bucket.names, ""], [*layout.counts, 1], lambda: bad)
     except (Exception, KeyboardInterrupt):
-        bucket.v.index_add_(0, index, values)
+        _put_back(bucket, index, values)
         raise
     summed = total[:-1].div_(world.divisor(average))
     return Dense(torch.zeros_like(bucket.v).index_add_(0, index, summed), bucket.numels)
 
 
 def _summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool,
-            bad: Sequence[str] = ()) -> Path:
+            bad: Sequence[str] | None = ()) -> Path:
     """The sum over ranks of what was taken, as one dense tensor. A rank with a bad gradient takes part to say so."""
     flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
-    for name in bad:
+    own = None
+    if bad is None:
+        marks = torch.where(bucket.marked, torch.nan, 0.0).to(flat)
+        own = _first_not_finite(flat.index_add_(0, bucket.beginnings, marks))
+    for name in bad or ():
         flat[bucket.offsets[bucket.names.index(name)]] = torch.nan
     try:
         total = yield from _among_nodes("sum", flat, world)
-        yield from _refuse_not_finite(total, bucket.names, bucket.numels, lambda: bad)
+        total, doubt = yield from _finite(total, own, bucket.names, bucket.numels, lambda: bad or (), world.node_size)
     except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
-        if index is None:
-            bucket.v += taken
-        else:
-            bucket.v.index_add_(0, index, taken)
+        _put_back(bucket, index, taken)
         raise
+    if doubt is not None:
+        _put_back(bucket, index, torch.where(doubt.fine, 0, taken))
     divisor = world.divisor(average)
-    return Dense(total if divisor == 1 else total.div_(divisor), bucket.numels)
+    return Dense(total if divisor == 1 else total.div_(divisor), bucket.numels, doubt)
+
+
+def _put_back(bucket: Bucket, index: Tensor | None, taken: Tensor) -> None:
+    if index is None:
+        bucket.v += taken
+    else:
+        bucket.v.index_add_(0, index, taken)
 
 
 def _gathered(bucket: Bucket, layout: Layout, message: Tensor, world: World, average: bool) -> Path:
@@ -432,6 +491,31 @@ def _gathered(bucket: Bucket, layout: Layout, message: Tensor, world: World, ave
     except (Exception, KeyboardInterrupt):
         bucket.v.index_add_(0, *layout.read(message))
         raise
+
+
+def _first_not_finite(flat: Tensor) -> Tensor:
+    """int64 (): where the first entry is that is not finite, or -1. The device is not asked."""
+    if not flat.numel():
+        return torch.full((), -1, device=flat.device)
+    found, at = flat.isfinite().logical_not_().view(torch.uint8).max(0)
+    return torch.where(found > 0, at, -1)
+
+
+def _finite(total: Tensor, own: Tensor | None, names: Sequence[str], numels: Sequence[int],
+            bad: Callable[[], Sequence[str]], each: int = 1) -> Generator[
+                Collective, Tensor, tuple[Tensor, Doubt | None]]:
+    """A sum, which is refused where it is not finite; or, where the device is not asked, zero then, with the doubt.
+
+    Args:
+        own: as for :class:`Doubt`, where the device is not asked.
+        total, names, numels, bad: as for :func:`_refuse_not_finite`, where it is.
+        each: how many ranks have the same gradient.
+    """
+    if own is None:
+        yield from _refuse_not_finite(total, names, numels, bad)
+        return total, None
+    doubt = Doubt(names, numels, own, _first_not_finite(total), each)
+    return torch.where(doubt.fine, total, 0), doubt
 
 
 def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int],
@@ -450,14 +534,19 @@ def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int
     if not blame:  # each addend was finite
         parts = zip(names, total.split(list(numels)), strict=True)
         wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
-        blame = f"the sum over ranks of their gradients is not finite, in: {wrong}"
+        blame = _sum_not_finite(wrong)
     raise FloatingPointError(blame)
 
 
-def who_is_not_finite(names: Sequence[str], bad: Iterable[str], device: torch.device) -> Generator[
+def _sum_not_finite(names: str) -> str:
+    return f"the sum over ranks of their gradients is not finite, in: {names}"
+
+
+def who_is_not_finite(names: Sequence[str], bad: Iterable[str], device: torch.device, each: int = 1) -> Generator[
         Collective, Tensor, str]:
-    """Which ranks, and in what, when each knows its own."""
+    """Which ranks, and in what, when each knows its own; ``each`` says how many of them have the same."""
     own = set(bad)
     everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=device))
-    return "; ".join(str(not_finite(f"rank {rank}", [name for name, mark in zip(names, marks, strict=True) if mark]))
-                     for rank, marks in enumerate(everyones.tolist()) if any(marks))
+    return "; ".join(str(not_finite(sender_name(sender, each), [
+        name for name, mark in zip(names, marks, strict=True) if mark]))
+        for sender, marks in enumerate(everyones[::each].tolist()) if any(marks))

@@ -26,6 +26,8 @@ from dgc import agree, fsdp, kernels
 from dgc.beside import abandon, beside, follow, rejoin
 from dgc.compressor import (
     Collective,
+    Dense,
+    Doubt,
     Update,
     World,
     average_in_node,
@@ -287,6 +289,7 @@ class _Distributed(torch.optim.Optimizer):
         self._residuals_loaded = False  # since the last step
         self._warned_of_change = False
         self._found: list[FloatingPointError | ValueError] = []  # in messages, and not raised yet
+        self._doubts: list[tuple[str, Doubt]] = []  # of sums: the name of the exchange, and what may have to be raised
         self._should_synchronize = True
         self._lock = threading.RLock()
         self._pace: Pace | None = None  # if the sparsity is adaptive
@@ -858,6 +861,8 @@ class _Distributed(torch.optim.Optimizer):
                         parameters[0].grad = update
                     else:
                         self._deliver(shipment, parameters, update)
+                        if isinstance(update, Dense) and update.doubt is not None:
+                            self._doubts.append((shipment.name, update.doubt))
                         if shipment.kept is not None:
                             delivered.append((shipment.kept, update))
             except (FloatingPointError, ValueError):  # found in messages: by all ranks that received them so
@@ -866,7 +871,7 @@ class _Distributed(torch.optim.Optimizer):
                 self._exchanges.clear()
                 self._put_back(delivered)
                 self._look()
-                self._found.clear()  # of this step, which fails
+                self._forget()  # of this step, which fails
                 self._reset()
                 raise
         self._close()
@@ -1039,14 +1044,22 @@ class _Distributed(torch.optim.Optimizer):
         for device in {bucket.v.device for bucket in buckets}:
             rejoin(device)  # whose v may be in use beside this
         self._found += [error for bucket in buckets if (error := settle(bucket)) is not None]
+        self._doubts = [(name, doubt) for name, doubt in self._doubts if doubt.founded]
 
     def _raise_found(self) -> None:
         """Raises it, where all ranks are: they have found the same, and whoever raises it alone goes on alone."""
         self._look()
+        for name, doubt in self._doubts:
+            asked = not self._elastic  # where ranks that have come since would not know that they are asked
+            blame = Exchange(doubt.who(), self._transport, f"{name}.blame", self._count).finish() if asked else ""
+            self._found.append(doubt.error(blame))
         if self._found:
             error = self._found[0]
-            self._found.clear()
+            self._forget()
             raise error
+
+    def _forget(self) -> None:
+        self._found, self._doubts = [], []
 
     def _kept(self) -> list[Bucket]:
         return [shipment.kept for shipment in self._shipments if shipment.kept is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate as accumulated
 from typing import Any
 
@@ -125,6 +126,17 @@ class Bucket:
             left[name].copy_(here[name])
             here[name].zero_()
         return taken
+
+    @cached_property
+    def beginnings(self) -> Tensor:
+        """int64 (P,): where each parameter begins; an empty one at the end has the last entry's place."""
+        return torch.tensor(self.offsets, device=self.v.device).clamp_(max=self.numel - 1)
+
+    @property
+    def marked(self) -> Tensor:
+        """bool (P,): the parameters that ``flags`` marks."""
+        assert self.flags is not None
+        return self.flags[:-1] > 0
 
     def not_finite(self) -> list[str]:
         """The parameters that ``flags`` marks. Waits for the device."""

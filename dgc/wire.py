@@ -191,8 +191,7 @@ class Layout:
 
     def named(self, sender: int) -> str:
         """What errors call it."""
-        first = sender * self.node_size
-        return f"rank {sender}" if self.node_size == 1 else f"ranks {first} to {first + self.node_size - 1}"
+        return sender_name(sender, self.node_size)
 
     def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
         return not_finite(self.named(sender), [self.names[i] for i in parameters])
@@ -290,6 +289,12 @@ def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
                          "do all ranks have the same model, Config and schedule?")
     if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
         raise _corrupt(sender, bucket)
+
+
+def sender_name(sender: int, node_size: int = 1) -> str:
+    """What errors call a contributor: a rank, or the ranks of a node."""
+    first = sender * node_size
+    return f"rank {sender}" if node_size == 1 else f"ranks {first} to {first + node_size - 1}"
 
 
 def not_finite(sender: str, names: Iterable[str]) -> FloatingPointError:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgc import wire
+from dgc import ahead, wire
+from dgc.ahead import Answer
 from dgc.kernels import plain
 from dgc.residual import Bucket, Gradient
 from dgc.select import DEVIATIONS
@@ -833,7 +833,9 @@ class _Selection:
 
 def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                layout: Layout) -> list[str]:
-    """As :func:`dgc.kernels.plain.accumulate`; this one asks the device whether the gradients were finite."""
+    """As :func:`dgc.kernels.plain.accumulate`, but it names no parameters whose gradient is not finite: that would be a
+    question to the device. It marks them in ``bucket.flags``.
+    """
     with torch.cuda.device_of(bucket.v):
         local, table, count = _Gradients(bucket, gradients, scale), _table(layout), len(bucket.names)
         u = bucket.v if bucket.u is None else bucket.u
@@ -847,13 +849,13 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
                 VELOCITY=bucket.u is not None, SELECT=False, ROOM=64, ALIGNED=local.aligned and table.aligned,
                 num_warps=8, enable_fp_fusion=False)
         bucket.gradient_square = squares.sum()
-        return bucket.not_finite()
+    return []
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
            layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`dgc.kernels.plain.select`, but it names no parameters whose gradient is not finite: that would be a
-    question to the device. It marks them in ``bucket.flags``, which :func:`encode` looks at there.
+    """As :func:`dgc.kernels.plain.select`, but as :func:`accumulate` it marks parameters whose gradient is not finite
+    in ``bucket.flags``, which :func:`encode` looks at there.
     """
     with torch.cuda.device_of(bucket.v):
         selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
@@ -893,21 +895,14 @@ class _Verdict:
     """What the device found in the messages of a step, on its way to the host."""
 
     def __init__(self, layout: Layout, found: Tensor, senders: int):
-        self.layout, self._senders, self._found = layout, senders, found
-        self._event: Any = None
-        if found.device.type == "cuda":
-            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self.layout, self._senders, self._found = layout, senders, Answer(found)
 
     def error(self) -> FloatingPointError | ValueError | None:
         """Waits for the verdict: what is wrong with the messages."""
-        if self._event is not None:
-            self._event.synchronize()  # of a step ago, so that there is hardly anything to wait for
-        if not self._found[0]:
+        found = self._found.get()
+        if not found[0]:
             return None
-        for sender, row in enumerate(self._found[1:].view(self._senders, -1).tolist()):
+        for sender, row in enumerate(found[1:].view(self._senders, -1).tolist()):
             wrong = [p for p, flag in enumerate(row[2:]) if flag]
             if wrong and not row[0]:
                 return self.layout.not_finite(sender, wrong)
@@ -918,11 +913,6 @@ class _Verdict:
 
 # That nobody has asked for yet, each with this rank's message.
 _verdicts: WeakKeyDictionary[Bucket, list[tuple[_Verdict, Tensor]]] = WeakKeyDictionary()
-
-
-def _runs_ahead(device: torch.device) -> bool:
-    """Whether launches return before they are done: else a verdict is there at once."""
-    return device.type == "cuda"
 
 
 def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
@@ -961,12 +951,12 @@ class Received:
                 self._message16, self._message32, sums, self._found, self._slots, table.parameters, table.blocks, count,
                 table.blocks_count, positions, exponents, words)
             self._verdict = _Verdict(layout, self._found, senders)
-        if not _runs_ahead(layout.device) and (error := self._verdict.error()) is not None:
+        if not ahead.runs_ahead(layout.device) and (error := self._verdict.error()) is not None:
             raise error
 
     def own(self, bucket: Bucket, message: Tensor) -> None:
         """Has what this rank took out of v for its message put back, should the messages prove to be bad."""
-        if _runs_ahead(self.layout.device):
+        if ahead.runs_ahead(self.layout.device):
             _verdicts.setdefault(bucket, []).append((self._verdict, message))
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
