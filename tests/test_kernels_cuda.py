@@ -308,7 +308,7 @@ SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  
 
 
 @pytest.mark.parametrize(("where", "sparsity"), [
-    ("ab", 0.9), ("ab", SHRINKS), ("ab", 0.0), ("ab", 0.3), ("ac", 0.9), ("ac", 0.3), ("c", 0.9)])
+    ("ab", 0.9), ("ab", SHRINKS), ("ab", 0.0), ("ab", 0.3), ("ac", 0.9), ("c", 0.9)])
 def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch):
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
@@ -405,10 +405,12 @@ class Unasked(TorchDispatchMode):
         return heard
 
 
-@pytest.mark.parametrize("sparsity", [0.99, 0.0, 0.3], ids=["sparse", "dense", "cheaper as a dense sum"])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"apply_directly": True}], ids=str)
+@pytest.mark.parametrize(("sparsity", "options"), [
+    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.3, {}), (0.0, {})], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
-    """Backward pass, exchange and step, of parameters that travel compressed and dense."""
+    """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer
+    bytes.
+    """
     unasked = Unasked()
     monkeypatch.setattr(ahead, "runs_ahead", lambda device: True)
     monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
