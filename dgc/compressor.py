@@ -257,8 +257,9 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
                                        bad or bucket.not_finite()))
     if dense:
         bad = _told(bucket, bad)
-        fine = ~bucket.marked.any() if bad is None else not bad
-        values = torch.where(layout.uses(used) & fine, bucket.v[index], 0)
+        valid = layout.uses(used) & (~bucket.marked.any() if bad is None else not bad)
+        index = torch.where(valid, index, 0)  # in the other slots there may be anything
+        values = torch.where(valid, bucket.v[index], 0)
         bucket.take(index, values, config.factor_masking)
         return (yield from _summed(bucket, index, values, world, average, bad))
     message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, config.factor_masking)

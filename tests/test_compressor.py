@@ -155,6 +155,26 @@ def test_the_dense_fallback_sends_the_same_entries():
     assert torch.equal(mine[0].v[kept], v[kept]) and math.isclose(kept.float().mean().item(), 0.75, abs_tol=1e-3)
 
 
+@pytest.mark.parametrize("sparsity", [0.75, 0.99])
+def test_slots_that_are_not_used_may_hold_anything(sparsity):
+    """As memory does that nothing was written to; here the largest numbers, as torch fills it with where it is to be
+    deterministic. Where all parameters have a gradient, or one has none.
+    """
+    n, some = 16, gradients(0, 0)
+    del some["b"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for given in (some, gradients(0, 0)):
+            mine = buckets(n)
+            mine[0].v.view(-1)[2000] = 7.0  # of b, which waits
+            config = dgc.Config(sparsity=sparsity, min_numel=0)
+            update, *_ = walk([reduce(b, given, config, 0, w) for b, w in zip(mine, worlds(n), strict=True)])
+            waits = mine[0].views(mine[0].v)["b"].flatten()[0]
+            assert (update[2000] != 0) != (waits == 7.0) and update.isfinite().all() and update.any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.99])
 @pytest.mark.parametrize("n", [2, 16])
 def test_an_abandoned_exchange_loses_nothing(sparsity, n):
