@@ -146,7 +146,7 @@ class Doubt:
     """
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1):
-        self._names, self._starts, self._each = names, list(accumulate(numels, initial=0))[:-1], each
+        self._names, self._numels, self._each = names, numels, each
         self.fine = total < 0  # bool (), on the device
         self._answer = Answer(torch.stack([own, total]))
 
@@ -166,7 +166,7 @@ class Doubt:
         return FloatingPointError(blame or _sum_not_finite(self._name(int(self._answer.get()[1]))))
 
     def _name(self, entry: int) -> str:
-        return self._names[bisect(self._starts, entry) - 1]
+        return self._names[bisect(list(accumulate(self._numels)), entry)]  # in the first part that ends beyond it
 
 
 Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor
