@@ -93,6 +93,8 @@ if ! compgen -G "$wheels/*.whl" > /dev/null; then
     # torch's headers need C++17 since 2.1; Horovod still asks for C++14.
     find "$work/horovod-$version" -path '*/third_party' -prune -o -name CMakeLists.txt -print0 \
         | xargs -0 sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 17/'
+    # As optimised, but without debugging information, which takes two fifths of the compiler's time.
+    sed -i "s/'RelWithDebInfo'/'Release'/" "$work/horovod-$version/setup.py"
 
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     export HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_CPU_OPERATIONS=GLOO
