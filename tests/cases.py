@@ -459,11 +459,16 @@ def too_large():
 
 
 def started_anew():
-    """Horovod shut down and initialised again under a living optimizer, as elastic jobs do."""
+    """Horovod shut down and initialised again under a living optimizer, as elastic jobs do.
+
+    By another host name, since the server at which processes look one another up keeps the addresses of a host's
+    processes where one of them was done before another (only elastic jobs clear it), and who reads those finds no one.
+    """
     import horovod.torch as hvd
     config = dgc.Config(sparsity=0.9)
     network, optimizer = train(range(3), config)
     hvd.shutdown()
+    os.environ["HOROVOD_HOSTNAME"] += "-anew"
     hvd.init()
     train(range(3, 6), config, network, optimizer)
     return flat(network), flat(train(range(6), config)[0])
