@@ -183,7 +183,10 @@ def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[f
 
 
 def ablation(recipe: Recipe, rows: list[Row]) -> str:
-    """A Markdown table; the first row is that of dense training."""
+    """A Markdown table; the first row is that of dense training. The paper's column is there where a row has it."""
+    def paper(cell: str) -> list[str]:
+        return [cell] if any(row.paper for row in rows) else []
+
     values = [{seed: measured(result) for seed, result in row.results.items()} for row in rows]
     lines = []
     for row, ours in zip(rows, values, strict=True):
@@ -194,9 +197,9 @@ def ablation(recipe: Recipe, rows: list[Row]) -> str:
         interval = "" if np.isnan(half) else f" [{apart - half:+.2f}, {apart + half:+.2f}]"
         ratio = [times(np.mean([ratios(result)[i] for result in found])) if found else "-" for i in (0, 1)]
         lines.append([row.title, f"{len(found)} of {row.asked}", mean, spread,
-                      "-" if np.isnan(apart) else f"{apart:+.2f}{interval}", row.paper or "-", *ratio])
-    return markdown(["", "seeds", recipe.title, "standard deviation", "to dense [95 %]", "the paper's", "compression",
-                     "after warm-up"], lines)
+                      "-" if np.isnan(apart) else f"{apart:+.2f}{interval}", *paper(row.paper or "-"), *ratio])
+    return markdown(["", "seeds", recipe.title, "standard deviation", "to dense [95 %]", *paper("the paper's"),
+                     "compression", "after warm-up"], lines)
 
 
 def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:

@@ -199,14 +199,23 @@ def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
     return {row: {n: run(budget.cifar10, row, 0, virtual_workers=n) for n in budget.workers} for row in WORKERS}
 
 
+def warmed(budget: Budget, warmup: float, sparsity: float, seed: int) -> Run:
+    """DGC with a warm-up of so many epochs; with none it is the parts' row before the last."""
+    if warmup == 0:
+        return run(budget.cifar10, "masking", seed, sparsity=sparsity)
+    return run(budget.cifar10, "dgc", seed, sparsity=sparsity, warmup_epochs=warmup)
+
+
 def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
     """Epochs of warm-up -> sparsity -> run."""
-    def at(warmup: float, sparsity: float) -> Run:
-        if warmup == 0:
-            return run(budget.cifar10, "masking", 0, sparsity=sparsity)
-        return run(budget.cifar10, "dgc", 0, sparsity=sparsity, warmup_epochs=warmup)
+    return {warmup: {sparsity: warmed(budget, warmup, sparsity, 0) for sparsity in budget.sparsities}
+            for warmup in budget.warmups}
 
-    return {warmup: {sparsity: at(warmup, sparsity) for sparsity in budget.sparsities} for warmup in budget.warmups}
+
+def by_warmup(budget: Budget) -> dict[float, dict[int, Run]]:
+    """Epochs of warm-up -> seed -> run, at the usual sparsity."""
+    return {warmup: {seed: warmed(budget, warmup, budget.cifar10.options["sparsity"], seed)
+                     for seed in budget.seeds[0]} for warmup in budget.warmups}
 
 
 def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
@@ -244,6 +253,7 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
                          for line in lengths[n].values() for at in line.values()],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
+              "warmup": list(by_warmup(budget).values()),
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 
@@ -471,7 +481,7 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
             texts += [draw_table(budget, done)
-                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_exchange)]
+                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -555,6 +565,19 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
 
 
+def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    runs = by_warmup(budget)
+    if not adds(budget, runs.values(), done):
+        return ""
+    lines = {"dense": {seed: run(budget.cifar10, "dense", seed) for seed in budget.seeds[0]},
+             **{f"warm-up of {warmup:g}": at for warmup, at in runs.items()}}
+    rows = [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
+            for title, at in lines.items()]
+    return (f"**Warm-up** in epochs, at {100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
+            f"{report.ablation(RECIPES['cifar10'], rows)}")
+
+
 def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
     """The table, or nothing."""
     runs, study = by_exchange(budget), budget.exchange
@@ -589,7 +612,7 @@ def main(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(help=(
             "A run, all whose name contains this, or a table's: ablation, length, workers, sparsity, "
-            "exchange."))] = None,
+            "warmup, exchange."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

@@ -122,6 +122,8 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in tables["sparsity"].values()} == {
         (sparsity, warmup) for sparsity in (0.99, 0.999, 0.9995, 0.9999) for warmup in (0, 1, 2, 4, 8)}
     assert {(run.options["method"], run.options["seed"]) for run in tables["sparsity"].values()} == {("dgc", 0)}
+    assert set(tables["warmup"]) == {f"cifar10-{row}-{seed}" for seed in range(3) for row in (
+        "masking", "dgc-warmup1", "dgc", "dgc-warmup4", "dgc-warmup8")}
     assert {tuple(run.options.get(key) for key in (
         "virtual_workers", "exchange", "virtual_node", "sparsity", "factor_masking", "seed"))
             for run in tables["exchange"].values()} == {
@@ -142,7 +144,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         (*way[:1], epochs, seed, *(way[1:] and (way[1], 0.08 * epochs, way[2])))
         for epochs in (5, 25) for seed in range(3) for way in (
             ("dense",), *(("dgc", sparsity, masking) for sparsity in (0.9, 0.99, 0.999) for masking in (True, False)))}
-    assert len(names) == 9 + 6 + 10 + 36 + 9 + 17 + 42
+    assert len(names) == 9 + 6 + 10 + 36 + 9 + 17 + 7 + 42
     assert {run.options["epochs"] for run in runs[25:46]} == {5}
     assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[70:75]} == {
@@ -198,7 +200,7 @@ def test_only_names_tables_and_parts_of_names():
     assert {run.name for run in reproduce.chosen(budget, ["workers", "ptb-dense"])} == {
         *reproduce.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in reproduce.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
-    with pytest.raises(typer.BadParameter, match="accepted: ablation, length, workers, sparsity, exchange, or a part"):
+    with pytest.raises(typer.BadParameter, match="ablation, length, workers, sparsity, warmup, exchange, or a part"):
         reproduce.chosen(budget, ["imagenet"])
 
 
@@ -377,7 +379,9 @@ def test_differences_are_paired_and_their_interval_is_students():
 
 
 def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsys):
-    """By hand: seeds of DGC differ from dense training's by 0.3 and 0.1, 0.2 with an interval of 12.706 times 0.1."""
+    """By hand: seeds of DGC differ from dense training's by 0.3 and 0.1, 0.2 with an interval of 12.706 times 0.1; with
+    a warm-up of 4 by 0.2 and -0.4.
+    """
     budget, write = kept
     history = [{"epoch": i + 1, "loss": 1.0, "accuracy": 80.0, "step_seconds": 1.0, "bytes_per_step": nbytes}
                for i, nbytes in enumerate((100.0, 50.0))]
@@ -394,6 +398,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     write("cifar10-topk-8workers-0", settings={"method": "topk", "virtual_workers": 8}, accuracy=86.5, **rest)
     write("cifar10-dgc-sparsity99.99-warmup8-0", settings={"sparsity": 0.9999, "warmup_epochs": 8}, accuracy=85.5,
           **rest)
+    for seed, accuracy in enumerate((88.2, 88.0)):
+        write(f"cifar10-dgc-warmup4-{seed}", settings={"warmup_epochs": 4, "seed": seed}, accuracy=accuracy, **rest)
     same = {"epochs": 10, "warmup_epochs": 1.0, "virtual_workers": 16, "batch_size": 8}
     for seed, (gathered, shared) in enumerate(((80.0, 79.5), (81.0, 81.1))):
         name, mine = "cifar10-exchange-dgc-16workers-batch8-", {**same, "seed": seed}
@@ -418,15 +424,18 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| 4 | 88.00 % (93.75) | 87.00 % (92.75) | 88.30 % (93.87) |",
             "| 8 | - (92.92) | 86.50 % (93.02) | - (93.28) |",
             "| sparsity | " + " | ".join(f"warm-up of {n}" for n in (0, 1, 2, 4, 8)) + " |",
-            "| 99.9 % | - | - | 88.30 % (13.3 x) | - | - |",
+            "| 99.9 % | - | - | 88.30 % (13.3 x) | 88.20 % (13.3 x) | - |",
             "| 99.99 % | - | - | - | - | 85.50 % (13.3 x) |",
+            "|  | seeds | test accuracy | standard deviation | to dense [95 %] | compression | after warm-up |",
+            "| warm-up of 1 | 0 of 3 | - | - | - | - | - |",
+            "| warm-up of 4 | 2 of 3 | 88.10 % | 0.14 | -0.10 [-3.91, +3.71] | 13.3 x | 20.0 x |",
             "|  | 4 workers | 16 workers | 64 workers |", "| all-gather | - | 80.50 % | - |",
             "| shared | - | 80.30 % (-0.20) | - |", "| hierarchical | - | - | - |",
             "| shared, 99.6 % | - | - | - |", "| shared, 99 %, no masking | - | - | - |",
             "| hierarchical shared, 99 %, no masking | - | - | - |", "| all-gather, 99 %, no masking | - | - | - |"):
         assert line in lines
     text = "\n".join(lines)
-    assert all(count in text for count in ("8 of 42 runs.", "4 of 12 runs.", "Dense: 88.00 %. 2 of 20 runs.",
+    assert all(count in text for count in ("8 of 42 runs.", "4 of 12 runs.", "Dense: 88.00 %. 3 of 20 runs.",
                                            "4 of 42 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
