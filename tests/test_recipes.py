@@ -172,7 +172,7 @@ def test_sparsity_is_a_number_or_an_expression(name, method):
     settings = {key: option.default for key, option in inspect.signature(module.main).parameters.items()}
 
     def chosen(text, warmup_epochs=None):
-        a = argparse.Namespace(**{**settings, "method": method, "sparsity": job.sparsity(text),
+        a = argparse.Namespace(**{**settings, "method": method, "sparsity": job.sparsity(text), "epochs": 40,
                                   "warmup_epochs": warmup_epochs})
         return module.config(a, 100).sparsity
 
@@ -756,6 +756,17 @@ def test_the_documentation_is_divided_by_topic():
     assert {part: len(numbers) for part, numbers in parts.items()} == lengths
 
 
+@pytest.mark.parametrize(("arguments", "epochs"), [
+    ({"data": Path("ptb")}, 40), ({}, 16), ({"data": Path("ptb"), "epochs": 3}, 3), ({"epochs": 5}, 5)])
+def test_the_language_model_trains_for_as_long_as_its_text_needs(arguments, epochs, monkeypatch):
+    """Penn Treebank for the paper's 40 epochs, the default text for fewer."""
+    import ptb
+    seen = []
+    monkeypatch.setattr(ptb.job, "run", lambda _, a: seen.append(a.epochs))  # and no result, as on ranks above 0
+    ptb.main(**arguments)
+    assert seen == [epochs]
+
+
 def test_the_language_models_are_the_papers():
     """The paper's gradient of 194.68 MB, and its warm-up over the first of 40 epochs."""
     import ptb
@@ -763,8 +774,8 @@ def test_the_language_models_are_the_papers():
         sizes = {size: sum(p.numel() for p in ptb.LanguageModel(10_000, *ptb.SIZES[size]).parameters())
                  for size in ptb.SIZES}
     assert f"{4 * sizes['large'] / 2**20:.2f}" == "194.68" and sizes["small"] == 2_653_200
-    a = argparse.Namespace(**{name: option.default for name, option in inspect.signature(ptb.main).parameters.items()})
-    config = ptb.config(a, 1328)
+    defaults = {name: option.default for name, option in inspect.signature(ptb.main).parameters.items()}
+    config = ptb.config(argparse.Namespace(**{**defaults, "epochs": 40}), 1328)
     assert [config.sparsity_at(step) for step in (0, 332, 664, 996, 1328)] == pytest.approx(
         [0.75, 0.9375, 0.984375, 0.996, 0.999], abs=2e-4)
     assert config.sparsity_at(331) == 0.75 and config.clip_norm == 0.25
