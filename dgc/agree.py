@@ -16,33 +16,40 @@ LINE = 256  # bytes of a line that an error shows
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check(sections: Mapping[str, Iterable[str]], transport: Any, device: torch.device) -> None:
+def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]], transport: Any,
+          device: torch.device) -> list[str]:
     """Compares what is said on each rank, to rank 0's.
 
     A rank that has another configuration or model would send messages of other sizes, or in another order: the job
-    would hang, or go on with a wrong result.
+    would hang, or go on with a wrong result. One that has another learning rate, or other values, is on its own way.
 
     Args:
-        sections: what is compared -> lines of text; the same sections on every rank.
+        needed: what must be alike -> lines of text; the same sections on every rank.
+        wise: what had better be.
         transport: what to ask the other ranks over.
         device: of the tensors that travel.
 
+    Returns:
+        A sentence about each section of ``wise`` that differs, with the first line that does; alike on all ranks.
+
     Raises:
-        ValueError: on all ranks alike, with the first line that differs, of the first section that does.
+        ValueError: on all ranks alike, with such a sentence about the first section of ``needed`` that differs.
     """
-    texts = {section: "\n".join(lines).encode() for section, lines in sections.items()}
+    texts = {section: "\n".join(lines).encode() for section, lines in {**needed, **wise}.items()}
     own = torch.tensor([_digest(text) for text in texts.values()], device=device)
     everyones = transport.start(Collective("gather", own), "dgc.agree")()
-    wrong = (everyones != everyones[0]).cpu()
-    if not wrong.any():
-        return
-    column = int(wrong.any(0).nonzero()[0])
-    section, text = list(texts.items())[column]
-    lines = _differing_lines(text, transport, device)
-    ranks = wrong[:, column].nonzero().flatten().tolist()
-    others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
-    here, there = lines[ranks[0]]
-    raise ValueError(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
+    differs = (everyones != everyones[0]).cpu()
+    sentences = []
+    for (section, text), column in zip(texts.items(), differs.T, strict=True):
+        if not column.any():
+            continue
+        ranks = column.nonzero().flatten().tolist()
+        here, there = _differing_lines(text, transport, device)[ranks[0]]
+        others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+        sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
+        if section in needed:
+            raise ValueError(sentences[0])
+    return sentences
 
 
 def _differing_lines(text: bytes, transport: Any, device: torch.device) -> list[tuple[str, str]]:

@@ -28,7 +28,6 @@ import os
 import random
 import re
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from functools import partial
@@ -44,6 +43,7 @@ from dgc.compressor import Collective
 from dgc.optimizer import STEP
 from dgc.pace import KEYS, SPARSITY
 from dgc.transport import Transport, find, gather_bytes
+from dgc.warn import warn
 
 T = TypeVar("T")
 FORMAT, VERSION, MANIFEST = "dgc checkpoint", 1, "manifest.json"
@@ -239,7 +239,7 @@ def _load(folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, transp
             if not (total["u"] or total["v"]):  # it was saved without
                 total.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **total})
-        if hasattr(optimizer, "_sparse") and not optimizer._sparse_as_dense:
+        if hasattr(optimizer, "_sparse") and not optimizer.sparse_as_dense:
             optimizer._load_sparse_names(common["sparse"])
         optimizer.load_state_dict(common["optimizer"])
         with torch.no_grad():
@@ -622,7 +622,7 @@ def _by_index(optimizer: Any, state: Tree) -> dict[int, Tensor]:
 
 def _names(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
     """Name -> parameter, by the names that residuals have."""
-    names = getattr(optimizer, "_names", None)
+    names = getattr(optimizer, "_parameter_names", None)
     return dict(model.named_parameters()) if names is None else {name: p for p, name in names.items()}
 
 
@@ -741,8 +741,8 @@ def _set_random_states(states: Tree, model: nn.Module, dry: bool = False) -> Non
     (random.Random() if dry else random).setstate(states["python"])
     devices = _devices(model)
     if len(devices) != len(states["cuda"]) and not dry:
-        warnings.warn(f"the checkpoint has random states of {len(states['cuda'])} GPUs and the model is on "
-                      f"{len(devices)}: what is drawn on GPUs will differ", stacklevel=7)
+        warn(f"the checkpoint has random states of {len(states['cuda'])} GPUs and the model is on {len(devices)}: what "
+             "is drawn on GPUs will differ")
     for device, state in zip(devices, states["cuda"], strict=False):
         torch.Generator(device).set_state(state) if dry else torch.cuda.set_rng_state(state, device)
     if "numpy" in states:

@@ -110,10 +110,11 @@ class Dense:
         flat: of all parameters, in order.
         numels: of each one.
         doubt: whether it is finite, where that is not known yet.
+        blame: whose gradients have made it so, where it is not finite all the same.
     """
 
-    def __init__(self, flat: Tensor, numels: Sequence[int], doubt: Doubt | None = None):
-        self.parts, self.doubt = flat.split(list(numels)), doubt
+    def __init__(self, flat: Tensor, numels: Sequence[int], doubt: Doubt | None = None, blame: str = ""):
+        self.parts, self.doubt, self.blame = flat.split(list(numels)), doubt, blame
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """See :class:`Update`."""
@@ -135,7 +136,7 @@ class Dense:
 
 class Doubt:
     """Whether a sum over ranks is finite, where a device runs ahead and nobody waits for it to say so. Alike on all
-    ranks; if it is not, the update is zero.
+    ranks; if it is not, and that is refused, the update is zero.
 
     Args:
         names: of the parameters that it is of.
@@ -143,10 +144,12 @@ class Doubt:
         own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or -1.
         total: int64 (), the same of the sum.
         each: how many ranks have the same gradient.
+        refused: whether it is an error, or only told.
     """
 
-    def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1):
-        self._names, self._numels, self._each = names, numels, each
+    def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1,
+                 refused: bool = True):
+        self._names, self._numels, self._each, self.refused = names, numels, each, refused
         self.fine = total < 0  # bool (), on the device
         self._answer = Answer(torch.stack([own, total]))
 
@@ -169,7 +172,7 @@ class Doubt:
         return self._names[bisect(list(accumulate(self._numels)), entry)]  # in the first part that ends beyond it
 
 
-Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a sparse tensor
+Path = Generator[Collective, Tensor, Any]  # returns an Update; reduce_sparse a Sparse
 
 
 class AbandonedError(Exception):
@@ -286,7 +289,7 @@ def _told(bucket: Bucket, bad: Sequence[str]) -> Sequence[str] | None:
 
 
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
-                 predivide: float = 1.0) -> Path:
+                 predivide: float = 1.0, refuse: bool = True) -> Path:
     """The path of parameters that always travel dense: their gradients, summed by one ring allreduce.
 
     Args:
@@ -295,13 +298,14 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
+        refuse: a sum that is not finite. Else it is the update, as in stock Horovod, and says whose gradient it is.
 
     Returns:
         The :class:`Update`, in the order and dtype of ``gradients``.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite; raised on all of them. Where a device runs ahead the update
-            has a :class:`Doubt` instead.
+        FloatingPointError: a rank's gradient is not finite, and that is refused; raised on all of them. Where a device
+            runs ahead the update has a :class:`Doubt` instead.
     """
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     own = _first_not_finite(flat) if ahead.runs_ahead(flat.device) else None
@@ -311,9 +315,18 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         flat.div_(predivide)
     total = yield Collective("sum", flat)
     numels = [gradient.numel() for gradient in gradients.values()]
-    total, doubt = yield from _finite(total, own, list(gradients), numels, lambda: [
-        name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()])
-    return Dense(total.mul_(predivide / world.size) if average else total, numels, doubt)
+
+    def bad() -> list[str]:
+        return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+
+    doubt, blame = None, ""
+    if refuse:
+        total, doubt = yield from _finite(total, own, list(gradients), numels, bad)
+    elif own is None:
+        blame = yield from _blame(total, list(gradients), numels, bad)
+    else:
+        doubt = Doubt(list(gradients), numels, own, _first_not_finite(total), refused=False)
+    return Dense(total.mul_(predivide / world.size) if average else total, numels, doubt, blame)
 
 
 def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World, *,
@@ -350,14 +363,24 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     return Dense(total.div_(world.divisor(average)), bucket.numels)
 
 
-def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True,
-                  scale: Tensor | None = None) -> Path:
+class Sparse:
+    """An update that is a sparse tensor, coalesced; and whose gradients are not finite in it, or nobody's."""
+
+    def __init__(self, tensor: Tensor, blame: str = ""):
+        self.tensor, self.blame = tensor, blame
+
+
+def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
+                  refuse: bool = True) -> Path:
     """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
 
     The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded.
 
     Returns:
-        The update: a coalesced sparse tensor.
+        The :class:`Sparse` update.
+
+    Raises:
+        FloatingPointError: as :func:`reduce_dense`.
     """
     gradient = gradient.coalesce()
     index, values = gradient.indices(), gradient.values()
@@ -370,12 +393,13 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     indices = yield Collective("gather", index)
     rows = yield Collective("gather", values)
     wrong = [rank for rank, finite in enumerate(torch.isfinite(rows).flatten(1).all(1).tolist()) if not finite]
-    if wrong:
-        raise FloatingPointError("; ".join(str(not_finite(f"rank {rank}", [name])) for rank in wrong))
+    blame = "; ".join(str(not_finite(f"rank {rank}", [name])) for rank in wrong)
+    if blame and refuse:
+        raise FloatingPointError(blame)
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
-    return total / world.size if average else total
+    return Sparse(total / world.size if average else total, blame)
 
 
 def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path:
@@ -509,7 +533,7 @@ def _finite(total: Tensor, own: Tensor | None, names: Sequence[str], numels: Seq
 
     Args:
         own: as for :class:`Doubt`, where the device is not asked.
-        total, names, numels, bad: as for :func:`_refuse_not_finite`, where it is.
+        total, names, numels, bad: as for :func:`_blame`, where it is.
         each: how many ranks have the same gradient.
     """
     if own is None:
@@ -521,7 +545,16 @@ def _finite(total: Tensor, own: Tensor | None, names: Sequence[str], numels: Seq
 
 def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int],
                        bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, None]:
-    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or not a number.
+    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or not a number. The
+    arguments are those of :func:`_blame`.
+    """
+    if blame := (yield from _blame(total, names, numels, bad)):
+        raise FloatingPointError(blame)
+
+
+def _blame(total: Tensor, names: Sequence[str], numels: Sequence[int],
+           bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, str]:
+    """Whose gradient has made a sum infinite or not a number; "" if it is finite.
 
     Args:
         total: the sum, flat.
@@ -530,13 +563,13 @@ def _refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int
         bad: which of this rank's gradients are not finite; asked only when the sum is not.
     """
     if math.isfinite(total.sum()) or torch.isfinite(total).all():  # or only its sum is not; which takes a tenth as long
-        return
+        return ""
     blame = yield from who_is_not_finite(names, bad(), total.device)
     if not blame:  # each addend was finite
         parts = zip(names, total.split(list(numels)), strict=True)
         wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
         blame = _sum_not_finite(wrong)
-    raise FloatingPointError(blame)
+    return blame
 
 
 def _sum_not_finite(names: str) -> str:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc.config import Config
 from dgc.optimizer import Average, _Distributed, _Shared, checked, checked_scaler, distributed_class
+from dgc.packing import named
 from dgc.transport import find
 
 
@@ -103,7 +104,8 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
     scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
     optimizer.__class__ = distributed_class(type(optimizer), __name__, _InDDP)
     optimizer._patch_step_function()
-    optimizer._set_up(names, config, 1, Average, 1.0, None, False, group, transport, grad_scaler)
+    optimizer._set_up(named(optimizer.param_groups, names), names, config, 1, Average, 1.0, None, False, group,
+                      transport, grad_scaler)
     optimizer._lent, optimizer._futures, optimizer._updates, optimizer._failed = [], [], [], None
     if scheduled is not None:
         _follow(optimizer)
@@ -167,7 +169,8 @@ class _InDDP(_Distributed):
             for p in parameters:
                 self._on_gradient(p)
             if bucket.is_last():
-                if strange := [self._names[p] for p in self._delay if p.requires_grad and p not in self._fired]:
+                if strange := [self._parameter_names[p] for p in self._allreduce_delay
+                               if p.requires_grad and p not in self._fired]:
                     raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
                                        "was made it did not hold them, or they were frozen. Make it anew, and register "
                                        "it with dgc.register_comm_hook")
@@ -225,7 +228,7 @@ class _InDDP(_Distributed):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-        return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
+        return _rebuild, (self._inner, state, [(name, p) for p, name in self._parameter_names.items()], self._config,
                           _Shared(self._scaler), self.residual_state_dict(), self._sparse_names())
 
     def synchronize(self) -> None:

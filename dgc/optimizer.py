@@ -10,7 +10,6 @@ import math
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ from dgc.compressor import (
     Collective,
     Dense,
     Doubt,
+    Sparse,
     Update,
     World,
     average_in_node,
@@ -43,15 +43,20 @@ from dgc.compressor import (
 from dgc.config import Config
 from dgc.fsdp import local
 from dgc.pace import KEYS, SPARSITY, Pace
-from dgc.packing import MAX_NUMEL, Shipment, check_groups, compressible, named, pack
+from dgc.packing import DTYPES, MAX_NUMEL, Shipment, check_groups, compressible, named, pack
 from dgc.residual import Bucket, Gradient, clip_scale, memory_order, residual_dtype
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Exchange, find
+from dgc.warn import warn
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 
+HOROVODS_MODULE = "horovod.torch.optimizer"  # by which hvd.broadcast_optimizer_state tells distributed optimizers
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SYNCHRONIZED_TWICE = (  # Horovod's words
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code.")
 _NOT_MEASURED: Any = nullcontext()
 
 
@@ -128,8 +133,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed.",
-                      DeprecationWarning, stacklevel=2)
+        warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
@@ -143,19 +147,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
     config = Config() if compression is None else compression
     grad_scaler = checked(optimizer, config, op, grad_scaler)
-    transport = find(process_set)
+    given_names = None if named_parameters is None else list(named_parameters)
+    names = named(optimizer.param_groups, given_names)
+    check_groups(groups)
+    transport = find(process_set)  # last of all, so that what is wrong with arguments is said before hvd.init() too
     fsdp.check((p for group in optimizer.param_groups for p in group["params"]), process_set, config,
                grad_scaler)
-    # Horovod's broadcast_optimizer_state tells distributed optimizers by their module.
-    module = "horovod.torch.optimizer" if type(transport).__name__ == "Horovod" else __name__
-    cls = distributed_class(type(optimizer), module)
+    cls = distributed_class(type(optimizer), HOROVODS_MODULE if type(transport).__name__ == "Horovod" else __name__)
     wrapped = cls.__new__(cls)
     # Defaults, state, hooks and groups come along. A scheduler may have patched ``step`` on the instance; that one
     # would step the optimizer within, not this.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it will not be; else that scheduler would warn
     wrapped._patch_step_function()
-    wrapped._set_up(named_parameters, config, backward_passes_per_step, op, gradient_predivide_factor, groups,
+    wrapped._set_up(names, given_names, config, backward_passes_per_step, op, gradient_predivide_factor, groups,
                     sparse_as_dense, process_set, transport, grad_scaler)
     return wrapped
 
@@ -211,6 +216,9 @@ def _check(optimizer: torch.optim.Optimizer, config: Any, op: int) -> None:
         raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
     for group in optimizer.param_groups:
         _check_group(group, config)
+    if not any(p.dtype in DTYPES for group in optimizer.param_groups for p in group["params"]):
+        raise TypeError(f"none of the optimizer's parameters can have a gradient that is exchanged; accepted: at least "
+                        f"one of {', '.join(map(str, DTYPES))}")
 
 
 def _is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
@@ -222,9 +230,9 @@ def _check_group(group: Mapping[str, Any], config: Config) -> None:
     if config.momentum_correction:
         _check_dampening(group)
     for parameter in group["params"]:
-        if parameter.dtype not in DTYPES:
-            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}; "
-                            f"accepted: {', '.join(map(str, DTYPES))}")
+        if parameter.dtype not in DTYPES and parameter.requires_grad:
+            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype} and requires a "
+                            f"gradient; accepted: {', '.join(map(str, DTYPES))}, and any other where it is frozen")
         if parameter.numel() > MAX_NUMEL and compressible(parameter, config.min_numel):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has {parameter.numel()} entries; "
                              f"accepted: at most {MAX_NUMEL}. Split it, or let it travel dense by Config: min_numel")
@@ -251,17 +259,20 @@ class _Distributed(torch.optim.Optimizer):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _set_up(self, named_parameters: Any, config: Config, backward_passes_per_step: int, op: int,
-                predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any, transport: Any,
-                grad_scaler: Any) -> None:
+    def _set_up(self, names: dict[Tensor, str], given_names: list[tuple[str, Tensor]] | None, config: Config,
+                backward_passes_per_step: int, op: int, predivide: float, groups: Any, sparse_as_dense: bool,
+                process_set: Any, transport: Any, grad_scaler: Any) -> None:
         self._config, self._transport, self._scaler = config, transport, grad_scaler
-        self._arguments = (op, predivide, groups, sparse_as_dense, _Shared(process_set), _Shared(grad_scaler))
-        self._average, self._predivide = op == Average, predivide
-        self._sparse_as_dense = sparse_as_dense
+        self._average = op == Average
+        self._given_names, self._given_process_set = given_names, process_set
+        # Stock's class has these too, and scripts read them; `_handles` is below.
+        self._compression, self._groups, self.process_set = config, groups, transport.process_set
+        self.op, self.gradient_predivide_factor, self.sparse_as_dense = op, predivide, sparse_as_dense
         self.backward_passes_per_step = backward_passes_per_step
-        self._given_names = None if named_parameters is None else list(named_parameters)
-        self._names = named(self.param_groups, self._given_names)
-        check_groups(groups)
+        self._parameter_names = names
+        self._allreduce_delay: dict[Tensor, int] = {}  # backward passes until a gradient is complete
+        self._requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
+        self._frozen: set[Tensor] = set()  # at first; as those once they thaw
         world = transport.world
         self._outside = world is None
         self._elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -275,8 +286,6 @@ class _Distributed(torch.optim.Optimizer):
         self._shipments: list[Shipment] = []
         self._shipment_of: dict[Tensor, Shipment] = {}
         self._sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
-        self._hooks: list[Any] = []
-        self._delay: dict[Tensor, int] = {}
         self._numels: dict[Tensor, int] = {}  # of this rank's parts
         self._steps = self._skipped = self._lost_residuals = 0
         self._shared_by = 0  # how many ranks' average u and v are a share of; 0: they are empty
@@ -287,15 +296,16 @@ class _Distributed(torch.optim.Optimizer):
         self._task = -1  # torch's number of the last backward pass
         self._residuals_missing = False
         self._residuals_loaded = False  # since the last step
-        self._warned_of_change = False
+        self._warned_of_change = self._warned_of_nonfinite = False
         self._found: list[FloatingPointError | ValueError] = []  # in messages, and not raised yet
         self._doubts: list[tuple[str, Doubt]] = []  # of sums: the name of the exchange, and what may have to be raised
         self._should_synchronize = True
         self._lock = threading.RLock()
         self._pace: Pace | None = None  # if the sparsity is adaptive
+        self._list(self._parameters())
         self._reset()
         if not self._plain:
-            self._register(self._parameters(), groups)
+            self._register(self.param_groups, groups)
         if not self._plain or self._outside:
             self.param_groups[0].setdefault(STEP, 0)
             self._adapt()
@@ -328,11 +338,13 @@ class _Distributed(torch.optim.Optimizer):
         self._skipping = False  # this step
         self._direct: list[tuple[Shipment, list[Tensor], Update]] = []  # updates that step() applies from messages
         self._versions: dict[Tensor, tuple[int, int]] = {}
-        for parameter in self._delay:
-            self._delay[parameter] = self.backward_passes_per_step
+        for parameter in self._allreduce_delay:
+            self._allreduce_delay[parameter] = self.backward_passes_per_step
 
-    def _register(self, parameters: list[Tensor], groups: Any) -> None:
-        for names, together in pack(parameters, self._names, groups, self._config.min_numel):
+    def _register(self, param_groups: list[dict[str, Any]], groups: Any) -> None:
+        parameters = _exchanged(param_groups)
+        self._refuse_gradients_of_others(param_groups)
+        for names, together in pack(parameters, self._parameter_names, groups, self._config.min_numel):
             name, members = f"bucket {len(self._shipments)}", dict(zip(names, map(local, together), strict=True))
             shipment = Shipment(f"dgc.{len(self._shipments)}.{names[0]}", together)
             if compressible(together[0], self._config.min_numel):
@@ -342,9 +354,25 @@ class _Distributed(torch.optim.Optimizer):
             self._shipments.append(shipment)
             self._shipment_of.update(dict.fromkeys(together, shipment))
         for parameter in parameters:
-            self._delay[parameter] = self.backward_passes_per_step
             self._numels[parameter] = local(parameter).numel()
             self._hook(parameter)
+
+    def _list(self, parameters: list[Tensor]) -> None:
+        """Notes which there are, as stock's class does."""
+        self._allreduce_delay.update(dict.fromkeys(parameters, self.backward_passes_per_step))
+        self._requires_update.update(p for p in parameters if p.requires_grad)
+        self._frozen.update(p for p in parameters if not p.requires_grad)
+
+    def _refuse_gradients_of_others(self, param_groups: list[dict[str, Any]]) -> None:
+        """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on its own."""
+        def on_gradient(parameter: Tensor) -> None:
+            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} was frozen "
+                            "when the DistributedOptimizer was made, and has a gradient now; accepted: "
+                            f"{', '.join(map(str, DTYPES))}, or frozen for good")
+
+        for parameter in (p for group in param_groups for p in group["params"] if p.dtype not in DTYPES):
+            if parameter.is_floating_point() or parameter.is_complex():  # others never have a gradient
+                _add_hook(parameter, on_gradient)
 
     def _hook(self, parameter: Tensor) -> None:
         """Has torch call :meth:`_on_gradient`."""
@@ -355,10 +383,7 @@ class _Distributed(torch.optim.Optimizer):
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
                     alive._on_gradient(parameter)
 
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # torch takes no hook for a frozen one, which may thaw later
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))
-        parameter.requires_grad_(not frozen)
+        _add_hook(parameter, on_gradient)
 
     def _fill_state(self) -> None:
         """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast.
@@ -393,11 +418,13 @@ class _Distributed(torch.optim.Optimizer):
             return
         assert bucket is not None and bucket.u is not None
         share = (-1 if group["maximize"] else 1) / (1 if self._average else self._transport.world.size)
-        bucket.views(bucket.u)[self._names[parameter]].copy_(local(momentum)).mul_(share)
+        bucket.views(bucket.u)[self._parameter_names[parameter]].copy_(local(momentum)).mul_(share)
 
     def _bucket_of(self, parameter: Tensor) -> Bucket | None:
         """The bucket of a parameter that travels compressed."""
-        return None if parameter in self._sparse else self._shipment_of[parameter].bucket
+        if parameter in self._sparse or parameter not in self._shipment_of:
+            return None
+        return self._shipment_of[parameter].bucket
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
@@ -409,14 +436,15 @@ class _Distributed(torch.optim.Optimizer):
         self._inner.add_param_group(self, param_group)
         try:
             _check_group(self.param_groups[-1], self._config)
-            fsdp.check(self._parameters(), self._arguments[4].value, self._config, self._scaler)
+            fsdp.check(self._parameters(), self._given_process_set, self._config, self._scaler)
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
-        self._names = named(self.param_groups, self._given_names, generate=True)
+        self._parameter_names = named(self.param_groups, self._given_names, generate=True)
+        self._list(_exchanged(self.param_groups[-1:]))
         if self._plain:
             return
-        self._register(list(self.param_groups[-1]["params"]), None)
+        self._register(self.param_groups[-1:], None)
         self._fill_state()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -424,14 +452,14 @@ class _Distributed(torch.optim.Optimizer):
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         self.backward_passes_per_step = passes
-        for parameter in self._delay:
-            self._delay[parameter] = passes
+        for parameter in self._allreduce_delay:
+            self._allreduce_delay[parameter] = passes
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by torch when a backward pass has added to a parameter's gradient."""
-        delay = self._delay[parameter]
+        delay = self._allreduce_delay[parameter]
         if delay <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -455,7 +483,7 @@ class _Distributed(torch.optim.Optimizer):
         self._fired.add(parameter)
         if parameter.is_cuda:
             self._streams.add(torch.cuda.current_stream(parameter.device))
-        self._delay[parameter] = delay - 1
+        self._allreduce_delay[parameter] = delay - 1
         if delay == 1:
             shipment = self._shipment_of[parameter]
             self._missing[shipment] -= 1
@@ -473,7 +501,7 @@ class _Distributed(torch.optim.Optimizer):
         """A backward pass has ended."""
         if any(frame.f_code is BackwardCFunction.apply.__code__ for frame in _frames()):
             return  # it was within another one, which goes on: torch.utils.checkpoint(use_reentrant=True)
-        if any(self._delay[parameter] == 0 for parameter in self._fired):
+        if any(self._allreduce_delay[parameter] == 0 for parameter in self._fired):
             self.synchronize()
 
     def _open(self) -> None:
@@ -482,7 +510,7 @@ class _Distributed(torch.optim.Optimizer):
             self._leave_out()
         self._check_unchanged()
         self._versions = {}
-        self._group_of = self._groups()
+        self._group_of = self._groups_by_parameter()
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self._missing = {shipment: len(shipment.parameters) for shipment in self._shipments}
         self._world: World = replace(self._transport.world, node_size=self._node_size)
@@ -492,16 +520,16 @@ class _Distributed(torch.optim.Optimizer):
         self._last["dense_bytes"] = self._dense_bytes(self._world)
         if self._residuals_missing:
             self._residuals_missing = False
-            warnings.warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps "
-                          "before: save optimizer.residual_state_dict() on every rank, and load it there with "
-                          "load_residual_state_dict()", stacklevel=4)
+            warn(f"training goes on at step {self.param_groups[0][STEP]} without the residuals of the steps before: "
+                 "save optimizer.residual_state_dict() on every rank, and load it there with "
+                 "load_residual_state_dict()")
 
     def _check_unchanged(self) -> None:
         """The kernels are given addresses, so they cannot find out for themselves."""
-        groups = self._groups()
+        groups = self._groups_by_parameter()
         if groups.keys() != self._shipment_of.keys():
             added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self._shipment_of]
-            taken = [name for p, name in self._names.items() if p not in groups]
+            taken = [name for p, name in self._parameter_names.items() if p not in groups]
             raise RuntimeError(f"param_groups was changed by hand: {', '.join([*added, *taken][:5])}; accepted: "
                                "add_param_group(), and requires_grad_(False) for what is no longer trained")
         for shipment in self._shipments:
@@ -510,22 +538,22 @@ class _Distributed(torch.optim.Optimizer):
             device = kept.v.device
             for p, shape in zip(shipment.parameters, kept.shapes, strict=True):
                 if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
-                    raise RuntimeError(f"{self._names[p]}: {tuple(shape)} on {device} when the DistributedOptimizer "
-                                       f"was made, and {tuple(p.shape)} on {p.device} now; accepted: change the model "
-                                       "first, then make its optimizer")
+                    raise RuntimeError(f"{self._parameter_names[p]}: {tuple(shape)} on {device} when the "
+                                       f"DistributedOptimizer was made, and {tuple(p.shape)} on {p.device} now; "
+                                       "accepted: change the model first, then make its optimizer")
 
     def _leave_out(self) -> None:
         """There was no step() after synchronize(): its update is dropped, as it is where ``p.grad`` was set to None."""
         self._synchronized, self._direct = False, []
         self._warn_of_loss("there was no step() after synchronize(), so the update is dropped, and what was sent for "
                            "it is no longer in the residual; to leave out steps whose gradients are not finite, give "
-                           "Config(nonfinite='skip')", stacklevel=6)
+                           "Config(nonfinite='skip')")
 
-    def _warn_of_loss(self, message: str, stacklevel: int) -> None:
+    def _warn_of_loss(self, message: str) -> None:
         """Once."""
-        if not self._warned_of_change:
+        if message and not self._warned_of_change:
             self._warned_of_change = True
-            warnings.warn(message, stacklevel=stacklevel)
+            warn(message)
 
     def _meet(self) -> None:
         """Before anything is exchanged."""
@@ -579,35 +607,41 @@ class _Distributed(torch.optim.Optimizer):
         """Compares with the other ranks what an exchange depends on."""
         from dgc import __version__
         parameters, config = self._parameters(), self._config
-        op, predivide, groups, sparse_as_dense, *_ = self._arguments
         scale = None if self._scaler is None else self._scaler.get_scale()
-        settings = {**{key: value for key, value in vars(config).items() if key != "sparsity"}, "op": op,
-                    "gradient_predivide_factor": predivide, "sparse_as_dense": sparse_as_dense,
+        settings = {**{key: value for key, value in vars(config).items() if key != "sparsity"}, "op": self.op,
+                    "gradient_predivide_factor": self.gradient_predivide_factor,
+                    "sparse_as_dense": self.sparse_as_dense,
                     "backward_passes_per_step": self.backward_passes_per_step, "grad_scaler, its scale": scale}
-        groups = [{key: value for key, value in group.items() if key not in ("params", "foreach", "fused")}
-                  for group in self.param_groups]
+        of_groups = [(f"group {i}: {key}={_said(value)}", str(key).startswith("dgc_"))
+                     for i, group in enumerate(self.param_groups)
+                     for key, value in sorted(group.items(), key=lambda item: str(item[0]))
+                     if key not in ("params", "foreach", "fused")]
         step = self.param_groups[0][STEP]
-        agree.check({
+        differences = agree.check({
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": [f"{key}={value}" for key, value in settings.items()],
             "the model's parameters": [
-                f"{self._names[p]} {tuple(p.shape)} {p.dtype}" + ("" if (shard := fsdp.shard(p)) is None else
+                f"{self._parameter_names[p]} {tuple(p.shape)} {p.dtype}" + ("" if (shard := fsdp.shard(p)) is None else
                                                                   f", shard {shard[0]} of {shard[1]}")
                 for p in parameters],
             "the memory format of the parameters, when the optimizer was made": [
                 f"{name}: its dimensions in the order {order}" for bucket in self._kept()
                 for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
             "the parameters that travel together": [
-                " ".join(self._names[p] for p in shipment.parameters) for shipment in self._shipments],
-            "the optimizer's settings": [f"group {i}: {key}={_said(value)}" for i, group in enumerate(groups)
-                                         for key, value in sorted(group.items(), key=lambda item: str(item[0]))],
+                " ".join(self._parameter_names[p] for p in shipment.parameters) for shipment in self._shipments],
+            "the step": [line for line, ours in of_groups if ours],
             "the schedule of the sparsity": [str(config.sparsity)] if self._pace is not None else [
                 *(f"step {at}: {_sparsity(config, at)}" for at in (step, *(step + 2 ** i for i in range(20)))),
                 *([str(config.sparsity)] if isinstance(config.sparsity, (Piecewise, Ramp)) else [])],
-            "the parameters' values (dgc.broadcast_parameters(model.state_dict()) makes them alike)": [
-                f"bits of {self._names[p]} add up to {bits}"
+        }, {
+            "the optimizer's settings": [line for line, ours in of_groups if not ours],
+            "the parameters' values": [
+                f"bits of {self._parameter_names[p]} add up to {bits}"
                 for p, bits in zip(parameters, agree.sums_of_bits(map(local, parameters)), strict=True)],
         }, self._transport, parameters[0].device)
+        if differences and self._world.rank == 0:
+            warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
+                 "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
 
     @torch.no_grad()
     def _regroup(self) -> None:
@@ -626,8 +660,8 @@ class _Distributed(torch.optim.Optimizer):
             square = Collective("sum", sum((_norm(b.v).square().view(1) for b in self._kept()), asked.tensor.new_zeros(
                 1, dtype=torch.float32)))
             norm = (self._transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
-            warnings.warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
-                          f"remain have a residual of norm {norm:.3g} each", stacklevel=5)
+            warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
+                 f"remain have a residual of norm {norm:.3g} each")
 
     def _regroup_at_next_step(self) -> None:
         """An elastic job has begun anew, with other ranks perhaps."""
@@ -662,17 +696,31 @@ class _Distributed(torch.optim.Optimizer):
                 parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False)
             if not gradient.is_sparse:  # this time; what it was at first decides how it travels
                 gradient = gradient.to_sparse(self._sparse[parameter])
-            name = self._names[parameter]
-            path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter))
+            name = self._parameter_names[parameter]
+            path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter),
+                                 refuse=self._config.clip_norm is not None)
             self._begin(shipment, [parameter], path, f"dgc.sparse.{name}")
 
     def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Those that travel as sparse tensors, each on its own: what a gradient was at first decides."""
-        if not self._sparse_as_dense:
+        """Those that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        if not self.sparse_as_dense:
             for p in parameters:
-                if (g := p.grad) is not None and g.is_sparse:
-                    self._sparse.setdefault(p, g.sparse_dim())
+                if (g := p.grad) is not None and g.is_sparse and p not in self._sparse:
+                    self._carry_over(p)
+                    self._sparse[p] = g.sparse_dim()
         return [p for p in parameters if p in self._sparse] if self._sparse else []
+
+    def _carry_over(self, parameter: Tensor) -> None:
+        """What a parameter has pending from dense gradients goes with its first sparse one."""
+        bucket, g = self._shipment_of[parameter].bucket, parameter.grad
+        if bucket is None or g is None:
+            return
+        v = bucket.views(bucket.v)[self._parameter_names[parameter]]
+        if v.any():
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            pending = (v * scale).to(g.dtype).to_sparse(g.sparse_dim())
+            parameter.grad = (g + pending).coalesce()
+            v.zero_()
 
     def _path(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         if shipment.bucket is None:
@@ -685,15 +733,15 @@ class _Distributed(torch.optim.Optimizer):
             yield from self._in_node(shipment, parameters)
             return (yield from self._path(shipment, parameters))
         except FloatingPointError:  # found by all ranks in a node's message
-            names = [self._names[p] for p in parameters]
-            bad = [self._names[p] for p in parameters if not torch.isfinite(self._own(p)).all()]
+            names = [self._parameter_names[p] for p in parameters]
+            bad = [self._parameter_names[p] for p in parameters if not torch.isfinite(self._own(p)).all()]
             if blame := (yield from who_is_not_finite(names, bad, parameters[0].device)):
                 raise FloatingPointError(blame) from None
             raise
 
     def _in_node(self, shipment: Shipment, parameters: list[Tensor]) -> Any:
         """Fills in the mean of the node's gradients, for the parameters of a shipment where that has not been done."""
-        of_name = {self._names[p]: p for p in parameters if p not in self._of_node}
+        of_name = {self._parameter_names[p]: p for p in parameters if p not in self._of_node}
         if of_name:
             gradients = {name: self._own(p) for name, p in of_name.items()}
             # In float16 a sum may be infinite whose mean is not.
@@ -710,7 +758,7 @@ class _Distributed(torch.optim.Optimizer):
             group = self._group_of[parameter]
             if config.momentum_correction:
                 _check_dampening(group)
-            gradients[self._names[parameter]] = Gradient(
+            gradients[self._parameter_names[parameter]] = Gradient(
                 self._gradient(parameter), group.get("momentum", 0.0), group.get("nesterov", False))
         scale = self._unscaled(self._scale)
         if not config.local_weight_decay:
@@ -757,12 +805,14 @@ class _Distributed(torch.optim.Optimizer):
             scale = self._scale_of(parameter) if takes_part else None
             if shipment.rest is not None:  # remembered from step to step, so without the loss's scale
                 scale = self._unscaled(scale)
-            gradients[self._names[parameter]] = g if scale is None else g * scale.to(g)
+            gradients[self._parameter_names[parameter]] = g if scale is None else g * scale.to(g)
         if rounded:
             assert shipment.rest is not None and self._config.dense_dtype is not None
             return reduce_rounded(shipment.rest, gradients, self._config.dense_dtype, self._world.flat,
                                   average=self._average)
-        return reduce_dense(gradients, self._world.flat, average=self._average, predivide=self._predivide)
+        # As in stock Horovod it may be infinite: but where all are clipped to one norm, others would become 0 by it.
+        return reduce_dense(gradients, self._world.flat, average=self._average,
+                            predivide=self.gradient_predivide_factor, refuse=self._config.clip_norm is not None)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""
@@ -827,11 +877,11 @@ class _Distributed(torch.optim.Optimizer):
         except ValueError:  # on all ranks alike
             self._reset()
             raise
-        if (name := self._changed()) is not None:
-            self._warn_of_loss(f"the gradient of {name} was changed after backward(), which had sent it by then, so "
-                               "that this had no effect; to clip, give Config(clip_norm=...); and a model in "
-                               "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
-                               "place of the DistributedOptimizer", stacklevel=5)
+        if (changed := next(self._changed(), None)) is not None:
+            self._warn_of_loss(f"the gradient of {self._parameter_names[changed]} was changed after backward(), which "
+                               "had sent it by then, so that this had no effect; to clip, give Config(clip_norm=...); "
+                               "and a model in DistributedDataParallel, which averages gradients, needs "
+                               "dgc.register_comm_hook() in place of the DistributedOptimizer")
         if self._pace is not None:
             self._pace.stand()
         if self._waits and not self._all_finite():
@@ -857,14 +907,15 @@ class _Distributed(torch.optim.Optimizer):
                     with beside(device):
                         update = exchange.finish()
                     rejoin(device)
-                    if isinstance(update, Tensor):  # a sparse one
-                        parameters[0].grad = update
+                    if isinstance(update, Sparse):
+                        parameters[0].grad = update.tensor
                     else:
                         self._deliver(shipment, parameters, update)
                         if isinstance(update, Dense) and update.doubt is not None:
                             self._doubts.append((shipment.name, update.doubt))
                         if shipment.kept is not None:
                             delivered.append((shipment.kept, update))
+                    self._tell_not_finite(getattr(update, "blame", ""))
             except (FloatingPointError, ValueError):  # found in messages: by all ranks that received them so
                 for _, others, other in self._exchanges:
                     abandon(other, others[0].device, wait=True)
@@ -926,8 +977,9 @@ class _Distributed(torch.optim.Optimizer):
                 (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
 
     def _taking_part(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those that are exchanged in this step: frozen ones only if they have had a gradient."""
-        return [p for p in parameters if p.requires_grad or p in self._fired]
+        """Those that are exchanged in this step: all that have had a gradient, and those that are not frozen."""
+        return [p for p in parameters if p in self._fired or (
+            p.requires_grad and (p in self._requires_update or p in self._frozen))]
 
     def _gradients(self) -> list[Tensor]:
         """All that this rank, or its node, has in this step."""
@@ -940,8 +992,8 @@ class _Distributed(torch.optim.Optimizer):
         for shipment in self._shipments:
             present = self._taking_part(shipment.parameters)
             if sparse := self._sparse_among(present):
-                raise ValueError(f"the gradient of {self._names[sparse[0]]} is sparse, Config: hierarchical is in "
-                                 "force, and clip_norm needs the norm of the node's mean of it; accepted: "
+                raise ValueError(f"the gradient of {self._parameter_names[sparse[0]]} is sparse, Config: hierarchical "
+                                 "is in force, and clip_norm needs the norm of the node's mean of it; accepted: "
                                  "sparse_as_dense=True")
             if present:
                 with beside(present[0].device):
@@ -972,11 +1024,10 @@ class _Distributed(torch.optim.Optimizer):
             g.mul_((clip_scale(_norm(g), clip_norm, 1, True) if scale is None else scale).to(g.device))
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return _exchanged(self.param_groups)
 
-    def _groups(self) -> dict[Tensor, dict[str, Any]]:
-        """Parameter -> its group."""
-        return {p: group for group in self.param_groups for p in group["params"]}
+    def _groups_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        return {p: group for group in self.param_groups for p in _exchanged([group])}
 
     def _deliver(self, shipment: Shipment, parameters: list[Tensor], update: Update) -> None:
         """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`step` to apply."""
@@ -1031,7 +1082,7 @@ class _Distributed(torch.optim.Optimizer):
         direct = self._direct
         self._reset()
         self._synchronized, self._direct = True, direct
-        self._note_versions(self._delay)
+        self._note_versions(self._allreduce_delay)
 
     def _compressed(self) -> list[Bucket]:
         return [shipment.bucket for shipment in self._shipments if shipment.bucket is not None]
@@ -1052,11 +1103,22 @@ class _Distributed(torch.optim.Optimizer):
         for name, doubt in self._doubts:
             asked = not self._elastic  # where ranks that have come since would not know that they are asked
             blame = Exchange(doubt.who(), self._transport, f"{name}.blame", self._count).finish() if asked else ""
-            self._found.append(doubt.error(blame))
+            if doubt.refused:
+                self._found.append(doubt.error(blame))
+            else:
+                self._tell_not_finite(str(doubt.error(blame)))
+        self._doubts = []
         if self._found:
             error = self._found[0]
             self._forget()
             raise error
+
+    def _tell_not_finite(self, blame: str) -> None:
+        """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same."""
+        if blame and not self._warned_of_nonfinite and self._world.rank == 0:
+            self._warned_of_nonfinite = True
+            warn(f"{blame}. It is applied as it is, as by Horovod, since nothing is kept of parameters that travel "
+                 "dense; Config(nonfinite='skip') leaves out such steps")
 
     def _forget(self) -> None:
         self._found, self._doubts = [], []
@@ -1081,7 +1143,7 @@ class _Distributed(torch.optim.Optimizer):
                 loss = closure()
         if self._scaler is not None and self._fired and not self._plain:
             why = "there were fewer backward passes than backward_passes_per_step"
-            if all(self._delay[parameter] <= 0 for parameter in self._fired):
+            if all(self._allreduce_delay[parameter] <= 0 for parameter in self._fired):
                 why = ("torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
                        "one, whose end is not told; use_reentrant=False has no such limit")
             raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
@@ -1091,10 +1153,7 @@ class _Distributed(torch.optim.Optimizer):
                                "were kept with its scale; give it as grad_scaler=")
         if self._should_synchronize:
             if self._synchronized and not self._ends_with_backward:
-                warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
-                              "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
-                              "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
-                              "code.", stacklevel=3)
+                warn(SYNCHRONIZED_TWICE + self._told_of_change(" Also, "))  # one warning, as stock's
             self.synchronize()
         if self._skipping:
             self.zero_grad()
@@ -1109,26 +1168,31 @@ class _Distributed(torch.optim.Optimizer):
             if (g := p.grad) is not None:
                 self._versions[p] = id(g), g._version
 
-    def _changed(self) -> str | None:
-        """A parameter whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
+    def _changed(self) -> Iterator[Tensor]:
+        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
         for p, (identity, version) in self._versions.items():
             if (g := p.grad) is None or id(g) != identity or g._version != version:
-                return self._names[p]
-        return None
+                yield p
 
-    def _warn_of_change(self) -> None:
-        if not self._plain and self._synchronized and (name := self._changed()) is not None:
-            self._warn_of_loss(
-                f"the gradient of {name} was changed between synchronize() and step(). What was sent is no longer in "
-                "the residual, so the difference is lost; to clip, give Config(clip_norm=...), which clips before "
-                "anything is accumulated", stacklevel=6)
+    def _told_of_change(self, before: str = "") -> str:
+        """What is to be said, once, of a compressed parameter whose update was changed; a dense one's may be."""
+        if self._plain or self._warned_of_change or not self._synchronized:
+            return ""
+        changed = next((p for p in self._changed() if self._bucket_of(p) is not None), None)
+        if changed is None:
+            return ""
+        self._warned_of_change = True
+        return (f"{before}the gradient of {self._parameter_names[changed]} was changed between synchronize() and "
+                "step(). What was sent is no longer in the residual, so the difference is lost; to clip, give "
+                "Config(clip_norm=...), which clips before anything is accumulated")
 
     def _apply(self) -> None:
         """The wrapped optimizer's step, on the updates in ``p.grad``.
 
         A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off.
         """
-        self._warn_of_change()
+        if change := self._told_of_change():
+            warn(change)
         original = self.param_groups
         try:
             if _is_sgd(self._inner) and not self._plain:
@@ -1137,7 +1201,7 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self.param_groups = original
         if self._direct:
-            group_of = self._groups()
+            group_of = self._groups_by_parameter()
             with torch.no_grad():
                 for shipment, parameters, update in self._direct:
                     self._add(shipment, parameters, update, group_of)
@@ -1187,6 +1251,26 @@ class _Distributed(torch.optim.Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _handles(self) -> dict[Tensor, tuple[Exchange | None, None]]:
+        """As stock's: parameters that had a gradient since the last step, with what is under way for them."""
+        return {**dict.fromkeys(self._fired, (None, None)), **{
+            p: (exchange, None) for _, parameters, exchange in self._exchanges for p in parameters}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
+
+        hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with gradients of zero. It
+        makes them where the state is empty, which ours never is.
+        """
+        fresh = STEP in self.param_groups[0] and self.param_groups[0][STEP] == 0 and not self._handles
+        if fresh and type(self).__module__ == HOROVODS_MODULE and _is_sgd(self._inner):
+            for parameter in self._parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        state: dict[str, Any] = self._inner.state_dict(self)
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank.
         They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
@@ -1200,7 +1284,7 @@ class _Distributed(torch.optim.Optimizer):
             if self._momentum_missing():
                 self._warn_of_loss("the state is of several ranks, whose momentum was in their residuals, and one "
                                    "process begins without it: save by dgc.save_checkpoint() and load by "
-                                   "dgc.load_checkpoint(), which gives it what all ranks had", stacklevel=4)
+                                   "dgc.load_checkpoint(), which gives it what all ranks had")
             return
         self.param_groups[0].setdefault(STEP, 0)
         self._adapt()
@@ -1300,13 +1384,13 @@ class _Distributed(torch.optim.Optimizer):
         self._check_unchanged()
         self._meet()
         before, self._last = self._last, Counter()
-        group_of = self._groups()
+        group_of = self._groups_by_parameter()
         exchanges = []
         for shipment in self._shipments:
             thawed = [p for p in shipment.parameters if p.requires_grad]
             if shipment.kept is not None and thawed:
                 world = self._world.flat if shipment.bucket is None else self._world
-                path = flush(shipment.kept, [self._names[p] for p in thawed], world, average=self._average)
+                path = flush(shipment.kept, [self._parameter_names[p] for p in thawed], world, average=self._average)
                 exchanges.append((shipment, thawed, Exchange(path, self._transport, f"{shipment.name}.flush",
                                                              self._count)))
         for shipment, thawed, exchange in exchanges:
@@ -1344,13 +1428,14 @@ class _Distributed(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and ``copy.deepcopy``: the class is made at run time, so a copy is wrapped anew."""
         state = {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-        return _rebuild, (self._inner, state, [(name, p) for p, name in self._names.items()], self._config,
-                          self.backward_passes_per_step, self._arguments, self.residual_state_dict(),
-                          self._sparse_names())
+        arguments = (self.op, self.gradient_predivide_factor, self._groups, self.sparse_as_dense,
+                     _Shared(self._given_process_set), _Shared(self._scaler))
+        return _rebuild, (self._inner, state, [(name, p) for p, name in self._parameter_names.items()], self._config,
+                          self.backward_passes_per_step, arguments, self.residual_state_dict(), self._sparse_names())
 
     def _sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""
-        return {self._names[p]: dimensions for p, dimensions in self._sparse.items()}
+        return {self._parameter_names[p]: dimensions for p, dimensions in self._sparse.items()}
 
     def _take_over(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
         """Of the optimizer that this is a copy of."""
@@ -1359,7 +1444,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _load_sparse_names(self, sparse: Mapping[str, int]) -> None:
         """What :meth:`_sparse_names` gave: a rank without a gradient would not know."""
-        self._sparse.update({p: sparse[name] for p, name in self._names.items() if name in sparse})
+        self._sparse.update({p: sparse[name] for p, name in self._parameter_names.items() if name in sparse})
 
 
 @dataclass(frozen=True)
@@ -1382,6 +1467,19 @@ def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: l
                                    sparse_as_dense, process_set.value, grad_scaler=grad_scaler.value)
     wrapped._take_over(residuals, sparse)
     return wrapped
+
+
+def _add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
+    """Torch takes no hook for a frozen parameter, which may thaw later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(on_gradient)
+    parameter.requires_grad_(not frozen)
+
+
+def _exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters that may have a gradient: integers, say, are left alone."""
+    return [p for group in param_groups for p in group["params"] if p.dtype in DTYPES]
 
 
 def _said(value: Any) -> Any:

@@ -12,6 +12,7 @@ from dgc.residual import Bucket
 
 BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
 MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of the parameters that are exchanged
 
 
 @dataclass(eq=False)

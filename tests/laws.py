@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import dgc
-from dgc.compressor import Dense, World
+from dgc.compressor import Dense, Sparse, World
 
 
 def walk(paths):
@@ -33,8 +33,8 @@ def walk(paths):
 
 def flattened(update):
     """One tensor of what a path returned."""
-    if isinstance(update, torch.Tensor):
-        return update
+    if isinstance(update, Sparse):
+        return update.tensor
     if isinstance(update, Dense):
         return torch.cat(update.parts)
     parts = [torch.empty(n, dtype=update.layout.residual) for n in update.layout.numels]

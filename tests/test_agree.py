@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from launch import launch
-from laws import model, train
+from laws import difference, flat, model, train
 from torch import nn
 
 import dgc
@@ -45,16 +45,12 @@ def another_shape(network):
      "the model's parameters", "nothing", "8.weight (10, 40) torch.float32"),
     (lambda odd: train([0], dgc.Config(), groups=2 if odd else None),
      "the parameters that travel together", "", ""),
-    (lambda odd: train([0], dgc.Config(), weight_decay=0.5 if odd else 0.25),
-     "the optimizer's settings", "group 0: weight_decay=0.5", "group 0: weight_decay=0.25"),
     (lambda odd: train([0], dgc.Config(dgc.piecewise({0: 0.9, 300: 0.99 if odd else 0.95}))),
      "the schedule of the sparsity", "step 512: 0.99", "step 512: 0.95"),
     (lambda odd: train([0], dgc.Config(dgc.warmup(steps_per_epoch=392 if odd else 391))),  # data that do not divide
      "the schedule of the sparsity", "Piecewise(steps=(0, 392, 784,", "Piecewise(steps=(0, 391, 782,"),
     (lambda odd: train([0], dgc.Config(0.99 if odd else 0.95)),
      "the schedule of the sparsity", "step 0: 0.99", "step 0: 0.95"),
-    (lambda odd: train([0], dgc.Config(), model(seed=int(odd))),
-     "the parameters' values (dgc.broadcast_parameters", "bits of 0.weight", "bits of 0.weight"),
 ])
 def test_all_ranks_are_told_in_what_they_differ(worker, section, there, here):
     error = differing(worker)
@@ -74,7 +70,32 @@ def test_a_rank_that_goes_on_from_a_checkpoint_alone():
         train([3], None, network, other)
 
     error = differing(worker)
-    assert "the optimizer's settings. Rank 1 has: group 0: dgc_step=3; rank 0 has: group 0: dgc_step=0" in error
+    assert "the ranks differ in the step. Rank 1 has: group 0: dgc_step=3; rank 0 has: group 0: dgc_step=0" in error
+
+
+def test_what_is_only_unwise_is_one_warning_and_the_updates_agree():
+    """Stock Horovod says nothing: ranks that begin apart, or go at their own rates, go on so."""
+    def worker():
+        odd = rank() == 1
+        network = model(seed=int(odd))
+        before = flat(network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5 if odd else 0.25, momentum=0.0)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+        train([0], None, network, optimizer)
+        moved = (flat(network) - before) / optimizer.param_groups[0]["lr"]
+        gradients = torch.cat([p.grad.flatten() for p in network.parameters()])
+        train([1], None, network, optimizer)
+        return moved, gradients
+
+    with pytest.warns(UserWarning) as told:
+        (moved, gradients), (moved_odd, gradients_odd) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(gradients, gradients_odd)
+    assert difference(moved, -gradients) < 1e-5 and difference(moved_odd, -gradients) < 1e-5
+    assert len(told) == 1 and told[0].filename.endswith("laws.py"), [str(w) for w in told]  # where step() is called
+    message = str(told[0].message)
+    assert "the optimizer's settings. Rank 1 has: group 0: lr=0.5; rank 0 has: group 0: lr=0.25. " in message
+    assert "the parameters' values. Rank 1 has: bits of 0.weight add up to" in message
+    assert "dgc.broadcast_parameters(model.state_dict())" in message
 
 
 def test_settings_that_only_look_different_are_no_difference():

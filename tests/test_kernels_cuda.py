@@ -322,7 +322,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch
         weights = {name: torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in shapes.items()}
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
                                              Config(sparsity, min_numel=0), groups=[[p] for p in weights.values()])
-        order = [[optimizer._names[p] for p in shipment.parameters] for shipment in optimizer._shipments]
+        order = [[optimizer._parameter_names[p] for p in shipment.parameters] for shipment in optimizer._shipments]
         assert order == [["a"], ["c"], ["b"]]
         total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
         for step in range(5):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import dgc
 
-ROOMS = ["config", "schedule", "residual", "select", "wire", "cost", "ahead", "kernels", "compressor", "transport",
-         "agree", "fsdp", "pace", "packing", "beside", "optimizer", "checkpoint", "ddp", "elastic", "plan", "watch",
-         "tune", "doctor", "cli", "__main__"]
+ROOMS = ["warn", "config", "schedule", "residual", "select", "wire", "cost", "ahead", "kernels", "compressor",
+         "transport", "agree", "fsdp", "pace", "packing", "beside", "optimizer", "checkpoint", "ddp", "elastic", "plan",
+         "watch", "tune", "doctor", "cli", "__main__"]
 PACKAGE = Path(dgc.__file__).parent
 
 

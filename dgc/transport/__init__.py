@@ -19,6 +19,8 @@ Wait = Callable[[], Tensor]  # blocks until the result is there, and returns it
 class Transport(Protocol):
     """Performs collectives among the ranks of one world."""
 
+    process_set: Any  # what the world is made of: Horovod's, or torch's process group; None for all that there are
+
     @property
     def world(self) -> World | None:
         """This rank and the live number of ranks; None for a process outside the process set."""
@@ -40,6 +42,10 @@ class Transport(Protocol):
         Raises:
             ValueError: on all ranks alike, if they cannot be grouped.
         """
+
+
+class NotInitializedError(RuntimeError, ValueError):
+    """Neither Horovod, which raises a ValueError for it, nor torch.distributed is initialised."""
 
 
 def find(process_set: Any = None) -> Transport:
@@ -76,8 +82,8 @@ def find(process_set: Any = None) -> Transport:
     if has_horovod or has_distributed:
         raise TypeError(f"process_set is {process_set!r}; accepted: None, a ProcessSet of an initialised Horovod, "
                         "or a torch.distributed.ProcessGroup")
-    raise RuntimeError("nothing to exchange gradients over: call hvd.init() of horovod.torch, or "
-                       "torch.distributed.init_process_group(), or run inside dgc.lockstep.run(), before this")
+    raise NotInitializedError("nothing to exchange gradients over: call hvd.init() of horovod.torch, or "
+                              "torch.distributed.init_process_group(), or run inside dgc.lockstep.run(), before this")
 
 
 def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.device) -> list[bytes]:

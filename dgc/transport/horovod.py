@@ -22,20 +22,20 @@ class Horovod:
     """The ranks of a Horovod process set; all of them when it is None."""
 
     def __init__(self, process_set: Any = None):
-        self._set = hvd.global_process_set if process_set is None else process_set
-        self._sets = {"world": self._set}
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        self._sets = {"world": self.process_set}
 
     @property
     def world(self) -> World | None:
         """Asked anew each time: an elastic job changes size between two steps."""
-        if not self._set.included():
+        if not self.process_set.included():
             return None
-        return World(self._set.rank(), self._set.size())
+        return World(self.process_set.rank(), self.process_set.size())
 
     def by_node(self, device: torch.device) -> int:
-        if self._set.ranks != hvd.global_process_set.ranks:
-            raise ValueError(f"hierarchical is True and process_set has ranks {self._set.ranks}; accepted: all ranks, "
-                             "process_set=None")
+        if self.process_set.ranks != hvd.global_process_set.ranks:
+            raise ValueError(f"hierarchical is True and process_set has ranks {self.process_set.ranks}; accepted: all "
+                             "ranks, process_set=None")
         # As its launcher calls the machine, which mpirun does not. cross_rank() is alike on some that differ in size.
         size = node_size(self, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), device)
         world = World(hvd.rank(), hvd.size(), size)

@@ -84,6 +84,8 @@ class Lockstep:
         self._by_machine = World(rank, stage.size, machine_size)
         self._begun: dict[str, int] = {}
 
+    process_set = None
+
     @property
     def world(self) -> World:
         return self._by_machine.flat

@@ -27,29 +27,29 @@ class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
 
     def __init__(self, group: Any = None):
-        self._group = group
+        self.process_set = group
         self._groups = {"world": group}
 
     @property
     def world(self) -> World | None:
         """None for a process outside the group."""
-        rank = dist.get_rank(self._group)
-        return None if rank < 0 else World(rank, dist.get_world_size(self._group))
+        rank = dist.get_rank(self.process_set)
+        return None if rank < 0 else World(rank, dist.get_world_size(self.process_set))
 
     def by_node(self, device: torch.device) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
-        ranks = _ranks(self._group)
+        ranks = _ranks(self.process_set)
         if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
             raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of "
                              "all ranks")
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         size = node_size(self, machine, device)
-        world = World(dist.get_rank(self._group), dist.get_world_size(self._group), size)
+        world = World(dist.get_rank(self.process_set), dist.get_world_size(self.process_set), size)
         if 1 < size < world.size:
             for group in ("node", "across"):
                 # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
                 # rank knows: ranks that know of different ones would wait for each other for ever.
-                made = [_part(dist.group.WORLD if self._group is None else self._group, members, device.type)
+                made = [_part(dist.group.WORLD if self.process_set is None else self.process_set, members, device.type)
                         for members in world.partition(group)]
                 self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
         return size
