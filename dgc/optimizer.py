@@ -360,8 +360,9 @@ class _Distributed(torch.optim.Optimizer):
     def _list(self, parameters: list[Tensor]) -> None:
         """Notes which there are, as stock's class does."""
         self._allreduce_delay.update(dict.fromkeys(parameters, self.backward_passes_per_step))
-        self._requires_update.update(p for p in parameters if p.requires_grad)
-        self._frozen.update(p for p in parameters if not p.requires_grad)
+        if not self._plain:
+            self._requires_update.update(p for p in parameters if p.requires_grad)
+            self._frozen.update(p for p in parameters if not p.requires_grad)
 
     def _refuse_gradients_of_others(self, param_groups: list[dict[str, Any]]) -> None:
         """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on its own."""
@@ -893,7 +894,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._config.clips_globally:
             if self._world.node_size > 1:
                 self._average_all_in_node()
-            self._scale = self._clip_scale()
+            self._scale = self._clip_scale(self._gradients())
         while self._next < len(self._shipments):
             self._launch(self._shipments[self._next])
         self._leave_node(wait=True)  # so that ranks that fail together have begun the same
@@ -1004,8 +1005,8 @@ class _Distributed(torch.optim.Optimizer):
                 exchange.finish()
             rejoin(device)
 
-    def _clip_scale(self) -> Tensor:
-        norms = [self._norm(gradient) for gradient in self._gradients()]
+    def _clip_scale(self, gradients: list[Tensor]) -> Tensor:
+        norms = [self._norm(gradient) for gradient in gradients]
         device = norms[0].device if norms else torch.device("cpu")
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         if fsdp.shard(self._parameters()[0]) is not None:
@@ -1019,7 +1020,7 @@ class _Distributed(torch.optim.Optimizer):
             return
         gradients = [local(p.grad) for p in self._parameters() if p.grad is not None]
         self._world = World(0, 1)
-        scale = self._clip_scale() if self._config.clips_globally else None
+        scale = self._clip_scale(gradients) if self._config.clips_globally else None
         for g in gradients:
             g.mul_((clip_scale(_norm(g), clip_norm, 1, True) if scale is None else scale).to(g.device))
 

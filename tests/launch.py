@@ -1,6 +1,7 @@
 """Runs cases (tests/cases.py) on real processes, each launch with a hard limit that ends all of its processes."""
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
 def launch(launcher, size, names, limit=240, check=True, node_size=None):
-    """Runs the named cases on each of ``size`` processes, ``node_size`` of which count as being on one machine; of
-    Horovod's a tuple may say how many each machine has.
+    """Runs the named cases, or functions of other modules, on each of ``size`` processes, ``node_size`` of which count
+    as being on one machine; of Horovod's a tuple may say how many each machine has.
 
     Returns (results, output): case -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
@@ -84,8 +85,10 @@ def main():
         rank = torch.distributed.get_rank()
         os.environ["GROUP_RANK"] = str(rank // int(os.environ["DGC_NODE_SIZE"]))  # as if by an agent on each machine
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
-    import cases
-    results = {name: getattr(cases, name)() for name in names}
+    results = {}
+    for name in names:
+        module, _, function = name.rpartition(".")
+        results[name] = getattr(importlib.import_module(module or "cases"), function)()
     torch.save(results, f"{folder}/{rank}.part")
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
     if launcher == "horovod":
