@@ -699,7 +699,7 @@ class _Distributed(torch.optim.Optimizer):
                 gradient = gradient.to_sparse(self._sparse[parameter])
             name = self._parameter_names[parameter]
             path = reduce_sparse(name, gradient, self._world, average=self._average, scale=self._scale_of(parameter),
-                                 refuse=self._config.clip_norm is not None)
+                                 refuse=self._refuses)
             self._begin(shipment, [parameter], path, f"dgc.sparse.{name}")
 
     def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -811,9 +811,8 @@ class _Distributed(torch.optim.Optimizer):
             assert shipment.rest is not None and self._config.dense_dtype is not None
             return reduce_rounded(shipment.rest, gradients, self._config.dense_dtype, self._world.flat,
                                   average=self._average)
-        # As in stock Horovod it may be infinite: but where all are clipped to one norm, others would become 0 by it.
         return reduce_dense(gradients, self._world.flat, average=self._average,
-                            predivide=self.gradient_predivide_factor, refuse=self._config.clip_norm is not None)
+                            predivide=self.gradient_predivide_factor, refuse=self._refuses)
 
     def _scale_of(self, parameter: Tensor) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""
@@ -933,6 +932,11 @@ class _Distributed(torch.optim.Optimizer):
         share = 1.0 if self._average else 1 / self._world.size
         for bucket, update in delivered:
             update.add(bucket.v.split(bucket.numels), [share] * len(bucket.names))
+
+    @property
+    def _refuses(self) -> bool:
+        """Whether a gradient that is not finite is an error: not where nothing is kept, nor clipped, as in Horovod."""
+        return bool(self._kept()) or self._config.clip_norm is not None
 
     @property
     def _between(self) -> bool:
@@ -1118,8 +1122,8 @@ class _Distributed(torch.optim.Optimizer):
         """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same."""
         if blame and not self._warned_of_nonfinite and self._world.rank == 0:
             self._warned_of_nonfinite = True
-            warn(f"{blame}. It is applied as it is, as by Horovod, since nothing is kept of parameters that travel "
-                 "dense; Config(nonfinite='skip') leaves out such steps")
+            warn(f"{blame}. It is applied as it is, as by Horovod: none of this optimizer's parameters is compressed. "
+                 "Config(nonfinite='skip') leaves out such steps")
 
     def _forget(self) -> None:
         self._found, self._doubts = [], []
