@@ -258,6 +258,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a p
          sparsity: float = 0.999,
          largest: Annotated[int, typer.Option(help="Flat size to end with.")] = FLAT[-1]) -> None:
     """Times compression on the CPU: exact top-k, the torch operations, the fused loops, and the floor."""
+    kernels.compile_ahead(torch.float32)
     console = Console(width=150)
     everything = {method: list(STREAMS) if method == FUSED else ["directly"] for method in METHODS}
     rows = measure(resnet50(), everything, sparsity, warmup, repeats)

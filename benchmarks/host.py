@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dgc
+from dgc import kernels
 
 TURNS = 3
 SIZES = {"ResNet-20": 59, "ResNet-50": 161, "BERT-large": 393}  # parameters in such a model
@@ -57,6 +58,7 @@ def main(steps: Annotated[int, typer.Option(min=10)] = 200,
     """Times the thread that trains, and prints microseconds for each parameter."""
     hvd.init()
     torch.set_num_threads(1)
+    kernels.compile_ahead(torch.float32)
     cases = []
     for model, count in SIZES.items():
         turns = [{method: seconds(method, count, steps) for method in METHODS} for _ in range(TURNS)]

@@ -85,7 +85,11 @@ def powersgd(model: Any, _: Any) -> tuple[Any, Any]:
 
 
 def dgc_optimizer(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    import torch
+
     import dgc
+    from dgc import kernels
+    kernels.compile_ahead(torch.float32)
     return model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), dgc_config(options))
 
 

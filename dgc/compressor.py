@@ -278,7 +278,7 @@ def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
 
 
 def _kernel(bucket: Bucket) -> Any:
-    return kernels.find(bucket.v.device.type, bucket.v.dtype)
+    return kernels.at_hand(bucket.v.device.type, bucket.v.dtype)
 
 
 def _told(bucket: Bucket, bad: Sequence[str]) -> Sequence[str] | None:

@@ -213,6 +213,8 @@ def _rendezvous() -> tuple[Any, list[dict[str, str]]]:
 
 def _train(device: str, rank: int) -> list[float]:
     """The parameters that a rank ends with."""
+    if device == "cpu":
+        kernels.compile_ahead(torch.float32)  # so that they are tried here, and in the cache when a training wants them
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     broadcast_parameters(model.state_dict())

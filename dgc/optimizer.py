@@ -351,6 +351,8 @@ class _Distributed(torch.optim.Optimizer):
                 shipment.bucket = Bucket(name, members, velocity=self._config.momentum_correction)
             elif self._config.dense_dtype is not None:
                 shipment.rest = Bucket(name, members, velocity=False)
+            if shipment.bucket is not None:  # what it takes to run its loops begins now
+                kernels.at_hand(shipment.bucket.v.device.type, shipment.bucket.v.dtype)
             self._shipments.append(shipment)
             self._shipment_of.update(dict.fromkeys(together, shipment))
         for parameter in parameters:
@@ -1244,7 +1246,7 @@ class _Distributed(torch.optim.Optimizer):
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
-            kernel = kernels.find(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
+            kernel = kernels.at_hand(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
             kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:

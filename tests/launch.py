@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from dgc import kernels
+
 HERE = Path(__file__).parent
 PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
@@ -85,6 +87,7 @@ def main():
         rank = torch.distributed.get_rank()
         os.environ["GROUP_RANK"] = str(rank // int(os.environ["DGC_NODE_SIZE"]))  # as if by an agent on each machine
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
+    kernels.compile_ahead(torch.float32, torch.float64)
     results = {}
     for name in names:
         module, _, function = name.rpartition(".")

@@ -86,9 +86,33 @@ def test_changed_source_is_compiled_again(folder):
 def test_nowhere_to_write(folder):
     (folder / "__pycache__").write_text("no folder")
     nowhere = {"HOME": str(folder / "halves.py"), "XDG_CACHE_HOME": str(folder / "halves.py" / "cache")}
-    printed, told = run(folder, "float32", "int32", **nowhere)
-    assert printed == [["1.5", "0"], ["1.5", "0"]]
-    assert told.count("UserWarning: neither the folder") == 1
+    assert run(folder, "float32", "int32", **nowhere)[0] == [["1.5", "0"], ["1.5", "0"]]
+
+
+UNWRITABLE = """
+from numba.core import caching
+
+def refuse(**_):
+    raise PermissionError
+
+caching.tempfile.TemporaryFile = refuse  # by which numba finds out, also for who may write everywhere
+"""
+
+
+def test_what_is_in_a_folder_that_cannot_be_written_is_loaded(folder):
+    run(folder, "float32")
+    (folder / "halves.py").write_text(MODULE.replace("import numpy as np\n", "import numpy as np\n" + UNWRITABLE))
+    changed = run(folder, "float32", "int32")[0]  # another source, of which nothing is there
+    assert changed == [["1.5", "0"], ["1.5", "0"]] and len(kept(folder)) == 3
+    assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
+
+
+def test_the_package_s_own_folder_is_read_where_another_one_is_written(folder, tmp_path):
+    run(folder, "float32")
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = {"NUMBA_CACHE_DIR": str(tmp_path / "elsewhere")}
+    assert run(folder, "float32", "int32", **elsewhere)[0] == [["1.5", "1"], ["1.5", "1"]]
+    assert len(kept(folder)) == 1 and len(list((tmp_path / "elsewhere").rglob("*.nbc"))) == 1
 
 
 def test_a_folder_that_can_be_written_no_more(folder):

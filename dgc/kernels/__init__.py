@@ -7,12 +7,13 @@ Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+
+from dgc.warn import warn
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
 
@@ -28,6 +29,30 @@ def find(kind: str, dtype: torch.dtype) -> Any:
         try:
             return import_module(f"dgc.kernels.{kind}")
         except Exception as error:  # llvmlite raises an OSError where its library cannot be loaded
-            warnings.warn(f"{compiler} is installed but cannot be imported ({error}), so compression runs in plain "
-                          "torch operations, several times slower", stacklevel=2)
+            warn(f"{compiler} is installed but cannot be imported ({error}), so compression runs in plain torch "
+                 "operations, several times slower")
     return import_module("dgc.kernels.plain")
+
+
+def at_hand(kind: str, dtype: torch.dtype) -> Any:
+    """The module to call now: that of :func:`find`, or plain torch operations while numba compiles it in a process of
+    its own. They agree to the bit.
+    """
+    module = find(kind, dtype)
+    if module.__name__ == "dgc.kernels.cpu":
+        from dgc.kernels import fill
+        if not fill.filling(dtype).done():
+            return import_module("dgc.kernels.plain")
+    return module
+
+
+def compile_ahead(*dtypes: torch.dtype) -> None:
+    """Waits until the loops for residuals of these dtypes on the CPU are compiled: for measurements, and to fill the
+    cache where there is time for it.
+    """
+    for dtype in dtypes:
+        at_hand("cpu", dtype)  # all begin before one is waited for
+    for dtype in dtypes:
+        if find("cpu", dtype).__name__ == "dgc.kernels.cpu":
+            from dgc.kernels import fill
+            fill.filling(dtype).wait()

@@ -4,32 +4,59 @@ numba numbers the files that it keeps, by an index that is read, changed and wri
 compile a function at once, for two signatures, or for the processors of two machines that share a file system, both may
 take the same number; a third process then runs the code of one with the arguments of the other. Here a file is named
 after what is in it, and says so.
+
+numba also reads no folder that it cannot write to. Here the package's own one is read in any case: an image or a shared
+installation may bring it along, filled by ``dgc doctor``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
+import inspect
+import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core import caching
+from numba.core.registry import cpu_target
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("NUMBA_DISABLE_JIT is set, and these loops run compiled only")
 
+_names = vars(caching)
+_InTree: Any = _names.get("InTreeCacheLocator") or _names["_InTreeCacheLocator"]  # as it was called before
 
-class _Files(IndexDataCacheFile):
+
+class _Unwritable(_InTree):
+    """The package's own folder where no folder can be written: what is there may be read."""
+
+    def ensure_cache_path(self) -> None:
+        """There is nothing to ensure."""
+
+
+class _Impl(caching.CompileResultCacheImpl):
+    _locator_classes = [*caching.CompileResultCacheImpl._locator_classes, _Unwritable]  # noqa: RUF012
+
+
+class _Files(caching.IndexDataCacheFile):
     """One file for each signature and processor, and no index."""
 
+    def __init__(self, folders: list[Path], base: str, stamp: Any):
+        super().__init__(str(folders[0]), base, stamp)
+        self._folders = folders
+
     def load(self, key: Any) -> Any:
-        try:
-            stamp, of, data = self._load_data(self._name(key))
-        except Exception:  # there is none, or it is damaged, which may raise anything: it is compiled and written again
-            return None
-        return data if (stamp, of) == (self._source_stamp, key) else None
+        for folder in self._folders:
+            # There may be none, or it is damaged, which may raise anything: it is compiled and written again.
+            with contextlib.suppress(Exception):
+                stamp, of, data = pickle.loads((folder / self._name(key)).read_bytes())
+                if (stamp, of) == (self._source_stamp, key):
+                    return data
+        return None
 
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), (self._source_stamp, key, data))
@@ -40,10 +67,19 @@ class _Files(IndexDataCacheFile):
         return self._data_name_pattern.replace("{number:d}", digest[:16])
 
 
-class _Cache(FunctionCache):
+class _Cache(caching.FunctionCache):
+    _impl_class = _Impl
+
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._cache_file = _Files(self.cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+        self.writable = not isinstance(self._impl.locator, _Unwritable)
+        own = Path(inspect.getfile(function)).parent / "__pycache__"
+        self.folders = list(dict.fromkeys([Path(self.cache_path), own]))  # written is the first
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(self.folders, self._impl.filename_base, stamp)
+        processor = cpu_target.target_context.codegen().magic_tuple()
+        self.digest = hashlib.sha256(repr((numba.__version__, sys.version_info[:2], stamp, processor)).encode(
+            )).hexdigest()[:16]  # of all that makes what was compiled fit, but for the signature
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk, say: this process goes on with what it has compiled
@@ -51,18 +87,10 @@ class _Cache(FunctionCache):
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As ``numba.njit(cache=True, **options)``, for processes that compile at the same time.
-
-    Warns where there is no folder to keep anything in: every process then compiles for itself.
-    """
+    """As ``numba.njit(cache=True, **options)``, for processes that compile at the same time."""
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
-        try:
-            dispatcher._cache = _Cache(function)
-        except RuntimeError:  # what numba raises where it finds no folder
-            warnings.warn("neither the folder of dgc nor the user's cache can be written, so every process compiles "
-                          "the kernels for itself, for about a minute; NUMBA_CACHE_DIR may name a folder to keep them "
-                          "in", stacklevel=1)
+        dispatcher._cache = _Cache(function)
         return dispatcher
 
     return compiled

@@ -1,0 +1,117 @@
+"""No training step waits for a compiler: another process fills the cache, one for all who want it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+from dgc import kernels
+from dgc.kernels import cpu, fill, plain
+
+TRAINING = """
+import json, sys, time
+import torch
+import dgc
+from dgc.kernels import cpu, fill
+
+torch.set_num_threads(1)
+chosen = []
+at_hand = dgc.kernels.at_hand
+dgc.kernels.at_hand = lambda *which: chosen.append(at_hand(*which).__name__) or at_hand(*which)
+
+def worker():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Tanh(), torch.nn.Linear(100, 20))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-3)
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(0.9))
+    data = torch.utils.data.DataLoader(list(range(40)), num_workers=1, multiprocessing_context="fork")
+    for step, _ in enumerate(data):
+        if step == 20:  # from here on all are compiled, wherever it began
+            fill.filling(torch.float32).wait()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(torch.randn(4, 100, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            first = time.perf_counter() - began
+    return first, [p.double().sum().item() for p in model.parameters()]
+
+(first, values), _ = dgc.lockstep.run(worker, 2)
+misses = sum(sum(loop.stats.cache_misses.values()) for loop in (
+    cpu._accumulate, cpu._thresholds, cpu._choose, cpu._encode, cpu._seal, cpu._check, cpu._receive, cpu._decay))
+print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)), "misses": misses}))
+"""
+
+
+def train(folder):
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=280,
+                          env={**os.environ, "NUMBA_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+def test_processes_that_begin_together_have_one_fill_the_cache(tmp_path):
+    """They train meanwhile, with workers that are forked, and to the bit what they train when it is full."""
+    package = Path(kernels.__file__).parent / "__pycache__"
+    hidden = [path.rename(path.with_suffix(".hidden")) for path in package.glob("dgc.float32.*.compiled")]
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            cold = list(pool.map(lambda _: train(tmp_path), range(8)))
+        warm = train(tmp_path)
+    finally:
+        for path in hidden:
+            path.rename(path.with_suffix(".compiled"))
+    lock, = tmp_path.rglob("*.lock")
+    assert len(lock.read_text().splitlines()) == 1
+    print("first step, cold:", [round(c["first"], 2) for c in cold], "warm:", round(warm["first"], 2))
+    assert any(c["chosen"] == ["dgc.kernels.cpu", "dgc.kernels.plain"] for c in cold)
+    assert warm["chosen"] == ["dgc.kernels.cpu"]
+    assert all(c["values"] == warm["values"] for c in cold)
+    assert all(c["misses"] == 0 for c in [*cold, warm])  # nothing was compiled but by the one
+
+
+@pytest.fixture
+def empty(monkeypatch, tmp_path):
+    """A way into a cache that has nothing."""
+    way = fill.Filling(torch.float32)
+    way._markers, way._lock = [tmp_path / "compiled"], tmp_path / "lock"
+    return way
+
+
+def test_where_another_one_fills_it_is_waited_for(empty, monkeypatch):
+    monkeypatch.setattr(fill, "_locked", lambda file: False)
+    monkeypatch.setattr(fill, "PAUSE", 0.0)
+    assert not empty.done() and empty._child is None
+    empty.mark()
+    assert empty.done()
+
+
+def test_where_filling_fails_the_loops_are_compiled_here(empty, monkeypatch):
+    monkeypatch.setattr(fill, "PAUSE", 0.01)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    began = time.monotonic()
+    empty.wait()
+    assert time.monotonic() - began < 30 and not empty._markers[0].exists()
+
+
+def test_where_nothing_can_be_written_the_loops_are_compiled_here(empty):
+    empty._writable = False
+    with pytest.warns(UserWarning, match="neither the folder of dgc nor the user's cache can be written.*dgc doctor"):
+        assert empty.done()
+
+
+def test_until_then_plain_operations_are_at_hand(empty, monkeypatch):
+    monkeypatch.setattr(fill, "_locked", lambda file: False)
+    monkeypatch.setattr(fill, "filling", lambda dtype: empty)
+    assert kernels.at_hand("cpu", torch.float32) is plain
+    empty.mark()
+    empty.wait()
+    assert kernels.at_hand("cpu", torch.float32) is cpu
