@@ -13,7 +13,8 @@ averaged gradient is there. Then, by itself, the step of SGD, with momentum and 
 exact (compress.py prints its energy). **resnet110** and **resnet110-wide** (its last stage has 256 channels instead of
 64, so that the exchange dominates) are training steps of the CIFAR-10 recipe's network on random images. Timed:
 zero_grad, forward, loss, backward, step. All ranks meet before each step, and again before they read what their links
-have sent, by shared memory and not over a link. The time of a step is that of its slowest rank.
+have sent, by shared memory and not over a link. The time of a step is that of its slowest rank. Horovod looks for work
+every 5 ms, not every millisecond as by default, which takes most of two cores from four processes (docs/migrating.md).
 
 The token bucket's depth flatters one side: through a deep one short messages pass unshaped; with a shallow one, tokens
 overflow while processes wait for a core, and long messages take longer than the wire. So DGC runs with the shallow one
@@ -213,7 +214,8 @@ def work(a: dict[str, Any]) -> None:
         os.environ.update({f"HOROVOD_{key}": str(value) for key, value in {
             "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size,
             "HOSTNAME": f"10.0.0.{rank + 1}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "e0",
-            "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": meeting[size]}.items()})
+            "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": meeting[size],
+            "CYCLE_TIME": a["cycle"]}.items()})
         hvd.init()
     import torch
     torch.set_num_threads(1)
@@ -333,6 +335,7 @@ def main(
         repeats: Annotated[int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")] = 3,
         steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,
         batch: Annotated[int, typer.Option(min=1, help="Images of a training step, on each host.")] = 1,
+        cycle: Annotated[float, typer.Option(help="Milliseconds of Horovod's cycle, for all that runs over it.")] = 5,
         dgc_option: Annotated[list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")] = None,
         out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] =
             HERE.parent / "results" / "network.json") -> None:
@@ -355,7 +358,8 @@ def main(
     clean_leftovers()
     out.parent.mkdir(parents=True, exist_ok=True)
     with Network(hosts) as network:
-        failed = measure(network, *chosen, repeats, {"steps": steps, "batch": batch, "options": options}, out)
+        failed = measure(network, *chosen, repeats, {
+            "steps": steps, "batch": batch, "cycle": cycle, "options": options}, out)
     raise SystemExit(1 if failed else 0)
 
 

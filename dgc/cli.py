@@ -526,3 +526,5 @@ def _print_health(found: dict[str, Any], show: Callable[..., None]) -> None:
         show(f"Problem: {problem}", highlight=False)
     if not found["problems"]:
         show("All that is installed works.", highlight=False)
+    for advice in found["advice"]:
+        show(f"Advice: {advice}.", highlight=False)

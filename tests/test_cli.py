@@ -266,7 +266,7 @@ def test_help_teaches_by_example(monkeypatch, capsys):
 FOUND = {"python": "3", "dgc": "0", "torch": {"version": "2", "cuda": None, "distributed": True, "gloo": True,
                                               "nccl": False, "devices": []},
          "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain"},
-         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}}
+         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}, "advice": []}
 
 
 def test_doctor_says_what_works(monkeypatch):
@@ -286,6 +286,16 @@ def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
     assert "Problem: horovod is installed but cannot be imported: ImportError: undefined symbol" in shown
     assert "numba is installed, but on cpu the plain torch operations run" in " ".join(shown.split())
     assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
+
+
+def test_doctor_advises_on_horovods_cycle(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    found = {**FOUND, "horovod": {"version": "0.28.1"}, "problems": []}
+    found["advice"] = list(doctor._advice(found))
+    monkeypatch.setattr(doctor, "examine", lambda limit: found)
+    assert "Advice: HOROVOD_CYCLE_TIME is not set" in invoke("doctor")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    assert not list(doctor._advice(found)) and not list(doctor._advice(FOUND))
 
 
 def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):

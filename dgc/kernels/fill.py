@@ -90,12 +90,14 @@ class Filling:
         try:
             if not _locked(lock):
                 return
-            here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
-            path = os.pathsep.join([here, *map(os.path.abspath, others.split(os.pathsep) if others else [])])
+            # This very package: ``-m`` looks for it in the current folder first, and then where PYTHONPATH says.
+            here = str(Path(__file__).resolve().parents[2])
+            paths = {name: os.pathsep.join(map(os.path.abspath, os.environ[name].split(os.pathsep)))
+                     for name in ("PYTHONPATH", "NUMBA_CACHE_DIR") if os.environ.get(name)}
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "dgc.kernels.fill", self._name], stdin=subprocess.DEVNULL, pass_fds=(lock,),
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd=here,
+                env={**os.environ, **paths, "OMP_NUM_THREADS": "1"})
             os.write(lock, f"{self._child.pid}\n".encode())  # for whoever wonders what it is
         except OSError:
             self._done = True

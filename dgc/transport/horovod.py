@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from dgc.compressor import Collective, World
 from dgc.transport import Wait, node_size
 
 MAX_BYTES = (1 << 31) - 1  # of one collective among CPUs: it counts in 32 bits, and goes on from there somewhere else
+PAUSE = 1e-4  # seconds between two looks whether a collective is done
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
@@ -78,6 +80,8 @@ class _Handle:
         self._handles, self._read = handles, read
 
     def __call__(self) -> Tensor:
+        while not self.done():  # Horovod's own waiting looks once a millisecond
+            time.sleep(PAUSE)
         return self._read(_arrived([hvd.synchronize(handle) for handle in self._handles][-1]))
 
     def done(self) -> bool:
