@@ -9,8 +9,9 @@ torch.distributed:
 **resnet50** is one exchange of a gradient of ResNet-50's shapes, with no computation to hide behind, and **lstm** that
 of a word language model's with 2 x 1500 LSTM. Timed, for every method: a backward pass that hands each parameter a
 gradient drawn beforehand (last layer first, without a copy), the hooks that it fires, and synchronize(): until the
-averaged gradient is there. Then, by itself, the step of SGD, with momentum and weight decay. DGC's choice of entries is
-exact (compress.py prints its energy). **resnet110** and **resnet110-wide** (its last stage has 256 channels instead of
+averaged gradient is there; and the processor time that threads other than the training one take meanwhile. Then, by
+itself, the step of SGD, with momentum and weight decay. DGC's choice of entries is exact (compress.py prints its
+energy). **resnet110** and **resnet110-wide** (its last stage has 256 channels instead of
 64, so that the exchange dominates) are training steps of the CIFAR-10 recipe's network on random images. Timed:
 zero_grad, forward, loss, backward, step. All ranks meet before each step, and again before they read what their links
 have sent, by shared memory and not over a link. The time of a step is that of its slowest rank. Horovod looks for work
@@ -226,14 +227,19 @@ def work(a: dict[str, Any]) -> None:
     def link() -> int:
         return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
 
-    seconds, updates, sent = [], [], []
+    def beside() -> float:
+        """Processor time of all threads but this one: torch computes in it, and the others carry messages."""
+        return time.process_time() - time.thread_time()
+
+    seconds, updates, sent, others = [], [], [], []
     steps = training(a["method"], a["options"], rank, a["model"], a["batch"]) if MODELS[a["model"]] else exchanges(
         a["method"], a["options"], rank, a["model"])
     for step, update, optimizer in steps:  # noqa: B007 (used after the loop)
         meet()
-        before, began = link(), time.perf_counter()
+        before, began, elsewhere = link(), time.perf_counter(), beside()
         step()
         seconds.append(time.perf_counter() - began)
+        others.append(beside() - elsewhere)
         update()
         updates.append(time.perf_counter() - began - seconds[-1])
         meet()
@@ -244,7 +250,7 @@ def work(a: dict[str, Any]) -> None:
     report = vars(optimizer.report()) if hasattr(optimizer, "report") else None
     (folder / f"{rank}.json").write_text(json.dumps({
         "seconds": seconds[a["warmup"]:], "updates": updates[a["warmup"]:], "link_bytes": sent[a["warmup"]:],
-        "numel": numel, "report": report,
+        "other_threads_seconds": others[a["warmup"]:], "numel": numel, "report": report,
         "torch": torch.__version__}))
     meet()
     if over_horovod:
@@ -275,7 +281,7 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
     dense = next((case["median_seconds"] for case in chosen if case["method"] == "horovod-fp32"), None)
     result = Table(title=f"{model}, {chosen[0]['numel']:,} parameters, {hosts} hosts at {rate}; "
                          f"the wire alone takes {8e3 * ideal / RATES[rate].bits:.0f} ms for dense float32")
-    for column in ("method", "bucket", "ms", "min - max", "and SGD", "a second", "vs Horovod fp32",
+    for column in ("method", "bucket", "ms", "min - max", "other threads ms", "and SGD", "a second", "vs Horovod fp32",
                    "bytes on a host's link", "fewer than dense", "message", "entries sent"):
         result.add_column(column, justify="left" if column in ("method", "bucket") else "right")
     for case in chosen:
@@ -283,7 +289,7 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
         report = case["report"]  # DGC's: the paper's compression ratio is that of one rank's message
         result.add_row(
             case["method"], f"{getattr(RATES[rate], case['depth'])} kB", f"{1e3 * case['median_seconds']:.1f}",
-            f"{1e3 * low:.1f} - {1e3 * high:.1f}",
+            f"{1e3 * low:.1f} - {1e3 * high:.1f}", f"{1e3 * statistics.median(case['other_threads_seconds']):.1f}",
             "" if MODELS[model] else f"{1e3 * statistics.median(case['update_seconds']):.1f}",
             f"{1 / case['median_seconds']:.2f}",
             f"{dense / case['median_seconds']:.2f} x" if dense else "", f"{case['median_link_bytes']:,.0f}",
@@ -393,6 +399,8 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
             case["seconds"] += [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
             case["update_seconds"] += [max(step) for step in zip(*(rank["updates"] for rank in ranks), strict=True)]
             case["link_bytes"] += [statistics.mean(s) for s in zip(*(r["link_bytes"] for r in ranks), strict=True)]
+            case["other_threads_seconds"] = case.get("other_threads_seconds", []) + [
+                statistics.mean(s) for s in zip(*(r["other_threads_seconds"] for r in ranks), strict=True)]
             case["report"] = ranks[0]["report"]
             result["machine"]["torch"] = ranks[0]["torch"]
             case["median_seconds"] = statistics.median(case["seconds"])

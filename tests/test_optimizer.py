@@ -841,6 +841,34 @@ def test_sparse_gradients_with_momentum_are_saved_and_loaded():
     assert torch.equal(*in_lockstep(worker))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_is_pending_goes_with_the_first_sparse_gradient(scaled):
+    """A parameter may have dense gradients first, say the zeros that hvd.broadcast_optimizer_state makes."""
+    def worker():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 8) if scaled else None
+        table = nn.Embedding(60, 40, sparse=True)
+        nn.init.zeros_(table.weight)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = dgc.DistributedOptimizer(optimizer, table.named_parameters(), SPARSE, grad_scaler=scaler)
+        weights = torch.randn(60, 40, generator=torch.Generator().manual_seed(rank()))
+        total = torch.zeros(60, 40)
+        for step, dense in enumerate([True, False, False]):
+            optimizer.zero_grad()
+            own = (table.weight * weights).sum() if dense else (table(torch.tensor([step, 5])) * weights[:2]).sum()
+            (own if scaler is None else scaler.scale(own)).backward()
+            (optimizer if scaler is None else scaler).step(*([] if scaler is None else [optimizer]))
+            if dense:
+                total += weights
+                assert optimizer.residual_state_dict()["v"]["weight"].any()
+            else:
+                total.index_add_(0, torch.tensor([step, 5]), weights[:2])
+        return table.weight.detach(), total, optimizer.residual_state_dict()["v"]["weight"]
+
+    (weight, total, v), (same, other, v_other) = in_lockstep(worker)
+    assert torch.equal(weight, same) and not v.any() and not v_other.any()
+    assert torch.allclose(-weight, (total + other) / 2, rtol=1e-5, atol=1e-6)
+
+
 def test_two_optimizers_take_turns():
     """A GAN's: each has its own parameters, residuals and steps."""
     def worker():
