@@ -855,8 +855,13 @@ def test_what_is_pending_goes_with_the_first_sparse_gradient(scaled):
         for step, dense in enumerate([True, False, False]):
             optimizer.zero_grad()
             own = (table.weight * weights).sum() if dense else (table(torch.tensor([step, 5])) * weights[:2]).sum()
-            (own if scaler is None else scaler.scale(own)).backward()
-            (optimizer if scaler is None else scaler).step(*([] if scaler is None else [optimizer]))
+            if scaler is None:
+                own.backward()
+                optimizer.step()
+            else:
+                scaler.scale(own).backward()
+                scaler.step(optimizer)
+                scaler.update()
             if dense:
                 total += weights
                 assert optimizer.residual_state_dict()["v"]["weight"].any()
