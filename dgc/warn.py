@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import FrameType
 
 import torch
 
-INSIDE = tuple(str(Path(str(package)).parent) for package in (__file__, torch.__file__))
+INSIDE = tuple(f"{Path(str(package)).parent}{os.sep}" for package in (__file__, torch.__file__))
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

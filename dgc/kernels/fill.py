@@ -56,7 +56,9 @@ class Filling:
         self._next_look = time.monotonic() + PAUSE
         if self._process != os.getpid():
             self._child, self._process = None, os.getpid()
-        if any(marker.exists() for marker in self._markers):
+        if self._filled():
+            self._done = True
+        elif not sys.executable:  # Python runs within another program
             self._done = True
         elif not self._writable:
             warn("neither the folder of dgc nor the user's cache can be written, so every process compiles the kernels "
@@ -68,6 +70,9 @@ class Filling:
         else:
             self._done = self._child.poll() is not None  # it failed: the loops say why when they are compiled here
         return self._done
+
+    def _filled(self) -> bool:
+        return any(marker.exists() for marker in self._markers)
 
     def wait(self) -> None:
         """Until it is done."""
@@ -88,7 +93,7 @@ class Filling:
             self._done = True
             return
         try:
-            if not _locked(lock):
+            if not _locked(lock) or self._filled():  # by who had the lock just now
                 return
             # This very package: ``-m`` looks for it in the current folder first, and then where PYTHONPATH says.
             here = str(Path(__file__).resolve().parents[2])

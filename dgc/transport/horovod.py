@@ -16,7 +16,7 @@ from dgc.compressor import Collective, World
 from dgc.transport import Wait, node_size
 
 MAX_BYTES = (1 << 31) - 1  # of one collective among CPUs: it counts in 32 bits, and goes on from there somewhere else
-PAUSE = 1e-4  # seconds between two looks whether a collective is done
+PAUSE = 2e-4  # seconds between two looks whether a collective is done
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
