@@ -56,9 +56,7 @@ class Filling:
         self._next_look = time.monotonic() + PAUSE
         if self._process != os.getpid():
             self._child, self._process = None, os.getpid()
-        if self._filled():
-            self._done = True
-        elif not sys.executable:  # Python runs within another program
+        if self._filled() or not sys.executable:  # which Python lacks within another program
             self._done = True
         elif not self._writable:
             warn("neither the folder of dgc nor the user's cache can be written, so every process compiles the kernels "
