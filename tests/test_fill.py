@@ -54,7 +54,7 @@ print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)
 
 def train(folder):
     """With a copy of the package that lies in a folder."""
-    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=280,
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=280, cwd=folder,
                           env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
