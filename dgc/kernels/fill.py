@@ -135,7 +135,7 @@ def run_all(dtype: torch.dtype) -> None:
     cpu.accumulate(bucket, gradients, None, layout)
     _, index, used = cpu.select(bucket, gradients, None, layout, False, 0)
     message = cpu.encode(bucket, layout, index, used, True)
-    received = cpu.Received(layout, message[None], 1.0)
+    received = cpu.Received(layout, torch.stack([message, message]), 2.0)  # of one alone the parts are contiguous
     received.write([parameter])
     received.add([parameter], [1.0])
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
