@@ -554,7 +554,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _warn_of_loss(self, message: str) -> None:
         """Once."""
-        if message and not self._warned_of_change:
+        if not self._warned_of_change:
             self._warned_of_change = True
             warn(message)
 

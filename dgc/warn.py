@@ -15,8 +15,8 @@ INSIDE = tuple(f"{Path(str(package)).parent}{os.sep}" for package in (__file__, 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """As ``warnings.warn``, at the line that led here: the first outside this package and torch."""
-    level, frame = 1, sys._getframe()
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith(INSIDE):
-        level, outer = level + 1, outer.f_back
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -362,26 +362,22 @@ def clip_after_synchronize_where_all_is_dense(wrap):
     return {"alike": flat(model).tolist()}
 
 
-@behaviour
-def clip_after_synchronize_and_step_without_skip(wrap):
-    model = nn.Linear(40, 3)
+def clipped_without_skip(wrap, model):
     optimizer = wrap(sgd(model), model.named_parameters())
     backward(model)
     optimizer.synchronize()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
     optimizer.step()
-    return {}
+
+
+@behaviour
+def clip_after_synchronize_and_step_without_skip(wrap):
+    clipped_without_skip(wrap, nn.Linear(40, 3))
 
 
 @behaviour
 def clip_what_travels_compressed(wrap):
-    model = network()
-    optimizer = wrap(sgd(model), model.named_parameters())
-    backward(model)
-    optimizer.synchronize()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    optimizer.step()
-    return {}
+    clipped_without_skip(wrap, network())
 
 
 @behaviour
