@@ -39,11 +39,14 @@ from rich.table import Table
 from torch import Tensor
 
 import dgc
-from dgc import kernels, select
-from dgc.compressor import World, reduce, reduce_dense
-from dgc.kernels import cpu, plain
-from dgc.packing import BUCKET_NUMEL
-from dgc.residual import Bucket, Gradient
+from dgc.collective import World
+from dgc.compression import kernels, select
+from dgc.compression.kernels import cpu, plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.engine.buckets import BUCKET_NUMEL
+from dgc.paths.compressed import reduce
+from dgc.paths.dense import reduce_dense
+from dgc.paths.task import layout_of
 
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
@@ -148,11 +151,12 @@ class Rank:
         """Of the last step: entries sent, and their energy relative to that of the exact choice."""
         entries, energy, exact = 0, 0.0, 0.0
         for bucket, _, messages in self.buckets:
-            index, values = bucket.layout[1].read(messages[-1])
+            layout = layout_of(bucket, self.config.sparsity_at(0), self.config.wire_dtype)
+            index, values = layout.read(messages[-1])
             entries += len(index)
             energy += float(values.double().square().sum())
             before = bucket.v.clone().index_add_(0, index, values)
-            for v, k in zip(before.split(bucket.numels), bucket.layout[1].counts, strict=True):
+            for v, k in zip(before.split(bucket.numels), layout.counts, strict=True):
                 exact += float(torch.topk(v.abs(), k).values.double().square().sum())
         return entries, energy / exact
 

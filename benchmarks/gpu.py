@@ -28,17 +28,17 @@ import typer
 from gradients import heavy_tailed, resnet50
 from torch import Tensor
 
-from dgc import select
-from dgc.kernels import plain
-from dgc.residual import Bucket, Gradient
-from dgc.wire import Layout
+from dgc.compression import select
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import Layout
 
 Shapes = Sequence[tuple[int, ...]]
 M = 0.9
 
 
 class Kernel:
-    """Steps of a module of dgc.kernels: select, which accumulates, and encode, which takes."""
+    """Steps of a module of dgc.compression.kernels: select, which accumulates, and encode, which takes."""
 
     def __init__(self, kernel: ModuleType, shapes: Shapes, sparsity: float, device: torch.device):
         self.kernel = kernel
@@ -52,7 +52,7 @@ class Kernel:
     def quality(self, gradients: dict[str, Gradient], step: int) -> tuple[int, float]:
         """Entries chosen, and their energy relative to the k largest."""
         _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, False, step)
-        chosen = index[self.layout.rank < used[self.layout.owner]]
+        chosen = index[self.layout.ordinal < used[self.layout.owner]]
         best = [torch.topk(v.abs(), k).values.double().square().sum()
                 for v, k in zip(self.bucket.v.split(self.bucket.numels), self.layout.counts, strict=True)]
         return len(chosen), float(self.bucket.v[chosen].double().square().sum() / torch.stack(best).sum())
@@ -152,7 +152,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
         sys.exit("This benchmark needs a CUDA device, and torch finds none here.")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    from dgc.kernels import cuda
+    from dgc.compression.kernels import cuda
 
     there = torch.device(device)
     if there.type == "cuda":

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dgc import plan
-from dgc.plan import Shape
+from dgc.planning import MODELS, Shape
 
-resnet50 = plan.resnet50  # 161 tensors, 25,557,032 entries in all
+resnet50 = MODELS["resnet50"]  # 161 tensors, 25,557,032 entries in all
 
 
 def lstm() -> list[Shape]:

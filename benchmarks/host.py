@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dgc
-from dgc import kernels
+from dgc.compression import kernels
 
 TURNS = 3
 SIZES = {"ResNet-20": 59, "ResNet-50": 161, "BERT-large": 393}  # parameters in such a model

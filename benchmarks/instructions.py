@@ -39,12 +39,12 @@ def work(name: str, function: str) -> None:
     """One call of everything, so that all is compiled; then more of one function."""
     from importlib import import_module
 
-    from dgc import select
-    from dgc.residual import Bucket, Gradient
-    from dgc.wire import Layout
+    from dgc.compression import select
+    from dgc.compression.residual import Bucket, Gradient
+    from dgc.compression.wire import Layout
 
     torch.set_num_threads(1)
-    loops: Any = import_module(f"dgc.kernels.{name}")
+    loops: Any = import_module(f"dgc.compression.kernels.{name}")
     bucket = Bucket("bucket 0", {"p": torch.empty(SHAPE)})
     layout = Layout(bucket, [select.count(SPARSITY, bucket.numel)], torch.float16)
     gradients = {"p": Gradient(torch.randn(SHAPE).pow_(3), 0.9)}

@@ -9,43 +9,43 @@ workers add up all of v, which is more than a dense exchange, and from that choo
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 
-from dgc import compressor, select
-from dgc.residual import Bucket
-from dgc.transport import Collective
-from dgc.wire import Layout
+from dgc.collective import Collective, Path
+from dgc.compression import select
+from dgc.paths import compressed
+from dgc.paths.task import Task
+from dgc.paths.update import DenseUpdate
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
 import reproduce
 
 
-def on_the_means_support(bucket: Bucket, layout: Layout, message: Tensor | None, leader: int, masking: bool,
-                         world: compressor.World, average: bool, bad: Sequence[str]) -> compressor.Path:
+def sum_at_the_means_support(task: Task) -> Path:
     """In place of the package's own, where a message of the leader's names the entries."""
+    bucket, layout = task.bucket, task.layout
+    task.accumulate()
     v = yield Collective("sum", bucket.v.clone())
     places = zip(layout.offsets, layout.numels, layout.counts, strict=True)
     index = torch.cat([offset + select.exact(v[offset:offset + numel], k) for offset, numel, k in places])
     values = bucket.v[index]
-    bucket.take(index, values, masking)
-    total = (yield Collective("sum", values)).div_(world.divisor(average))
-    return compressor.Dense(torch.zeros_like(bucket.v).index_add_(0, index, total), bucket.numels)
+    bucket.take(index, values, task.config.factor_masking)
+    total = (yield Collective("sum", values)).div_(task.world.divisor(task.average))
+    return DenseUpdate(torch.zeros_like(bucket.v).index_add_(0, index, total), bucket.numels)
 
 
 def main(data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
          seed: Annotated[int, typer.Option(min=0, max=1, help="Of those of the row.")] = 0,
-         out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+         out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
     """Trains so."""
     row = reproduce.by_exchange(reproduce.BUDGETS["cpu"])["shared, 99 %, no masking"]
-    compressor._on_support = on_the_means_support
+    compressed.PATHS["shared"] = sum_at_the_means_support
     cifar10.main(**{**row[16][seed].options, "data": data, "out": out})
     if out:
         out.write_text(json.dumps({"support": "the mean's", **json.loads(out.read_text())}, indent=1) + "\n")

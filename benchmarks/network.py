@@ -90,7 +90,7 @@ def dgc_optimizer(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
     import dgc
-    from dgc import kernels
+    from dgc.compression import kernels
     kernels.compile_ahead(torch.float32)
     return model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), dgc_config(options))
 

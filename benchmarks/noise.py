@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 import dgc
-from dgc import select
+from dgc.compression import select
 
 SPARSITIES = (0.75, 0.9, 0.9375, 0.984375, 0.99, 0.996, 0.999)
 CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("shared", 0.996), ("shared", 0.99))

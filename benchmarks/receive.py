@@ -16,9 +16,9 @@ from typing import Annotated
 import torch
 import typer
 
-from dgc import kernels, select
-from dgc.residual import Bucket
-from dgc.wire import Layout
+from dgc.compression import kernels, select
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import Layout
 
 NUMEL, RANKS = 1 << 23, (4, 64)
 

@@ -18,7 +18,8 @@ import torch
 import typer
 
 import dgc
-from dgc import cost, plan
+from dgc import cost
+from dgc import planning as plan
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
@@ -54,7 +55,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
          Path("docs/scaling.png")) -> None:
     """Counts, draws, and says where auto changes its mind."""
     torch.set_num_threads(1)
-    (shipment,) = plan.shipments(SHAPES, dgc.Config())
+    (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
     sizes, numel = shipment.sizes, shipment.numel
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]

@@ -36,9 +36,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dgc import Config, plan
+from dgc import Config
+from dgc import planning as plan
 from dgc.cost import Cluster, Link
-from dgc.plan import Local, Method, Shape
+from dgc.planning import Local, Method, Shape
 
 RESULTS = Path(__file__).parent / "results"
 ACCEPTED = 0.2  # median error
@@ -53,7 +54,7 @@ Cell = dict[str, Any]
 
 
 SHAPES: dict[str, Callable[[], list[Shape]]] = {
-    "resnet50": gradients.resnet50, "lstm": gradients.lstm, "resnet110-wide": partial(plan.resnet110, last=256)}
+    "resnet50": gradients.resnet50, "lstm": gradients.lstm, "resnet110-wide": partial(plan.MODELS["resnet110"], last=256)}
 
 
 def cells(files: list[Path]) -> list[Cell]:

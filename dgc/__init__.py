@@ -4,9 +4,11 @@ from importlib import import_module
 from typing import Any
 
 from dgc.checkpoint import Residuals, load_checkpoint, save_checkpoint
-from dgc.config import Config
-from dgc.ddp import register_comm_hook
-from dgc.optimizer import Average, DistributedOptimizer, Report, Sum, broadcast_parameters
+from dgc.config import Average, Config, Sum
+from dgc.engine.ledger import Report
+from dgc.frontends.broadcast import broadcast_parameters
+from dgc.frontends.ddp import register_comm_hook
+from dgc.frontends.optimizer import DistributedOptimizer
 from dgc.schedule import adaptive, constant, dense_until, piecewise, warmup
 from dgc.transport import lockstep
 

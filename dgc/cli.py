@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dgc import doctor as health
-from dgc import plan as planning
+from dgc import planning
 from dgc import schedule as schedules
 from dgc import tune as tuning
 from dgc.config import Config
@@ -204,7 +204,7 @@ def _quantity(text: str, units: dict[str, float]) -> float | None:
     return float(found[1]) * units[found[2]] if found else None
 
 
-def _here(report: planning.Report) -> Table:
+def _here(report: planning.Plan) -> Table:
     cluster = report.cluster
     table = Table(title=f"{report.model}: {report.numel:,} parameters on {cluster.nodes} x {cluster.gpus} workers, "
                         f"{planning.bits(cluster.between.bandwidth)} between nodes, "
@@ -220,7 +220,7 @@ def _here(report: planning.Report) -> Table:
     return table
 
 
-def _scaling(report: planning.Report) -> Table:
+def _scaling(report: planning.Plan) -> Table:
     shown = [n for n in report.scaling if n > 1 and (int(math.log2(n)) % 2 == 1 or n == report.cluster.workers)]
     table = Table(title="scaling efficiency in % by the number of workers")
     table.add_column("")
@@ -415,7 +415,7 @@ def tune(
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
         importable(command[0])
         with usage("COMMAND"), aside(as_json):
-            objective = planning.find(command[0])
+            objective = planning.callable_named(command[0])
     png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
     if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
         raise typer.BadParameter(f"study is {study}, its picture {png} and its summary {summary}; accepted: a name for "

@@ -231,21 +231,45 @@ def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
                  Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
 
-EXCHANGES: dict[str, Callable[[Sizes, int, int], Rounds]] = {
-    "allgather": allgather, "shared": shared, "hierarchical": hierarchical, "hierarchical shared": hierarchical_shared}
+@dataclass(frozen=True)
+class Exchange:
+    """A way to exchange compressed gradients.
+
+    Args:
+        rounds: of one bucket's messages, on n nodes of g workers.
+        exchange: its name in :class:`dgc.Config`.
+        hierarchical: nodes exchange, rather than workers.
+        sums: values travel as a sum, rather than each worker's to all.
+    """
+
+    rounds: Callable[[Sizes, int, int], Rounds]
+    exchange: str
+    hierarchical: bool = False
+    sums: bool = False
+
+    def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
+        """See :func:`sends_dense`."""
+        contributors = n if self.hierarchical else n * g
+        summed = 2 * (contributors - 1) / contributors
+        if self.sums:
+            return summed * sizes.dense < sizes.support + summed * sizes.values
+        return 2 * sizes.dense < sizes.message * contributors
 
 
-def sends_dense(exchange: str, sizes: Sizes, n: int, g: int) -> bool:
+EXCHANGES: dict[str, Exchange] = {
+    "allgather": Exchange(allgather, "allgather"),
+    "shared": Exchange(shared, "shared", sums=True),
+    "hierarchical": Exchange(hierarchical, "allgather", hierarchical=True),
+    "hierarchical shared": Exchange(hierarchical_shared, "shared", hierarchical=True, sums=True)}
+
+
+def sends_dense(name: str, sizes: Sizes, n: int, g: int) -> bool:
     """Whether the same entries travel as one dense sum, which would be fewer bytes ("never more bytes than dense").
 
     Each worker sends 2 (N-1)/N of a sum, (N-1) messages, and the support once; N counts nodes where the exchange is
-    hierarchical. With all-gather it is the rule of :func:`dgc.compressor.reduce`.
+    hierarchical. With all-gather it is the rule of :func:`dgc.paths.compressed.reduce`.
     """
-    contributors = n if exchange.startswith("hierarchical") else n * g
-    if exchange.endswith("shared"):
-        summed = 2 * (contributors - 1) / contributors
-        return summed * sizes.dense < sizes.support + summed * sizes.values
-    return 2 * sizes.dense < sizes.message * contributors
+    return EXCHANGES[name].sends_dense(sizes, n, g)
 
 
 def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
@@ -254,16 +278,12 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
     """
     if n * g == 1:
         return ()
-    if not sends_dense(name, sizes, n, g):
-        return EXCHANGES[name](sizes, n, g)
-    if not name.startswith("hierarchical"):
+    chosen = EXCHANGES[name]
+    if not chosen.sends_dense(sizes, n, g):
+        return chosen.rounds(sizes, n, g)
+    if not chosen.hierarchical:
         return ring(sizes.dense, n, g)
     return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
-
-
-def cheapest(sizes: Sizes, cluster: Cluster, names: Iterable[str] = tuple(EXCHANGES)) -> str:
-    """The exchange that takes the least time for a bucket; of equal ones the first."""
-    return min(names, key=lambda name: seconds(exchange(name, sizes, cluster.nodes, cluster.gpus), cluster))
 
 
 # -- who sends to whom -------------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from dgc import kernels
+from dgc.compression import kernels
 from dgc.config import Config
-from dgc.optimizer import DistributedOptimizer, broadcast_parameters
+from dgc.frontends.broadcast import broadcast_parameters
+from dgc.frontends.optimizer import DistributedOptimizer
 
 LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
 CYCLE = 5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes

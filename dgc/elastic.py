@@ -1,4 +1,4 @@
-"""For whom: Horovod's elastic jobs, where workers come and go."""
+"""The state of Horovod's elastic jobs, where workers come and go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import horovod.torch as hvd
 from horovod.torch.elastic import state as stock
+
+from dgc.engine.engine import engine_of
 
 
 class TorchState(hvd.elastic.TorchState):
@@ -25,14 +27,14 @@ class TorchState(hvd.elastic.TorchState):
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
         super().__init__(model=model, optimizer=optimizer, **kwargs)
         for name, handler in self._handlers.items():
-            if hasattr(handler.value, "_regroup_at_next_step"):  # their classes are made at run time
+            if hasattr(handler.value, "_dgc"):
                 self._handlers[name] = _Handler(handler.value)
 
     def on_reset(self) -> None:
         """Called by ``hvd.elastic.run`` when Horovod has begun anew."""
         for handler in self._handlers.values():
             if isinstance(handler, _Handler):
-                handler.value._regroup_at_next_step()
+                engine_of(handler.value).agreement.reached = False
         super().on_reset()
 
 
@@ -41,14 +43,15 @@ class _Handler(stock.OptimizerStateHandler):
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        optimizer._regroup_at_next_step()
+        engine_of(optimizer).agreement.reached = False
         self._keep()
 
     def _keep(self) -> None:
-        self._residuals = {"size": self.value._shared_by, **copy.deepcopy(self.value._residuals())}
+        pending = engine_of(self.value).pending
+        self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
 
     def set_value(self, value: Any) -> None:
-        value._regroup_at_next_step()
+        engine_of(value).agreement.reached = False
         super().set_value(value)
 
     def save(self) -> None:
@@ -58,4 +61,4 @@ class _Handler(stock.OptimizerStateHandler):
     def restore(self) -> None:
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-        self.value._put_residuals(self._residuals)
+        engine_of(self.value).pending.load(self._residuals)

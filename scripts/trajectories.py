@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import dgc
-from dgc import kernels
+from dgc.compression import kernels
 from dgc.transport import find
 
 STEPS = 50

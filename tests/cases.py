@@ -30,8 +30,9 @@ from laws import difference, flat, loss, model, train
 from torch import nn
 
 import dgc
-from dgc import pace
-from dgc.compressor import Collective
+from dgc.collective import Collective
+from dgc.engine import adaptive as clocks
+from dgc.engine.engine import engine_of
 from dgc.transport import find
 
 CONFIGS = {
@@ -510,7 +511,7 @@ def hierarchical():
         results[name] = flat(network), torch.cat([x.flatten() for x in residuals["v"].values()])
         if find().__class__.__name__ == "TorchDistributed":
             assert same_end(train(range(6), None, *in_ddp(model(), config)), (network, optimizer))
-            groups.append([optimizer._transport._groups[group] for group in ("node", "across")])
+            groups.append([engine_of(optimizer).settings.transport._groups[group] for group in ("node", "across")])
     for made in groups:  # once, as torch keeps them; and they wait as long as the group that they are made of
         assert made == groups[0]
         assert all(group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT for group in made)
@@ -720,7 +721,7 @@ def ddp_user():
         except ValueError as error:
             results.setdefault("refused", []).append(str(error))
     dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer, dgc.Config(0.5))
-    results["sparsity"] = optimizer._config.sparsity
+    results["sparsity"] = optimizer._compression.sparsity
     return results
 
 
@@ -1102,13 +1103,14 @@ def fsdp_sparse():
     apart, begun, before_the_last = split(uneven()), [], []
     apart[0].weight.register_post_accumulate_grad_hook(lambda p: before_the_last.append(len(begun)))
     apart, alone = in_shards(SHARDED["default"], apart, groups=[[p] for p in reversed(list(apart.parameters()))])
-    start = alone._transport.start
+    transport = engine_of(alone).settings.transport
+    start = transport.start
 
     def spied(collective, name):
         begun.append(name)
         return start(collective, name)
 
-    alone._transport.start = spied
+    transport.start = spied
     for step in range(8):
         begun.clear()
         steps_in_shards(network, optimizer, [step]), steps_in_shards(apart, alone, [step])
@@ -1243,11 +1245,11 @@ SHAPED = dgc.Config(sparsity=dgc.adaptive(0.5, 0.999, start=0.98, every=4))
 @contextmanager
 def virtual_time():
     """Within it, the ranks' own clocks (see :func:`paced`) stand in for this machine's."""
-    kept, pace.perf_counter = pace.perf_counter, lambda: CLOCKS[find().world.rank]()
+    kept, clocks.perf_counter = clocks.perf_counter, lambda: CLOCKS[find().world.rank]()
     try:
         yield
     finally:
-        pace.perf_counter = kept
+        clocks.perf_counter = kept
 
 
 def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
@@ -1262,7 +1264,7 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
     if optimizer is None:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
-    looks = len(optimizer._shipments) + 1  # as each of them is complete; synchronize()
+    looks = len(engine_of(optimizer).parameters.buckets) + 1  # as each of them is complete; synchronize()
     unit = 10 ** 8 * looks  # whole numbers: no rounding
     computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
 

@@ -17,6 +17,6 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which torch alone does not
 
-from dgc import kernels  # noqa: E402 (after what is set above)
+from dgc.compression import kernels  # noqa: E402 (after what is set above)
 
 kernels.compile_ahead(torch.float32, torch.float64)  # tests are of these loops, not of what stands in for them

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from dgc import kernels
+from dgc.compression import kernels
 
 HERE = Path(__file__).parent
 PROCESS_SETS = []  # of Horovod, made when it is initialised

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import dgc
-from dgc.compressor import Dense, Sparse, World
+from dgc.collective import World
+from dgc.paths.update import DenseUpdate, SparseUpdate
 
 
 def walk(paths):
@@ -33,9 +34,9 @@ def walk(paths):
 
 def flattened(update):
     """One tensor of what a path returned."""
-    if isinstance(update, Sparse):
+    if isinstance(update, SparseUpdate):
         return update.tensor
-    if isinstance(update, Dense):
+    if isinstance(update, DenseUpdate):
         return torch.cat(update.parts)
     parts = [torch.empty(n, dtype=update.layout.residual) for n in update.layout.numels]
     update.write(parts)

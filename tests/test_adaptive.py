@@ -16,7 +16,7 @@ from launch import launch
 from laws import flat, model, train
 
 import dgc
-from dgc import pace
+from dgc.engine import adaptive
 from dgc.schedule import FORGET, HIGH, LOW, Adaptive, Found
 
 # What is exposed, in units of computing time, at a density over a link of this share of its bandwidth.
@@ -244,7 +244,7 @@ def test_nothing_is_measured_unless_it_adapts(monkeypatch):
     def looked():
         raise AssertionError
 
-    monkeypatch.setattr(pace, "perf_counter", looked)
+    monkeypatch.setattr(adaptive, "perf_counter", looked)
     dgc.lockstep.run(lambda: train(range(3), dgc.Config(dgc.warmup(2, steps_per_epoch=4))), 2)
     with pytest.raises(AssertionError):
         dgc.lockstep.run(lambda: train(range(3), SHAPED), 2)

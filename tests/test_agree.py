@@ -9,6 +9,7 @@ from laws import difference, flat, model, train
 from torch import nn
 
 import dgc
+from dgc.engine.engine import engine_of
 
 
 def rank():
@@ -116,7 +117,7 @@ def test_settings_that_only_look_different_are_no_difference():
 def test_ranks_that_are_alike_are_asked_once():
     def worker():
         network, optimizer = train(range(1), dgc.Config(0.9))
-        begun = optimizer._transport._begun
+        begun = engine_of(optimizer).settings.transport._begun
         assert begun["dgc.agree"] == 1 and not any(name.startswith("dgc.agree.") for name in begun)
         train(range(1, 4), None, network, optimizer)
         assert begun["dgc.agree"] == 1

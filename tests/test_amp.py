@@ -10,6 +10,7 @@ from laws import flat, loss, model, train
 from torch import nn
 
 import dgc
+from dgc.engine.engine import engine_of
 
 SPARSE = dgc.Config(sparsity=0.9)
 
@@ -311,7 +312,7 @@ def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
         network, optimizer = wrapped(SPARSE, scaler_of() if given else None)
         another = scaler_of()
         if given:
-            optimizer._scaler.scale(loss(network, rank(), 0))  # so that it has a scale
+            engine_of(optimizer).settings.grad_scaler.scale(loss(network, rank(), 0))  # so that it has a scale
         another.scale(loss(network, rank(), 0)).backward()
         with pytest.raises(RuntimeError, match=r"by a GradScaler that this optimizer does not know.*grad_scaler="):
             another.step(optimizer)
@@ -434,7 +435,7 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters(config):
         scaler = scaler_of(2.0 ** 16)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler)
         scaler.scale(network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9).backward()
-        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], optimizer._residuals()["v"]
+        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], engine_of(optimizer).pending.views()["v"]
 
     (updates, v), _ = dgc.lockstep.run(worker, 2)
     for name, update in zip(("weight", "bias"), updates, strict=True):

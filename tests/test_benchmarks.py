@@ -18,7 +18,7 @@ def test_compress():
     import compress
     from rich.console import Console
 
-    from dgc import kernels
+    from dgc.compression import kernels
     find = kernels.find
     try:
         rows = compress.measure([(40, 50), (60,), (300, 70)], {m: list(compress.STREAMS) if m == compress.FUSED else [
@@ -136,10 +136,10 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
     import noise
 
     import dgc
-    from dgc import compressor
+    from dgc.paths import compressed
 
     if choice == "mean":
-        monkeypatch.setattr(compressor, "_on_support", mean_support.on_the_means_support)
+        monkeypatch.setitem(compressed.PATHS, "shared", mean_support.sum_at_the_means_support)
     exchange = choice if choice == "allgather" else "shared"
     steps, sparsity, workers = 25, 0.75, 3
 

@@ -19,8 +19,8 @@ from laws import batch, current_rank, difference, flat, loss, model
 from torch import nn
 
 import dgc
-from dgc import checkpoint
-from dgc.checkpoint import _weights
+from dgc.checkpoint import files
+from dgc.checkpoint.reshard import weights as weights_of
 
 DOUBLE = torch.float64
 SOAK = bool(os.environ.get("DGC_SOAK"))  # at full size
@@ -42,7 +42,7 @@ def trained(steps, network, optimizer, common=False):
         optimizer.zero_grad()
         x, y = batch(0 if common else rank, step, DOUBLE)
         value = nn.functional.cross_entropy(network(x), y)
-        (value if optimizer._average else value / world.size).backward()
+        (value if optimizer.op == dgc.Average else value / world.size).backward()
         optimizer.step()
     return flat(network)
 
@@ -217,7 +217,7 @@ def test_maximize(tmp_path):
 
 def test_ranks_that_order_their_sets_otherwise_are_alike():
     """A module's extra state may hold one. Python draws the order of strings in each process."""
-    code = "from dgc import checkpoint; print(checkpoint._digest({'_extra_state': {'a', 'b', 'c', 'd', 'e'}, 'x': 1}))"
+    code = "from dgc.checkpoint.save import tree_hash; print(tree_hash({'_extra_state': {'a', 'b', 'c', 'd', 'e'}, 'x': 1}))"
     told = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60,
                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in "123"}
     assert len(told) == 1
@@ -256,7 +256,7 @@ def test_what_is_pending_is_conserved_when_the_sum_is_another(shelf, old_op, new
 @given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans())
 def test_every_old_residual_counts_as_before(old, new, average, new_average):
     """The law of :func:`dgc.load_checkpoint`, for any numbers: f' times the weights of an old residual add up to f."""
-    weights = [_weights(old, average, rank, new, new_average) for rank in range(new)]
+    weights = [weights_of(old, average, rank, new, new_average) for rank in range(new)]
     f, new_f = 1 / old if average else 1, 1 / new if new_average else 1
     for rank in range(old):
         assert sum(w.get(rank, 0) for w in weights) * new_f == pytest.approx(f, rel=1e-12)
@@ -265,7 +265,7 @@ def test_every_old_residual_counts_as_before(old, new, average, new_average):
         assert weights == [{rank: 1.0} for rank in range(new)]
     if average and new_average:  # means
         assert all(sum(some.values()) == pytest.approx(1, rel=1e-12) for some in weights)
-    assert _weights(old, average, None, new, new_average) == {rank: float(Fraction(f)) for rank in range(old)}
+    assert weights_of(old, average, None, new, new_average) == {rank: float(Fraction(f)) for rank in range(old)}
 
 
 def test_small_parameters_that_travel_rounded_and_float32(tmp_path):
@@ -646,8 +646,8 @@ def test_a_new_checkpoint_while_one_is_loaded(tmp_path, size, monkeypatch):
         return original(*arguments)
 
     save(1)
-    begun, original = [2], checkpoint._read
-    monkeypatch.setattr(checkpoint, "_read", read)
+    begun, original = [2], files.read
+    monkeypatch.setattr(files, "read", read)
     assert in_lockstep(lambda: dgc.load_checkpoint(tmp_path, *made()), size) == [{"epoch": 2}] * size
     next(tmp_path.glob("common-*")).unlink()
     with pytest.raises(FileNotFoundError, match=r"common-\S+ is gone"):

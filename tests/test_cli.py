@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dgc
-from dgc import cli, doctor, plan
+from dgc import cli, doctor
+from dgc import planning as plan
 from dgc.cost import Link
 
 PLAN = ["plan", "resnet110", "--compute", "0.1"]

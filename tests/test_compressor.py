@@ -8,8 +8,11 @@ import torch
 from laws import walk, worlds
 
 import dgc
-from dgc.compressor import AbandonedError, World, flush, reduce, reduce_dense, reduce_rounded, reduce_sparse, sent_bytes
-from dgc.residual import Bucket, Gradient, clip_scale
+from dgc.collective import AbandonedError, World, sent_bytes
+from dgc.compression.residual import Bucket, Gradient, clip_scale
+from dgc.paths.compressed import flush, reduce
+from dgc.paths.dense import reduce_dense, reduce_rounded
+from dgc.paths.sparse import reduce_sparse
 
 SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

@@ -12,6 +12,7 @@ from launch import end
 from laws import loss, model, train
 
 import dgc
+from dgc.engine.engine import engine_of
 
 HERE = Path(__file__).parent
 
@@ -84,24 +85,22 @@ def test_what_remains_pending_is_worth_as_much(former, remain, size, average, mo
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9), op=op)
-        optimizer._regroup_at_next_step()
+        pending = engine_of(optimizer).pending
         if rank < remain:
-            optimizer._put_residuals(kept[rank])
+            pending.load(kept[rank])
         if rank == 0 and remain < former:
             with pytest.warns(UserWarning, match=f"of {former} ranks {former - remain} are gone"):
-                optimizer._meet()
-        else:
-            optimizer._meet()
-        return optimizer.residual_state_dict(), optimizer.report().lost_residuals
+                return pending.rescale(size), pending.state()
+        return pending.rescale(size), pending.state()
 
     now = dgc.lockstep.run(after, size)
     divisors = (former, size) if average else (1, 1)
     for letter in "uv":
         for name in kept[0][letter]:
             old = sum(state[letter][name].double() for state in kept) / divisors[0]
-            new = sum(state[letter][name].double() for state, _ in now) / divisors[1]
+            new = sum(state[letter][name].double() for _, state in now) / divisors[1]
             assert old.any() and torch.allclose(new, old, rtol=1e-6)
-    assert all(lost == former - remain for _, lost in now)
+    assert all(lost == former - remain for lost, _ in now)
 
 
 def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
@@ -115,17 +114,15 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
-        optimizer._regroup_at_next_step()
-        optimizer._put_residuals({**kept[rank], "size": sizes[rank]})
+        pending = engine_of(optimizer).pending
+        pending.load({**kept[rank], "size": sizes[rank]})
         if rank == 0:
             with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):
-                optimizer._meet()
-        else:
-            optimizer._meet()
-        return optimizer.residual_state_dict(), optimizer.report().lost_residuals
+                return pending.rescale(2), pending.state()
+        return pending.rescale(2), pending.state()
 
     now = dgc.lockstep.run(after, 2)
-    for rank, (state, lost) in enumerate(now):
+    for rank, (lost, state) in enumerate(now):
         assert lost == 1
         for letter in "uv":
             for name, old in kept[rank][letter].items():

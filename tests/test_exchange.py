@@ -10,10 +10,11 @@ from laws import model, train, walk, worlds
 from test_compressor import buckets, gradients, refusals
 
 import dgc
-from dgc import cost, select
-from dgc.compressor import reduce
-from dgc.residual import Bucket
-from dgc.wire import Layout, Support
+from dgc import cost
+from dgc.compression import select
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import Layout, Support
+from dgc.paths.compressed import reduce
 
 SHARED = dgc.Config(0.9, exchange="shared", min_numel=0)
 

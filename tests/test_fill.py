@@ -14,19 +14,19 @@ import torch
 
 pytest.importorskip("numba")
 import dgc
-from dgc import kernels
-from dgc.kernels import cpu, fill, plain
+from dgc.compression import kernels
+from dgc.compression.kernels import cpu, fill, plain
 
 TRAINING = """
 import json, sys, time
 import torch
 import dgc
-from dgc.kernels import cpu, fill
+from dgc.compression.kernels import cpu, fill
 
 torch.set_num_threads(1)
 chosen = []
-at_hand = dgc.kernels.at_hand
-dgc.kernels.at_hand = lambda *which: chosen.append(at_hand(*which).__name__) or at_hand(*which)
+at_hand = dgc.compression.kernels.at_hand
+dgc.compression.kernels.at_hand = lambda *which: chosen.append(at_hand(*which).__name__) or at_hand(*which)
 
 def worker():
     torch.manual_seed(0)
@@ -70,8 +70,8 @@ def test_processes_that_begin_together_have_one_fill_the_cache(tmp_path):
     lock, = tmp_path.rglob("*.lock")
     assert len(lock.read_text().splitlines()) == 1
     print("first step, cold:", [round(c["first"], 2) for c in cold], "warm:", round(warm["first"], 2))
-    assert any(c["chosen"] == ["dgc.kernels.cpu", "dgc.kernels.plain"] for c in cold)
-    assert warm["chosen"] == ["dgc.kernels.cpu"]
+    assert any(c["chosen"] == ["dgc.compression.kernels.cpu", "dgc.compression.kernels.plain"] for c in cold)
+    assert warm["chosen"] == ["dgc.compression.kernels.cpu"]
     assert all(c["values"] == warm["values"] for c in cold)
     assert all(c["misses"] == 0 for c in [*cold, warm])  # nothing was compiled but by the one
 

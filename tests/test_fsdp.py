@@ -9,7 +9,7 @@ from cases import SHARDED
 from launch import launch
 
 import dgc
-from dgc import fsdp
+from dgc.frontends import checks
 
 NAMES = ["fsdp_dense", "fsdp_sparse", "fsdp_conservation", "fsdp_resumed", "fsdp_skipped", "fsdp_refusals",
          "fsdp_saved"]
@@ -97,10 +97,10 @@ def test_a_loss_scaler_before_torch_2_5(monkeypatch):
     sharded.device_mesh = "a mesh"
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.4.1+cu121"))
     with pytest.raises(ValueError, match=r"hooks torch 2\.4\.1\S* does not call, .*; accepted: torch 2\.5 or later"):
-        fsdp.check([sharded], None, dgc.Config(), scaler)
-    fsdp.check([torch.zeros(3)], None, dgc.Config(), scaler)
+        checks.check_shards([{"params": [sharded]}], None, dgc.Config(), scaler)
+    checks.check_shards([{"params": [torch.zeros(3)]}], None, dgc.Config(), scaler)
     for version, given in (("2.5.0", scaler), ("2.4.1", None)):
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
         sharded.device_mesh, sharded.placements = type("Mesh", (), {"ndim": 2})(), ()
         with pytest.raises(ValueError, match="is placed as"):
-            fsdp.check([sharded], None, dgc.Config(), given)
+            checks.check_shards([{"params": [sharded]}], None, dgc.Config(), given)

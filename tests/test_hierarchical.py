@@ -14,7 +14,8 @@ from test_exchange import SHARED, counted_sizes
 
 import dgc
 from dgc import cost
-from dgc.transport import node_size
+from dgc.engine.engine import engine_of
+from dgc.transport.bytes import node_size
 
 SHAPES = {"a": (30, 40), "b": (7, 11), "c": (90,), "d": (200, 13)}
 SUM = {"op": dgc.Sum}
@@ -136,10 +137,17 @@ def test_each_byte_crosses_the_network_once(exchange, sparsity, n, g):
     assert reports[0].node_bytes == pytest.approx(sum(s.times * s.nbytes for s in inside), abs=padding * n)
 
 
+def level(optimizer):
+    """What is done before an exchange."""
+    engine = engine_of(optimizer)
+    engine.nodes.group(engine.settings.transport.world)
+    engine.nodes.level()
+
+
 def taken_up(config, states):
     """What is pending on this rank when it goes on from these residuals, saved by all ranks."""
     optimizer = trained(replace(config, hierarchical=True), gradient, steps=0, load=states)[1]
-    optimizer._meet()
+    level(optimizer)
     return pending(optimizer)
 
 
@@ -163,7 +171,7 @@ def test_residuals_that_differ_within_a_node_are_evened_out():
             optimizer.load_residual_state_dict(state)
         before = pending(optimizer)
         for _ in range(2):  # flush(), and then a step
-            optimizer._meet()
+            level(optimizer)
         return before, pending(optimizer)
 
     results = dgc.lockstep.run(worker, 4, 2)
@@ -224,16 +232,17 @@ def test_messages_leave_for_other_nodes_during_the_backward_pass():
         network = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(4)))
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters(),
                                              dgc.Config(0.9, hierarchical=True), groups=4)
-        start = optimizer._transport.start
+        settings = engine_of(optimizer).settings
+        start = settings.transport.start
 
         class Recording:
-            world, by_node = optimizer._transport.world, optimizer._transport.by_node
+            world, by_node = settings.transport.world, settings.transport.by_node
 
             def start(self, collective, name):
                 begun.append((collective.group, torch._C._current_graph_task_id() != -1))
                 return start(collective, name)
 
-        optimizer._transport = Recording()
+        settings.transport = Recording()
         for _ in range(2):
             begun.clear()
             optimizer.zero_grad()

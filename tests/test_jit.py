@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("numba")
-JIT = Path(__file__).parents[1] / "dgc" / "kernels" / "jit.py"
+JIT = Path(__file__).parents[1] / "dgc" / "compression" / "kernels" / "jit.py"
 
 MODULE = """
 import importlib.util

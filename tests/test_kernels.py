@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import misleading
 
-from dgc import kernels, select
-from dgc.kernels import plain
-from dgc.residual import Bucket, Gradient
-from dgc.wire import BLOCK, Layout, seal
+from dgc.compression import kernels, select
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import BLOCK, Layout, seal
 
-cpu = pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
+cpu = pytest.importorskip("dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
 WIRES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -53,7 +53,7 @@ def both(buckets, layout, exact=False, **arguments):
         masking = arguments.get("masking", True)
         bad, index, used = kernel.select(bucket, arguments["gradients"], arguments.get("scale"), layout, exact,
                                          arguments["step"])
-        chosen.append((bad, index[layout.rank < used[layout.owner]].tolist(), used.tolist()))
+        chosen.append((bad, index[layout.ordinal < used[layout.owner]].tolist(), used.tolist()))
         messages.append(kernel.encode(bucket, layout, index, used, masking))
     assert chosen[0] == chosen[1]
     assert torch.equal(*messages)
@@ -213,7 +213,7 @@ def test_a_message_that_was_changed_is_refused():
             with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
                 kernel.Received(layout, torch.stack([message, changed]), 2)
     layout.sections(changed).positions[layout.starts[3]] = -1  # 65,535, of the 5 entries of d
-    for wrong in (seal(changed), layout.confession(["b", "d"])):
+    for wrong in (seal(changed), layout.nonfinite_message(["b", "d"])):
         errors = []
         for kernel in (cpu, plain):
             with pytest.raises((ValueError, FloatingPointError)) as error:
@@ -264,10 +264,10 @@ def test_a_compiler_that_does_not_work_is_told(module, disabled, told, tmp_path)
     """A numba that refuses the NumPy beside it, say: a warning, and the torch operations."""
     if module:
         (tmp_path / "numba.py").write_text(module)
-    code = ("import torch, dgc.kernels; "
-            "print(dgc.kernels.find('cpu', torch.float32).__name__, dgc.kernels.find('cpu', torch.float32).__name__)")
+    code = ("import torch; from dgc.compression.kernels import find; "
+            "print(*(find('cpu', torch.float32).__name__ for _ in range(2)))")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                              env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled})
-    assert process.stdout.split() == ["dgc.kernels.plain"] * 2
+    assert process.stdout.split() == ["dgc.compression.kernels.plain"] * 2
     assert process.stderr.count(f"numba is installed but cannot be imported ({told})") == 1

@@ -19,14 +19,16 @@ from laws import misleading, worlds
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgc
-from dgc import ahead, kernels, select
-from dgc.compressor import reduce
+from dgc.compression import device as devices
+from dgc.compression import kernels, select
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import Layout, seal
 from dgc.config import Config
-from dgc.kernels import plain
-from dgc.residual import Bucket, Gradient
-from dgc.wire import Layout, seal
+from dgc.engine.engine import engine_of
+from dgc.paths.compressed import reduce
 
-cuda = pytest.importorskip("dgc.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)}
@@ -50,8 +52,8 @@ class Pair:
         for kernel, bucket, layout, some, clip in zip((cuda, plain), self.buckets, self.layouts, (there, gradients),
                                                       (scales, scale), strict=True):
             bad, index, used = kernel.select(bucket, some, clip, layout, exact, step)
-            chosen = index[layout.rank < used[layout.owner]].tolist()
-            message = layout.confession(bad) if bad else kernel.encode(bucket, layout, index, used, masking)
+            chosen = index[layout.ordinal < used[layout.owner]].tolist()
+            message = layout.nonfinite_message(bad) if bad else kernel.encode(bucket, layout, index, used, masking)
             results.append((chosen, used.tolist(), message.tolist(), int(bucket.entries_sent)))
         assert results[0] == results[1]
         assert self.buckets[0].not_finite() == bad
@@ -70,7 +72,7 @@ class Pair:
                                                   strict=True):
             try:
                 updates.append(kernel.Received(layout, torch.stack(messages).to(device), divisor))
-                updates[-1].own(bucket, layout.confession([]).to(device))  # which has nothing to be put back
+                updates[-1].own(bucket, layout.nonfinite_message([]).to(device))  # which has nothing to be put back
                 if (error := kernel.settle(bucket)) is not None:
                     raise error
             except (ValueError, FloatingPointError) as error:
@@ -254,7 +256,7 @@ def test_a_message_that_was_changed_is_refused():
         changed[at] = (int(changed[at]) + 1 + by) % 256
         assert "the message of rank 1 for bucket 0 is corrupt" in str(both.received([message, changed], 2))
     layout = both.layouts[1]
-    for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.confession(["b", "d"])):
+    for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.nonfinite_message(["b", "d"])):
         if callable(wrong):
             wrong(layout, changed := message.clone())
             wrong = seal(changed)
@@ -279,11 +281,11 @@ def counts_that_cancel(layout, message):
 @pytest.mark.parametrize("wrong", [position_beyond, count_beyond, counts_that_cancel, None])
 def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
     """Until then the update is zero, nothing is written anywhere else, and what this rank sent goes back into v."""
-    monkeypatch.setattr(ahead, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     shapes = {"a": (30, 41), "b": (66_000,), "d": (5,)}
     both = Pair(shapes=shapes)
     message, (bucket, _), (layout, twin) = both.step(gradients(0, shapes=shapes)), both.buckets, both.layouts
-    bad = message.clone() if wrong else twin.confession(["a"])
+    bad = message.clone() if wrong else twin.nonfinite_message(["a"])
     if wrong:
         wrong(twin, bad)
         seal(bad)
@@ -313,7 +315,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
     """
-    monkeypatch.setattr(ahead, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
     shapes = {"a": (40, 30), "c": (50,), "b": (40, 30)}
 
@@ -322,7 +324,8 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch
         weights = {name: torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in shapes.items()}
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
                                              Config(sparsity, min_numel=0), groups=[[p] for p in weights.values()])
-        order = [[optimizer._parameter_names[p] for p in shipment.parameters] for shipment in optimizer._shipments]
+        order = [[optimizer._parameter_names[p] for p in bucket.parameters]
+                 for bucket in engine_of(optimizer).parameters.buckets]
         assert order == [["a"], ["c"], ["b"]]
         total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
         for step in range(5):
@@ -412,9 +415,9 @@ def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     bytes.
     """
     unasked = Unasked()
-    monkeypatch.setattr(ahead, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
-    monkeypatch.setattr(ahead.Answer, "get", unasked.hearing(ahead.Answer.get))
+    monkeypatch.setattr(devices.HostCopy, "get", unasked.hearing(devices.HostCopy.get))
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, unasked.refusing(name))
 
@@ -446,7 +449,7 @@ def waiting_is(mode):
 
 def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeypatch):
     """And not to another one, which is loaded before that is known."""
-    monkeypatch.setattr(ahead, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
 
     def worker():
@@ -526,7 +529,7 @@ def test_decay(nesterov, dtype):
 
 
 def test_a_triton_that_is_too_old_counts_as_none(monkeypatch):
-    """That of torch 2.3; dgc.kernels.find warns, and does without."""
+    """That of torch 2.3; dgc.compression.kernels.find warns, and does without."""
     monkeypatch.setattr("triton.__version__", "2.3.1")
     with pytest.raises(ImportError, match=r"Triton is 2\.3\.1; accepted: 3\.0 or later"):
         runpy.run_path(cuda.__file__)
@@ -579,7 +582,7 @@ COMPILE = """
 import re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dgc.kernels import cuda
+from dgc.compression.kernels import cuda
 
 doors = [cuda._sample, cuda._accumulate, cuda._narrow, cuda._tally, cuda._choose, cuda._largest, cuda._write,
          cuda._sums, cuda._check, cuda._receive]

@@ -17,10 +17,12 @@ from laws import difference, flat, loss, model, reference, train
 from torch import nn
 
 import dgc
-from dgc import beside
-from dgc.optimizer import _Distributed
-from dgc.packing import pack
-from dgc.select import count
+from dgc.collective import Collective
+from dgc.compression.select import count
+from dgc.engine.buckets import pack
+from dgc.engine.engine import engine_of
+from dgc.optimizer import Distributed
+from dgc.transport import Wait, streams
 
 DENSE, SPARSE = dgc.Config(sparsity=0.0), dgc.Config(sparsity=0.9)
 
@@ -54,7 +56,7 @@ def test_it_is_the_optimizer_that_was_wrapped():
         assert isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
         assert optimizer.defaults == inner.defaults  # Horovod's are those of SGD() instead
         assert optimizer.param_groups is inner.param_groups
-        assert optimizer._config == dgc.Config() and optimizer._config.sparsity == 0.999
+        assert optimizer._compression == dgc.Config() and optimizer._compression.sparsity == 0.999
 
     in_lockstep(worker)
 
@@ -157,8 +159,9 @@ def test_messages_leave_during_the_backward_pass():
     def worker():
         network, optimizer = train(range(1), SPARSE, groups=3)  # the first step begins with a question to all ranks
         begun = []
-        start = optimizer._transport.start
-        optimizer._transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
+        transport = engine_of(optimizer).settings.transport
+        start = transport.start
+        transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
         seen = []
         network[0].weight.register_hook(lambda g: seen.append(len(begun)))  # the last gradient of the backward pass
         backward(network)
@@ -179,26 +182,30 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     def fails(wait=False):
         raise FloatingPointError
 
-    exchange = type("Exchange", (), {"abandon": lambda self, wait: None})()
+    def path():
+        yield Collective("sum", torch.zeros(1))
+
+    def exchange():
+        transport = type("Nowhere", (), {"start": lambda self, collective, name: Wait(fails)})()
+        return streams.StreamedExchange(device, path(), transport, "x", lambda collective: None)
+
     main, own, device = Stream(), Stream(), torch.device("cuda", 0)
-    monkeypatch.setattr(beside, "_stream", lambda device: own)
+    monkeypatch.setattr(streams, "_stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    with beside.beside(device):
-        pass
-    assert own == [main] and main == []
-    with pytest.raises(FloatingPointError), beside.beside(device):
-        fails()
-    assert len(main) == 1 and main[0] is own
-    beside.abandon(exchange, device, wait=False)
-    assert len(main) == 2
-    exchange.abandon = fails
+    under_way, other = exchange(), exchange()
+    assert own == [main, main] and main == []
     with pytest.raises(FloatingPointError):
-        beside.abandon(exchange, device, wait=True)
+        exchange().finish()
+    assert len(main) == 1 and main[0] is own
+    under_way.abandon(wait=False)
+    assert len(main) == 2
+    with pytest.raises(FloatingPointError):
+        other.abandon(wait=True)
     assert len(main) == 3
     branch = Stream()
     branch.device = device
-    beside.follow([branch])
+    streams.own_stream_waits_for([branch])
     assert own[-1] is branch
 
 
@@ -206,8 +213,8 @@ def test_what_a_device_found_is_put_back_after_what_runs_beside(monkeypatch):
     """That has v in use."""
     optimizer = in_lockstep(lambda: train(range(1), SPARSE, groups=3)[1])[0]
     called = []
-    monkeypatch.setattr("dgc.optimizer.rejoin", lambda device: called.append("rejoin"))
-    monkeypatch.setattr("dgc.optimizer.settle", lambda bucket: called.append("settle"))
+    monkeypatch.setattr("dgc.engine.nonfinite.wait_for_own_stream", lambda device: called.append("rejoin"))
+    monkeypatch.setattr("dgc.engine.nonfinite.settle", lambda bucket: called.append("settle"))
     optimizer.report()
     assert called[0] == "rejoin" and set(called[1:]) == {"settle"}
 
@@ -300,13 +307,14 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
         backward(network)
         optimizer.synchronize()
         grads = [p.grad.clone() for p in network.parameters()]
-        v = copy.deepcopy(optimizer._residuals()["v"])
+        v = copy.deepcopy(engine_of(optimizer).pending.views()["v"])
         if rank() == 0:  # catching warnings is not for several threads
             with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
                 optimizer.step()
         assert optimizer.report().steps == 1
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(v.values(), optimizer._residuals()["v"].values(), strict=True))
+        now = engine_of(optimizer).pending.views()["v"]
+        assert all(torch.equal(a, b) for a, b in zip(v.values(), now.values(), strict=True))
 
     in_lockstep(worker)
 
@@ -364,7 +372,7 @@ def test_a_step_left_out_is_left_out(directly, to_none):
             backward(network, step)
             optimizer.synchronize()
             optimizer.zero_grad(set_to_none=to_none)
-        before, pending = flat(network), copy.deepcopy(optimizer._residuals())
+        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).pending.views())
         backward(network, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is not the second synchronize() before this step
@@ -528,8 +536,8 @@ def test_decay_and_earlier_momentum_in_each_direction(maximize, local, op):
 
 def test_decay_in_any_order_of_dimensions(monkeypatch):
     """Channels last, or transposed: to the bit as a contiguous parameter, and by the compiled loop."""
-    pytest.importorskip("dgc.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
-    monkeypatch.setattr("dgc.kernels.plain.decay", None)
+    pytest.importorskip("dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
+    monkeypatch.setattr("dgc.compression.kernels.plain.decay", None)
     start = torch.randn(8, 9, 5, 6, generator=torch.Generator().manual_seed(0))
 
     def worker():
@@ -960,7 +968,7 @@ def test_names_of_ours_are_not_those_of_torch():
         network, optimizer = wrapped(dgc.Config(sparsity=dgc.adaptive(least=0.9, most=0.999)))
         return vars(optimizer).keys() - vars(torch.optim.SGD(network.parameters(), 0.1)).keys()
 
-    ours = set.union(*in_lockstep(worker)) | {name for name in vars(_Distributed) if name[:1] == "_" != name[1:2]}
+    ours = set.union(*in_lockstep(worker)) | {name for name in vars(Distributed) if name[:1] == "_" != name[1:2]}
     torchs = Path(torch.__file__).parent
     for file in [*torchs.glob("optim/*.py"), torchs / "distributed/optim/zero_redundancy_optimizer.py"]:
         theirs = re.findall(r"(?:self\.|def )(\w+)", file.read_text())
@@ -1122,7 +1130,8 @@ def test_a_damaged_message_is_told_and_loses_nothing(damaged):
         weights = {name: nn.Parameter(torch.zeros(40, 40)) for name in "abc"}
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
                                              SPARSE, groups=[[p] for p in weights.values()])
-        start, total, ends = optimizer._transport.start, {name: torch.zeros(40, 40) for name in "abc"}, []
+        transport = engine_of(optimizer).settings.transport
+        start, total, ends = transport.start, {name: torch.zeros(40, 40) for name in "abc"}, []
 
         def flipped(collective, name):
             wait = start(collective, name)
@@ -1133,9 +1142,9 @@ def test_a_damaged_message_is_told_and_loses_nothing(damaged):
                     result[1, 9] ^= 64
                 return result
 
-            return received
+            return Wait(received)
 
-        optimizer._transport.start = flipped
+        transport.start = flipped
         for step in range(3):
             for number, (name, p) in enumerate(weights.items()):
                 p.grad = torch.randn(40, 40, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank()))

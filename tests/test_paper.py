@@ -7,8 +7,8 @@ from laws import walk, worlds
 from oracle import Network, Oracle
 
 import dgc
-from dgc.compressor import reduce
-from dgc.residual import Bucket, Gradient
+from dgc.compression.residual import Bucket, Gradient
+from dgc.paths.compressed import reduce
 
 STEPS = 100
 VARIANTS = {
@@ -50,7 +50,7 @@ def test_path(nodes, variant, sparsity, dtype):
             scale = None
             if settings.clip_norm is not None:
                 norm = torch.tensor(np.sqrt(sum((x**2).sum() for x in g))).to(dtype)
-                scale = dgc.residual.clip_scale(norm, settings.clip_norm, nodes, average=True)
+                scale = dgc.compression.residual.clip_scale(norm, settings.clip_norm, nodes, average=True)
                 clipped += bool(scale < 1)
             paths.append(reduce(buckets[node], gradients, settings, step, world, scale=scale))
         updates = walk(paths)

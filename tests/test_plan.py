@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import dgc
-from dgc import plan
+from dgc import planning as plan
 from dgc.cost import Cluster, Link
-from dgc.plan import Local, Method
+from dgc.planning import Local, Method
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,7 +48,7 @@ SHAPES = ((300, 90), (90,), (300, 200), (50, 3), (64, 64), (2000,))
 @pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.999])
 @pytest.mark.parametrize("ranks", [2, 9])
 def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch):
-    monkeypatch.setattr("dgc.packing.BUCKET_NUMEL", 1 << 15)
+    monkeypatch.setattr("dgc.engine.buckets.BUCKET_NUMEL", 1 << 15)
 
     def train():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -60,9 +60,9 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
         return optimizer.report()
 
     report = dgc.lockstep.run(train, ranks)[0]
-    plan.shipments.cache_clear()
+    plan.buckets.cache_clear()
     predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, dgc.Config(sparsity))
-    plan.shipments.cache_clear()
+    plan.buckets.cache_clear()
     assert predicted.port_bytes == pytest.approx(report.bytes_sent)
     assert predicted.message_bytes == report.message_bytes
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dgc.residual import Bucket, Gradient, accumulate, residual_dtype
+from dgc.compression.residual import Bucket, Gradient, accumulate, residual_dtype
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc import select
+from dgc.compression import select
 
 
 def heavy_tailed(n, seed):

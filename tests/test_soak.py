@@ -6,10 +6,10 @@ import pytest
 import torch
 from launch import launch
 
-from dgc import kernels, select
-from dgc.kernels import plain
-from dgc.residual import Bucket
-from dgc.wire import Layout, seal
+from dgc.compression import kernels, select
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import Layout, seal
 
 FULL = bool(os.environ.get("DGC_SOAK"))
 STEPS, MESSAGES = (2000, 100_000) if FULL else (150, 3000)

@@ -330,7 +330,7 @@ def test_nothing_initialised_is_a_clear_error():
 @settings(deadline=None, max_examples=25)
 @given(size=st.integers(1, 6), rounds=st.integers(1, 4))
 def test_lockstep_collectives(size, rounds):
-    from dgc.compressor import Collective
+    from dgc.collective import Collective
 
     def worker():
         rank = find()

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc import select
-from dgc.residual import Bucket
-from dgc.wire import BLOCK, Layout, seal
+from dgc.compression import select
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import BLOCK, Layout, seal
 
 SHAPES = {"a": (3, 5), "b": (70_000,), "c": (256, 256), "d": (300, 600), "e": (1,)}
 
@@ -36,7 +36,7 @@ def test_there_and_back(density, used, seed, dtype, residual, scale):
     index, used, values = filled(b, layout, used, seed, scale)
     message, sent = layout.encode(index, used, values)
     assert message.dtype == torch.uint8 and message.numel() == layout.nbytes and message.numel() % 4 == 0
-    valid = layout.rank < used[layout.owner]
+    valid = layout.ordinal < used[layout.owner]
     got_index, got = layout.decode(message.clone(), 0)
     assert torch.equal(got_index, index[valid]) and torch.equal(got, sent[valid]) and not sent[~valid].any()
     # Rounding to the wire's dtype is within half a unit in the last place of the value, or of the parameter's largest
@@ -121,6 +121,6 @@ def test_what_is_not_finite_is_told_by_rank_and_parameter(bad, dtype):
     layout = Layout(bucket({"a": (4,), "b": (4,)}), [2, 2], dtype)
     message, sent = layout.encode(torch.tensor([0, 1, 4, 5]), torch.tensor([2, 2]), torch.tensor([1.0, 2.0, bad, 1.0]))
     assert sent.tolist() == [1, 2, 0, 0]  # b keeps what it has
-    for told in (message, layout.confession(["b"])):
+    for told in (message, layout.nonfinite_message(["b"])):
         with pytest.raises(FloatingPointError, match="rank 2 has a gradient that is not finite, in: b"):
             layout.decode(told, 2)

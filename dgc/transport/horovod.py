@@ -12,8 +12,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from dgc.compressor import Collective, World
-from dgc.transport import Wait, node_size
+from dgc.collective import Collective, World
+from dgc.transport.bytes import node_size
+from dgc.transport.protocol import HOROVODS_MODULE, Wait
 
 MAX_BYTES = (1 << 31) - 1  # of one collective among CPUs: it counts in 32 bits, and goes on from there somewhere else
 PAUSE = 2e-4  # seconds between two looks whether a collective is done
@@ -22,6 +23,8 @@ BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 class Horovod:
     """The ranks of a Horovod process set; all of them when it is None."""
+
+    optimizer_module = HOROVODS_MODULE
 
     def __init__(self, process_set: Any = None):
         self.process_set = hvd.global_process_set if process_set is None else process_set
@@ -59,33 +62,31 @@ class Horovod:
                                  f"most {MAX_BYTES}. Have smaller buckets by groups=, Config(exchange='shared'), or a "
                                  "higher sparsity; or use torch.distributed")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
-            return _Handle([handle], lambda result: result.view(tensor.dtype))
+            return _waiting([handle], lambda result: result.view(tensor.dtype))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
         slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]
-        return _Handle([hvd.broadcast_async_(part, root, name=f"{name}.{i}" if i else name, process_set=process_set)
+        return _waiting([hvd.broadcast_async_(part, root, name=f"{name}.{i}" if i else name, process_set=process_set)
                         for i, part in enumerate(slices)], lambda _: tensor)
 
     def _sum(self, tensor: Tensor, name: str, process_set: Any) -> Wait:
         flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
         handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=process_set)
-        return _Handle([handle], lambda result: result.to(tensor.dtype))
+        return _waiting([handle], lambda result: result.to(tensor.dtype))
 
 
-class _Handle:
+def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:
     """Waits for a collective, which may be several of Horovod's: the last one's result is read. Unlike
     torch.distributed's, later ones may begin in another order on each rank.
     """
+    def done() -> bool:
+        return all(hvd.poll(handle) for handle in handles)
 
-    def __init__(self, handles: list[int], read: Callable[[Tensor], Tensor]):
-        self._handles, self._read = handles, read
-
-    def __call__(self) -> Tensor:
-        while not self.done():  # Horovod's own waiting looks once a millisecond
+    def result() -> Tensor:
+        while not done():  # Horovod's own waiting looks once a millisecond
             time.sleep(PAUSE)
-        return self._read(_arrived([hvd.synchronize(handle) for handle in self._handles][-1]))
+        return read(_arrived([hvd.synchronize(handle) for handle in handles][-1]))
 
-    def done(self) -> bool:
-        return all(hvd.poll(handle) for handle in self._handles)
+    return Wait(result, done)
 
 
 def _arrived(result: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dgc.compressor import Collective, World
-from dgc.transport import Wait
+from dgc.collective import Collective, World
+from dgc.transport.protocol import Wait
 
 T = TypeVar("T")
 _here = threading.local()
@@ -85,6 +85,7 @@ class Lockstep:
         self._begun: dict[str, int] = {}
 
     process_set = None
+    optimizer_module = "dgc.optimizer"
 
     @property
     def world(self) -> World:
@@ -97,7 +98,7 @@ class Lockstep:
         count = self._begun[name] = self._begun.get(name, 0) + 1
         key = (name, count, self._by_machine.members(collective.group))
         self._stage.put(key, self._rank, collective)
-        return lambda: self._stage.get(key, self._rank)
+        return Wait(lambda: self._stage.get(key, self._rank))
 
 
 class _Ended(BaseException):

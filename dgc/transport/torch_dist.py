@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgc.compressor import Collective, World
-from dgc.transport import Wait, node_size
+from dgc.collective import Collective, World
+from dgc.transport.bytes import node_size
+from dgc.transport.protocol import Wait
 
 # After a collective a thread of gloo's lets go of its tensors, for which it needs the interpreter's lock. If it still
 # waits for that when the interpreter ends, it aborts the process: "terminate called without an active exception".
@@ -25,6 +26,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
+
+    optimizer_module = "dgc.optimizer"
 
     def __init__(self, group: Any = None):
         self.process_set = group
@@ -72,7 +75,7 @@ class TorchDistributed:
             work.wait()
             return result
 
-        return wait
+        return Wait(wait)
 
 
 @cache

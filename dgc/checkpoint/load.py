@@ -1,0 +1,186 @@
+"""Loading a training, by all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgc.checkpoint import files
+from dgc.checkpoint.files import Tree, blamed, file_of, read_manifest
+from dgc.checkpoint.fits import (
+    check_held,
+    check_model,
+    check_optimizer,
+    check_residuals,
+    check_sparse,
+    engine_or_none,
+    names_of,
+    on_cpu,
+)
+from dgc.checkpoint.random_states import set_random_states
+from dgc.checkpoint.ranks import Ranks, ranks_of
+from dgc.checkpoint.reshard import accumulate, fold, weights
+from dgc.engine.engine import Engine
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an optimizer made as before.
+
+    With as many ranks as before, training goes on as if it had never stopped, to the bit.
+
+    With N' ranks in place of N, what was pending is conserved. A residual counts for f in the update: 1/N under
+    Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an interval, and rank r' of N' get ::
+
+        v'(r') = (sum over r) w(r', r) v(r),    w(r', r) = |the part of r  and  the part of r'| * N f / f'
+
+    computed in float64 and rounded once. As the new parts cover each old one, of length 1/N, the weights of a v(r) add
+    up to f / f', so f' (sum v') = f (sum v): what would be applied, if all were, is the same. The same holds for u,
+    since momentum is linear. Under Average each new residual is a mean of old ones: on half as many ranks it is the
+    mean of two, on twice as many each old one is there twice. Buffers and extras are then those of rank 0, and random
+    states are left as the script has set them.
+
+    An optimizer that keeps no residuals (with one process, or Horovod's own) gets the sum f (sum u) in its momentum,
+    together with the weight decay's, which is exact; and f (sum v), for which it has no place, is applied to the
+    parameters at the saved learning rate, as ``flush()`` does. Steps with one process do not count in the schedule of
+    the sparsity. The other way round, an optimizer's momentum moves into u.
+
+    Args:
+        path: as given to :func:`save_checkpoint`.
+        model: with the parameters and buffers of the one that was saved.
+        optimizer: with the same param groups; of the same class and settings.
+
+    Returns:
+        The extras that this rank saved (rank 0's, if the number of ranks is another), with tensors on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or a file of it is gone.
+        ValueError: a file is damaged, cut short, from elsewhere or of another version, or does not fit the model or
+            the optimizer; the message names it and what is wrong. Nothing is loaded then, on any rank.
+        TypeError: the parameters are sharded.
+        RuntimeError: called outside the process set.
+
+    Nothing in a file is ever executed (``torch.load(weights_only=True)``). The checksums guard against accidents, not
+    against somebody who can write into the folder.
+    """
+    ranks, folder = ranks_of(optimizer), Path(path)
+    look = partial(read_manifest, folder)
+    manifest = ranks.first(look)
+    for _ in range(10):
+        try:
+            return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
+        except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
+            before, manifest = manifest, ranks.first(look)
+            if manifest == before:
+                raise
+    return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
+
+
+class _Loading:
+    """One attempt to load, with one manifest's files. What is read is checked before anything is changed.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        model, optimizer: that it is loaded into.
+        ranks: that load.
+    """
+
+    def __init__(self, folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, ranks: Ranks):
+        self._folder, self._files, self._model, self._optimizer = folder, manifest["files"], model, optimizer
+        self._ranks, size, world = ranks, manifest["size"], ranks.world
+        self._engine: Engine | None = engine_or_none(optimizer)
+        self._keeps = self._engine is not None and self._engine.settings.exchanges  # residuals
+        self._mine = world.rank if size == world.size else None  # the file with what is this rank's own
+        self._weights = weights(size, manifest["average"], world.rank if self._keeps else None, world.size,
+                                self._engine is None or self._engine.settings.average)
+        self._needed = {f"rank-{r}": r for r in range(size) if r in self._weights or r == self._mine}
+        self._common: Tree = {}
+        self._own: Tree = {"buffers": {}}
+        self._residuals: Tree = {"u": {}, "v": {}}
+        self._updates: dict[Tensor, Tensor] = {}  # of pending gradients that there is no v for
+
+    def run(self) -> Tree:
+        """Loads, and returns the extras."""
+        sent = self._fetch()
+        self._ranks.together(partial(self._read, sent))
+        before = on_cpu(self._model)
+        try:
+            self._ranks.together(self._load_model)
+        except BaseException:  # a module of some rank does not take it, which may refuse this too, at the same place
+            with contextlib.suppress(Exception):
+                self._model.load_state_dict(before)
+            raise
+        self._ranks.together(self._load_optimizer)
+        extras: Tree = (self._common if self._mine is None else self._own)["extras"]
+        return extras
+
+    def _fetch(self) -> dict[str, bytes]:
+        """The files that this rank needs and does not see, from rank 0's disk."""
+        unseen = self._ranks.together(lambda: [name for name in ("common", *self._needed)
+                                               if not file_of(self._folder, name, self._files).exists()])
+        sent: dict[str, bytes] = {}
+        for name in sorted(set().union(*unseen)):
+            content = self._ranks.send(file_of(self._folder, name, self._files), 0, self._files[name][0])
+            if name in unseen[self._ranks.world.rank]:
+                sent[name] = content
+        return sent
+
+    def _read(self, sent: dict[str, bytes]) -> None:
+        """Reads the files, and checks that they fit."""
+        check_held(self._optimizer, self._model)
+        names = names_of(self._optimizer, self._model)
+        common = self._common = files.read(self._folder, "common", self._files, sent)
+        with self._blamed("common"):
+            check_model(common["model"], self._model)
+            check_optimizer(self._optimizer, common["optimizer"])
+            check_sparse(common.setdefault("sparse", {}), names)
+        expected = self._engine.pending.views() if self._engine is not None and self._keeps else {
+            "u": names, "v": names}
+        for name, rank in self._needed.items():
+            state = files.read(self._folder, name, self._files, sent)
+            with self._blamed(name):
+                self._take(state, rank, expected)
+        if not self._keeps:
+            with self._blamed("common"):
+                self._updates = fold(self._optimizer, self._model, common["optimizer"], self._residuals)
+
+    def _take(self, state: Tree, rank: int, expected: Tree) -> None:
+        """Takes what is wanted of one rank's file."""
+        if rank == self._mine:
+            self._own = state
+            self._common["model"].update(state["buffers"])
+            check_model(self._common["model"], self._model)
+            set_random_states(state["random"], self._model, dry=True)
+        if rank in self._weights:
+            check_residuals(state["residuals"], expected, self._keeps)
+            accumulate(self._residuals, state["residuals"], self._weights[rank], alone=len(self._weights) == 1)
+
+    def _blamed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return blamed(file_of(self._folder, name, self._files))
+
+    def _load_model(self) -> None:
+        with self._blamed("common"):
+            self._model.load_state_dict(self._common["model"])  # as state_dict() gave it: with its modules' versions
+
+    def _load_optimizer(self) -> None:
+        engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
+        if engine is not None and self._keeps:  # before the optimizer's own state: momentum it has moves into u
+            engine.give_up()  # what is on its way belongs to another v
+            kept = engine.pending.state()
+            if not (residuals["u"] or residuals["v"]):  # it was saved without
+                residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
+            optimizer.load_residual_state_dict({**kept, **residuals})
+        if engine is not None and not engine.settings.sparse_as_dense:
+            engine.parameters.load_sparse_names(self._common["sparse"])
+        optimizer.load_state_dict(self._common["optimizer"])
+        with torch.no_grad():
+            for p, update in self._updates.items():
+                p.copy_(p.double().add_(update.to(p.device)))
+        if self._mine is not None:
+            set_random_states(self._own["random"], self._model)

@@ -1,0 +1,85 @@
+"""Residuals on another number of ranks: what each rank gets of what the former ones had."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgc.checkpoint.files import Tree
+from dgc.checkpoint.fits import by_index, check_same, names_of
+
+
+def own_residuals(optimizer: Any) -> Tree:
+    """This rank's u and v; Horovod's own optimizer has none."""
+    if not hasattr(optimizer, "residual_state_dict"):
+        return {"u": {}, "v": {}}
+    state = optimizer.residual_state_dict()
+    for letter in "uv":
+        for name, tensor in state[letter].items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"save_checkpoint: {letter} of {name} is not finite; accepted: a training whose sums "
+                                 "have not overflowed")
+    return {letter: state[letter] for letter in "uv"}
+
+
+def weights(size: int, average: bool, new_rank: int | None, new_size: int, new_average: bool) -> dict[int, float]:
+    """Old rank -> what its residual counts on this rank; see :func:`load_checkpoint`. Without a new rank: in all."""
+    f, new_f = (Fraction(1, n) if mean else Fraction(1) for n, mean in ((size, average), (new_size, new_average)))
+    if new_rank is None:
+        return dict.fromkeys(range(size), float(f))
+    weights = {}
+    for r in range(size):
+        overlap = min(Fraction(r + 1, size), Fraction(new_rank + 1, new_size)) - max(
+            Fraction(r, size), Fraction(new_rank, new_size))
+        if overlap > 0:
+            weights[r] = float(overlap * size * f / new_f)
+    return weights
+
+
+def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None:
+    """Adds a rank's residuals to the total, in float64; alone and whole they stay as they are, to the bit."""
+    for letter in "uv":
+        if total[letter]:
+            check_same(letter, residuals[letter], total[letter])
+        for name, tensor in residuals[letter].items():
+            if alone and weight == 1:
+                total[letter][name] = tensor
+            elif name in total[letter]:
+                total[letter][name].add_(tensor, alpha=weight)
+            else:
+                total[letter][name] = tensor.double() * weight
+
+
+def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Tensor, Tensor]:
+    """Moves u and the decay's momentum into the momentum of the state of an optimizer that keeps no residuals.
+
+    Returns:
+        Parameter -> what pending v adds to it, float64.
+    """
+    pending = any(x.any() for letter in "uv" for x in total[letter].values())
+    if pending and not isinstance(optimizer, torch.optim.SGD):
+        raise ValueError(f"gradients are pending, and {type(optimizer).__name__} keeps no residuals here; accepted: "
+                         "two or more processes; one with HOROVOD_ELASTIC=1, which keeps them; or torch.optim.SGD")
+    names = names_of(optimizer, model)
+    indices = {p: index for index, p in by_index(optimizer, state).items()}
+    group_of = {index: group for group in state["param_groups"] for index in group["params"]}
+    for name, u in total["u"].items():
+        index = indices[names[name]]
+        buffers = state["state"].setdefault(index, {})
+        momentum, decay = u.double().mul_(-1 if group_of[index]["maximize"] else 1), buffers.pop("decay_buffer", None)
+        if decay is not None:
+            momentum.add_(decay)
+        if (own := buffers.get("momentum_buffer")) is not None:  # where the gradients are sparse it is not in u
+            if not momentum.any():
+                continue
+            momentum.add_(own.to_dense() if own.is_sparse else own)
+        if momentum.any() or group_of[index]["momentum"]:
+            buffers["momentum_buffer"] = momentum.to(names[name].dtype)
+    updates = {}
+    for name, v in total["v"].items():
+        group = group_of[indices[names[name]]]
+        updates[names[name]] = v.double() * (float(group["lr"]) * (1 if group["maximize"] else -1))
+    return updates

@@ -1,0 +1,32 @@
+"""Residuals for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgc.checkpoint.files import Tree
+
+
+class Residuals:
+    """An optimizer's residuals of this rank, for ``torch.distributed.checkpoint``: beside ``optimizer.state_dict()`` in
+    the dict that is saved and loaded, say as ``{"model": ..., "optimizer": ..., "residuals": Residuals(optimizer)}``.
+
+    That takes entries of one name for copies and writes one of them, so each rank's have a name of their own. It loads
+    with the same number of ranks only, and is as safe as its files: their index is a pickle, without a checksum.
+
+    Args:
+        optimizer: a :func:`DistributedOptimizer`.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+
+    def state_dict(self) -> Tree:
+        """Called by ``torch.distributed.checkpoint``."""
+        state = self._optimizer.residual_state_dict()
+        return {"-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state}
+
+    def load_state_dict(self, state_dict: Tree) -> None:
+        """Called by ``torch.distributed.checkpoint``."""
+        state, = state_dict.values()
+        self._optimizer.load_residual_state_dict(state)

@@ -1,0 +1,93 @@
+"""What a path asks of a transport: collectives among the ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A request to the transport.
+
+    Its result is, by ``op``:
+
+    - ``gather``: every rank's tensor, stacked: (N, *shape), in the order of ranks.
+    - ``sum``: their sum, by ring allreduce. The tensor may be overwritten.
+    - ``share``: the root's tensor. The tensor may be overwritten.
+    """
+
+    op: Literal["gather", "sum", "share"]
+    tensor: Tensor
+    root: int = 0  # a rank within the group; the transport translates it
+    group: Literal["world", "node", "across"] = "world"  # all | those of this rank's node | its like, one of each node
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that exchange gradients, numbered node by node.
+
+    A node's ranks average their gradients before these are compressed: then each of them has the same u and v, and one
+    contributes what one rank does otherwise. Of ``node_size`` 1, the default, each rank is a node of its own.
+    """
+
+    rank: int
+    size: int
+    node_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """How many contributors there are: the paper's N."""
+        return self.size // self.node_size
+
+    @property
+    def node(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.rank // self.node_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.node_size
+
+    @property
+    def flat(self) -> World:
+        """The same ranks, each on its own."""
+        return World(self.rank, self.size)
+
+    def divisor(self, average: bool) -> float:
+        """Of the sum over nodes; where ranks are to be added up, a node's average counts as often as it has ranks."""
+        return self.nodes if average else 1 / self.node_size
+
+    def members(self, group: str) -> range:
+        """The ranks of a group of a :class:`Collective`."""
+        if group == "node":
+            first = self.node * self.node_size
+            return range(first, first + self.node_size)
+        return range(self.local_rank, self.size, self.node_size) if group == "across" else range(self.size)
+
+    def partition(self, group: str) -> list[range]:
+        """All groups of one kind, ``node`` or ``across``: each rank is in one of them."""
+        firsts = range(0, self.size, self.node_size) if group == "node" else range(self.node_size)
+        return [World(first, self.size, self.node_size).members(group) for first in firsts]
+
+
+Path = Generator[Collective, Tensor, Any]  # the way of a bucket; returns an update (dgc.paths.update)
+
+
+class AbandonedError(Exception):
+    """Thrown into a path that is given up, which puts back what it has taken.
+
+    A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it is: that may be as the
+    interpreter ends, when torch aborts the process if it is asked for a view.
+    """
+
+
+def sent_bytes(collective: Collective, world: World) -> float:
+    """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of a share, which all
+    but one receive once, each rank's part, (N-1)/N M.
+    """
+    n = len(world.members(collective.group))
+    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": (n - 1) / n}[collective.op] * collective.tensor.nbytes

@@ -1,0 +1,94 @@
+"""The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
+
+Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``settle`` and ``decay``.
+``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import Layout
+from dgc.warn import warn
+
+COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
+
+
+class ReceivedMessages(Protocol):
+    """All ranks' messages, checked, as ``Received`` makes them: an update."""
+
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """Tells which message is this rank's."""
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        """Overwrites the targets with the update."""
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        """Adds the update, times each parameter's rate, to the targets."""
+
+
+class Kernel(Protocol):
+    """What each module here has; :mod:`dgc.compression.kernels.plain` says what the functions do."""
+
+    __name__: str
+    Received: Callable[[Layout, Tensor, float], ReceivedMessages]
+
+    def accumulate(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+                   layout: Layout) -> list[str]: ...
+
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+               layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]: ...
+
+    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor: ...
+
+    def settle(self, bucket: Bucket) -> FloatingPointError | ValueError | None: ...
+
+    def decay(self, parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None: ...
+
+
+@cache
+def find(kind: str, dtype: torch.dtype) -> Kernel:
+    """The module for residuals of this dtype on this kind of device (``torch.device.type``).
+
+    Warns where a compiler is installed but does not work, say numba beside a NumPy that it does not know.
+    """
+    compiler = COMPILERS.get(kind)
+    if compiler and dtype in (torch.float32, torch.float64) and importlib.util.find_spec(compiler):
+        try:
+            return cast(Kernel, import_module(f"dgc.compression.kernels.{kind}"))
+        except Exception as error:  # llvmlite raises an OSError where its library cannot be loaded
+            warn(f"{compiler} is installed but cannot be imported ({error}), so compression runs in plain torch "
+                 "operations, several times slower")
+    return cast(Kernel, import_module("dgc.compression.kernels.plain"))
+
+
+def at_hand(kind: str, dtype: torch.dtype) -> Kernel:
+    """The module to call now: that of :func:`find`, or plain torch operations while numba compiles it in a process of
+    its own. They agree to the bit.
+    """
+    module = find(kind, dtype)
+    if module.__name__ == "dgc.compression.kernels.cpu":
+        from dgc.compression.kernels import fill
+        if not fill.filling(dtype).done():
+            return cast(Kernel, import_module("dgc.compression.kernels.plain"))
+    return module
+
+
+def compile_ahead(*dtypes: torch.dtype) -> None:
+    """Waits until the loops for residuals of these dtypes on the CPU are compiled: for measurements, and to fill the
+    cache where there is time for it.
+    """
+    for dtype in dtypes:
+        at_hand("cpu", dtype)  # all begin before one is waited for
+    for dtype in dtypes:
+        if find("cpu", dtype).__name__ == "dgc.compression.kernels.cpu":
+            from dgc.compression.kernels import fill
+            fill.filling(dtype).wait()

@@ -1,0 +1,797 @@
+"""The loops over a bucket, fused and compiled for the CPU with numba.
+
+A step walks over u, v and the gradients once: what exceeds the sampled threshold is noted while it is in the cache.
+Each loop works on a range of the bucket and releases the interpreter's lock, so that threads share it; numba's own
+threads are not used, as they compete with torch's and must not be entered from two threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from dgc.compression.kernels.jit import jit
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.select import DEVIATIONS, LINE, stride
+from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
+
+ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
+POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
+BINS = 4096  # of a histogram over the leading bits of a magnitude
+PANEL = 1024  # entries whose squares are added up in the bucket's own precision
+STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
+LANES = 16  # entries of a strip in one operation, which becomes as many as the processor's vectors need
+AHEAD = 16  # scattered entries that are fetched while one is worked on
+CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
+SLOTS = 1 << 15  # scattered entries that are worth another thread
+# What tells a loop the dtype behind an address.
+LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+
+_jit = jit(nogil=True, error_model="numpy", boundscheck=False)
+
+
+# -- numba cannot point ------------------------------------------------------------------------------------------------
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer, for ``numba.carray``."""
+    return types.voidptr(types.int64), lambda context, builder, signature, arguments: builder.inttoptr(
+        arguments[0], context.get_value_type(types.voidptr))
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    """Asks for the cache line at an address, which is going to be read and written."""
+    def generate(context, builder, signature, arguments):
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(arguments[0], byte), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+# -- numba has no vectors ----------------------------------------------------------------------------------------------
+
+def _everywhere(builder, number):
+    """A number in every lane."""
+    lanes, positions = ir.VectorType(number.type, LANES), ir.VectorType(ir.IntType(32), LANES)
+    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(positions, None))
+
+
+def _parts(builder, address, real):
+    """Pointers to a strip's entries at an address, LANES each."""
+    pointer = builder.inttoptr(address, ir.VectorType(real, LANES).as_pointer())
+    return [builder.gep(pointer, [ir.IntType(64)(part)]) for part in range(STRIP // LANES)]
+
+
+@intrinsic
+def _finite(typing_context, g, s):
+    """Whether all of s g is, of a strip at the address g."""
+    def generate(context, builder, signature, arguments):
+        address, scale = arguments
+        loaded = [builder.load(part, align=s.bitwidth // 8) for part in _parts(builder, address, scale.type)]
+        scale = _everywhere(builder, scale)
+        products = [builder.fmul(scale, gradient) for gradient in loaded]
+        # What is finite less itself is 0, which every sum of these stays.
+        nothing = reduce(builder.fadd, [builder.fsub(z, z) for z in products])
+        ordered = builder.bitcast(builder.fcmp_ordered("ord", nothing, nothing), ir.IntType(LANES))
+        return builder.icmp_signed("==", ordered, ir.IntType(LANES)(-1))
+
+    return types.boolean(types.int64, s), generate
+
+
+def _adds(kind):
+    @intrinsic
+    def add(typing_context, u, v, g, s, m, threshold, sums):
+        """Adds s g into u and v, of which a strip each is at these addresses, and its squares to the LANES sums.
+
+        Returns a bit for each |v| that reaches the threshold; the first entry's is the lowest.
+        """
+        def generate(context, builder, signature, arguments):
+            *addresses, scale, momentum, least, total = arguments
+            real, align = scale.type, s.bitwidth // 8
+            scale, momentum, most = (_everywhere(builder, x) for x in (scale, momentum, builder.fneg(least)))
+            least = _everywhere(builder, least)
+            total = _parts(builder, total, real)[0]
+            squares, bits = builder.load(total, align=align), ir.IntType(STRIP)(0)
+            for part, pointers in enumerate(zip(*(_parts(builder, x, real) for x in addresses), strict=True)):
+                old_u, old_v, gradient = (builder.load(pointer, align=align) for pointer in pointers)
+                z = builder.fmul(scale, gradient)
+                squares = builder.fadd(squares, builder.fmul(z, z))
+                if kind == PLAIN:
+                    x = builder.fadd(old_v, z)
+                else:
+                    y = builder.fadd(builder.fmul(momentum, old_u), z)
+                    builder.store(y, pointers[0], align=align)
+                    x = builder.fadd(old_v, y) if kind == HEAVY else builder.fadd(
+                        builder.fadd(old_v, z), builder.fmul(momentum, y))
+                builder.store(x, pointers[1], align=align)
+                reached = builder.or_(builder.fcmp_ordered(">=", x, least), builder.fcmp_ordered("<=", x, most))
+                some = builder.zext(builder.bitcast(reached, ir.IntType(LANES)), bits.type)
+                bits = builder.or_(bits, builder.shl(some, bits.type(part * LANES)))
+            builder.store(squares, total, align=align)
+            return bits
+
+        return types.int64(types.int64, types.int64, types.int64, s, m, threshold, types.int64), generate
+
+    return add
+
+
+_plain, _heavy, _nesterov = _adds(PLAIN), _adds(HEAVY), _adds(NESTEROV)
+
+
+@intrinsic
+def _lowest(typing_context, bits):
+    """The number of the lowest bit that is set; there must be one."""
+    return types.int64(types.int64), lambda context, builder, signature, arguments: builder.cttz(
+        arguments[0], ir.IntType(1)(1))
+
+
+# -- the k-th largest --------------------------------------------------------------------------------------------------
+
+@_jit
+def _kth(x, k):
+    """The k-th largest of x, which this reorders (Hoare's selection)."""
+    low, high, target = 0, len(x) - 1, k - 1
+    while low < high:
+        a, b, c = x[low], x[(low + high) // 2], x[high]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = low, high
+        while i <= j:
+            while x[i] > pivot:
+                i += 1
+            while x[j] < pivot:
+                j -= 1
+            if i <= j:
+                x[i], x[j] = x[j], x[i]
+                i += 1
+                j -= 1
+        if target <= j:
+            high = j
+        elif target >= i:
+            low = i
+        else:
+            break
+    return x[target]
+
+
+@_jit
+def _leading(bits, shift, k):
+    """The leading bits of the k-th largest magnitude, and how many have these or higher ones.
+
+    Args:
+        bits: floating-point numbers as unsigned integers, whose order that of the magnitudes is.
+        shift: to the leading bits.
+    """
+    histogram = np.zeros(BINS, np.int32)
+    for i in range(len(bits)):
+        histogram[(bits[i] >> shift) & (BINS - 1)] += 1
+    b, above = BINS, 0
+    while above < k:
+        b -= 1
+        above += histogram[b]
+    return b, above
+
+
+# -- accumulate, and note what may be large ----------------------------------------------------------------------------
+
+@_jit
+def _look(kind, u, v, g, s, m, threshold, line):
+    """Of one line: |v| as it will be, and how many reach the threshold."""
+    us, vs = numba.carray(_pointer(u), LINE, line.dtype), numba.carray(_pointer(v), LINE, line.dtype)
+    gs = numba.carray(_pointer(g), LINE, line.dtype)
+    reached = 0
+    if kind == PLAIN:
+        for i in range(LINE):
+            line[i] = abs(vs[i] + s * gs[i])
+    elif kind == HEAVY:
+        for i in range(LINE):
+            line[i] = abs(vs[i] + (m * us[i] + s * gs[i]))
+    else:
+        for i in range(LINE):
+            line[i] = abs((vs[i] + s * gs[i]) + m * (m * us[i] + s * gs[i]))
+    for i in range(LINE):
+        reached += line[i] >= threshold
+    return reached
+
+
+@_jit
+def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, strides, u, v, tiny, out):
+    """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample.
+    Infinity where there is no gradient.
+    """
+    line = np.empty(LINE, v.dtype)
+    for p in range(first, last):
+        out[p] = np.inf
+        if kinds[p] == ABSENT:
+            continue
+        k, n, offset = counts[p], numels[p], offsets[p]
+        every = strides[p]
+        lines = n // LINE
+        begin = step % every
+        taken = (lines - begin + every - 1) // every * LINE
+        hits = k * taken / n
+        rank = k if every == 1 else math.ceil(hits + DEVIATIONS * math.sqrt(hits))
+        if rank >= taken:
+            out[p] = tiny
+            continue
+        largest = np.empty(2 * rank + LINE, v.dtype)  # of the sample so far, and a few more
+        held, threshold = 0, tiny
+        s, m = scales[p], momenta[p]
+        for j in range(begin, lines, every):
+            a = j * LINE
+            if j + AHEAD * every < lines:
+                ahead = (a + AHEAD * every * LINE) * v.itemsize
+                _prefetch(grads[p] + ahead)
+                _prefetch(v.ctypes.data + offset * v.itemsize + ahead)
+                _prefetch(u.ctypes.data + offset * v.itemsize + ahead)
+            size, there = v.itemsize, offset + a
+            reached = _look(kinds[p], u.ctypes.data + there * size, v.ctypes.data + there * size, grads[p] + a * size,
+                            s, m, threshold, line)
+            if reached:
+                for i in range(LINE):
+                    if line[i] >= threshold:
+                        largest[held] = line[i]
+                        held += 1
+            if held >= 2 * rank:
+                threshold = _kth(largest[:held], rank)
+                held = rank
+        out[p] = _kth(largest[:held], rank) if held >= rank else tiny
+
+
+@_jit
+def _add(kind, u, v, g, s, m, threshold, sums):
+    if kind == HEAVY:
+        return _heavy(u, v, g, s, m, threshold, sums)
+    if kind == NESTEROV:
+        return _nesterov(u, v, g, s, m, threshold, sums)
+    return _plain(u, v, g, s, m, threshold, sums)
+
+
+@_jit
+def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, at, room, u, v,
+                found, sizes, firsts, founds, bad):
+    """Entries start to end of the bucket: adds the gradients in, and writes down where v then exceeds the threshold.
+
+    Positions go to ``found`` and magnitudes to ``sizes`` at places ``at`` to ``room``. For each parameter p
+    ``firsts[chunk, p]`` tells where they begin, and ``founds[chunk, p]`` how many there are; -1 if there were more
+    than ``limits[p]``, or no room. What is not finite counts as 0, and marks its parameter in ``bad[chunk]``.
+
+    Returns:
+        The squared norm, and the place behind the last one used.
+    """
+    clean, sums, short = np.empty(STRIP, v.dtype), np.empty(LANES, v.dtype), np.empty((3, STRIP), v.dtype)
+    at_u, at_v, at_short = np.int64(u.ctypes.data), np.int64(v.ctypes.data), np.int64(short.ctypes.data)
+    size, total = v.itemsize, 0.0
+    for p in range(len(numels)):
+        offset, count = offsets[p], 0
+        low, high = max(start, offset), min(end, offset + numels[p])
+        firsts[chunk, p], founds[chunk, p] = at, 0
+        if low >= high or kinds[p] == ABSENT:
+            continue
+        m, threshold, most = momenta[p], thresholds[p], min(limits[p], room - at)
+        if threshold < 0:
+            threshold = v.dtype.type(np.inf)
+        for a in range(low, high, PANEL):
+            sums[:] = 0
+            for here in range(a, min(a + PANEL, high), STRIP):
+                width = min(STRIP, high - here)
+                us, vs, g, s = at_u + here * size, at_v + here * size, grads[p] + (here - offset) * size, scales[p]
+                if width < STRIP:  # the last one: with zeros as long as others
+                    short[:] = 0
+                    short[0, :width], short[1, :width] = u[here:here + width], v[here:here + width]
+                    short[2, :width] = numba.carray(_pointer(g), width, v.dtype)
+                    us, vs, g = at_short, at_short + STRIP * size, at_short + 2 * STRIP * size
+                if not _finite(g, s):
+                    raw = numba.carray(_pointer(g), STRIP, v.dtype)
+                    for i in range(STRIP):
+                        x = s * raw[i]
+                        if not abs(x) < np.inf:
+                            bad[chunk, p] = True
+                            x = v.dtype.type(0)
+                        clean[i] = x
+                    s, g = v.dtype.type(1), np.int64(clean.ctypes.data)
+                bits = _add(kinds[p], us, vs, g, s, m, threshold, sums.ctypes.data)
+                if width < STRIP:
+                    if kinds[p] != PLAIN:
+                        u[here:here + width] = short[0, :width]
+                    v[here:here + width] = short[1, :width]
+                while bits:
+                    i = here + _lowest(bits)
+                    bits &= bits - 1
+                    if count < most:
+                        found[at + count] = i
+                        sizes[at + count] = abs(v[i])
+                    count += 1
+            for x in sums:
+                total += x
+        if count > most:
+            founds[chunk, p] = -1
+        else:
+            founds[chunk, p] = count
+            at += count
+    return total, at
+
+
+# -- select ------------------------------------------------------------------------------------------------------------
+
+@_jit
+def _keep(candidates, magnitudes, least, k, index, start):
+    """Writes the candidates larger than the k-th, and of those as large the first, to index[start:]: k in all."""
+    kept = np.empty(len(candidates) + 1, np.int64)
+    ties, count = k, 0
+    for i in range(len(candidates)):
+        ties -= magnitudes[i] > least
+    for i in range(len(candidates)):  # without a branch, which would be guessed wrong half the time
+        tie = magnitudes[i] == least
+        kept[count] = candidates[i]
+        count += (magnitudes[i] > least) | (tie & (ties > 0))
+        ties -= tie
+    index[start:start + k] = kept[:k]
+    return k
+
+
+@_jit
+def _largest(offset, n, k, v, bits, shift, index, start):
+    """The same among all of a parameter's entries but those that are zero. Returns how many."""
+    b, above = _leading(bits[offset:offset + n], shift, k)
+    candidates, magnitudes = np.empty(above, np.int64), np.empty(above, v.dtype)
+    count = 0
+    for i in range(offset, offset + n):
+        if (bits[i] >> shift) & (BINS - 1) >= b and v[i] != 0:
+            size = abs(v[i])  # of what is not a number, infinity: sums of infinities, which are to be sent and told
+            candidates[count], magnitudes[count] = i, size if size <= np.inf else np.inf
+            count += 1
+    if count <= k:
+        index[start:start + count] = candidates[:count]
+        return count
+    return _keep(candidates[:count], magnitudes[:count], _kth(magnitudes[:count].copy(), k), k, index, start)
+
+
+@_jit
+def _choose(first, last, kinds, offsets, numels, counts, starts, thresholds, found, sizes, firsts, founds, v, bits,
+            shift, index, used):
+    """Of parameters first to last, the positions of what is sent, ascending, and how many."""
+    for p in range(first, last):
+        k, total = counts[p], 0
+        used[p] = 0
+        if kinds[p] == ABSENT:
+            continue
+        for w in range(len(founds)):
+            total = total + founds[w, p] if founds[w, p] >= 0 and total >= 0 else -1
+        if thresholds[p] < 0 or total < k:
+            used[p] = _largest(offsets[p], numels[p], k, v, bits, shift, index, starts[p])
+            continue
+        candidates, magnitudes = np.empty(total, np.int64), np.empty(total, v.dtype)
+        at = 0
+        for w in range(len(founds)):
+            for i in range(firsts[w, p], firsts[w, p] + founds[w, p]):
+                candidates[at], magnitudes[at] = found[i], sizes[i]
+                at += 1
+        used[p] = _keep(candidates, magnitudes, _kth(magnitudes.copy(), k), k, index, starts[p])
+
+
+# -- take and write down -----------------------------------------------------------------------------------------------
+
+@_jit
+def _round_to_half(x, word, word_bits):
+    """float32 -> the bits of the nearest float16, ties to even."""
+    word[0] = x
+    b = np.int64(word_bits[0])
+    sign, magnitude = (b >> 16) & 0x8000, b & 0x7FFFFFFF
+    if magnitude < 0x38800000:  # below 2^-14: a multiple of 2^-24
+        word[0] = abs(x) * np.float32(2.0**24)
+        whole = np.int64(np.floor(word[0]))
+        rest = word[0] - np.float32(whole)
+        whole += rest > 0.5 or (rest == 0.5 and whole & 1)
+        return sign | whole
+    rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1)
+    return sign | ((rounded - 0x38000000) >> 13)
+
+
+@_jit
+def _round_to_bfloat(x, word, word_bits):
+    """float32 -> the bits of the nearest bfloat16, ties to even."""
+    word[0] = x
+    b = np.int64(word_bits[0])
+    return (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+
+
+@_jit
+def _value(r, i, singles, words, half, word, word_bits):
+    """What a slot of message r says, before its exponent."""
+    if singles.shape[1]:
+        return np.float64(singles[r, i])
+    b = np.int64(words[r, i])
+    if not half:
+        word_bits[0] = b << 16
+        return np.float64(word[0])
+    exponent, fraction = (b >> 10) & 31, b & 1023
+    magnitude = (fraction if exponent == 0 else fraction + 1024) * POWERS[max(exponent, 1)]
+    return -magnitude if b & 0x8000 else magnitude
+
+
+@_jit
+def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, half, block_counts,
+            singles, words, positions, exponents):
+    """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
+
+    Returns how many were sent. A parameter whose v is not finite says so and keeps it.
+    """
+    word = np.empty(1, np.float32)
+    word_bits = word.view(np.uint32)
+    sent_entries = 0
+    for p in range(first, last):
+        start, m = starts[p], used[p]
+        largest = v.dtype.type(0)
+        for j in range(start, start + m):
+            if j + AHEAD < start + m:
+                _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
+                if masking:
+                    _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
+            x = abs(v[index[j]])
+            largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
+        if not largest < np.inf:
+            exponents[0, p] = NONFINITE
+            continue
+        exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022)
+        exponents[0, p] = exponent
+        up, down = math.ldexp(1.0, -exponent), math.ldexp(1.0, exponent)
+        for j in range(start, start + m):
+            i = index[j]
+            y = np.float32(v[i] * up)
+            if singles.shape[1]:
+                singles[0, j] = y
+            else:
+                words[0, j] = _round_to_half(y, word, word_bits) if half else _round_to_bfloat(y, word, word_bits)
+            sent = v.dtype.type(_value(0, j, singles, words, half, word, word_bits) * down)
+            v[i] -= sent
+            if sent != 0:
+                sent_entries += 1
+                if masking:
+                    u[i] = 0
+            local = i - offsets[p]
+            block_counts[0, block_starts[p] + local // BLOCK] += 1
+            positions[0, j] = local % BLOCK
+    return sent_entries
+
+
+@_jit
+def _digest(words):
+    """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last two, where it belongs."""
+    total = np.int64(0)
+    for i in range(len(words) - 2):
+        mixed = np.int64(i + 1) * MIXER
+        total += (np.int64(words[i]) & 0xFFFFFFFF) * (mixed ^ mixed >> 32 | 1)
+    return total
+
+
+@_jit
+def _seal(words):
+    digest = _digest(words)
+    words[-2], words[-1] = np.int32(digest & 0xFFFFFFFF), np.int32(digest >> 32)
+
+
+# -- receive -----------------------------------------------------------------------------------------------------------
+
+@_jit
+def _check(messages, numels, counts, starts, block_starts, block_counts, positions, exponents, slots):
+    """Looks for the first message that is corrupt: its sender and -1; or says that a gradient is not finite: its sender
+    and 1 + the parameter; else 0, 0. Fills in the slot at which each block begins.
+    """
+    for r in range(len(messages)):
+        low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
+        if _digest(messages[r]) != high << 32 | low:
+            return r, -1
+        for p in range(len(numels)):
+            if exponents[r, p] == NONFINITE:
+                return r, 1 + p
+            slot, end = starts[p], starts[p] + counts[p]
+            for c in range(block_starts[p], block_starts[p + 1]):
+                n, size = block_counts[r, c], min(BLOCK, numels[p] - (c - block_starts[p]) * BLOCK)
+                if n < 0 or n > min(size, end - slot):
+                    return r, -1
+                slots[r, c] = slot
+                for j in range(slot, slot + n):
+                    if positions[r, j] >= size:
+                        return r, -1
+                slot += n
+    return 0, 0
+
+
+@_jit
+def _receive(first, last, owners, numels, block_starts, block_counts, slots, singles, words, positions, exponents,
+             half, divisor, targets, rates, like):
+    """Blocks first to last: adds up what all messages say and divides. Without ``rates`` the targets, one address for
+    each parameter (0: skip it), are overwritten with it; else its product with the parameter's rate is added to them.
+    """
+    word = np.empty(1, np.float32)
+    word_bits = word.view(np.uint32)
+    total = np.zeros(BLOCK, like.dtype)  # zero again after each block
+    for b in range(first, last):
+        p = owners[b]
+        begin = (b - block_starts[p]) * BLOCK
+        n = min(BLOCK, numels[p] - begin)
+        if targets[p] == 0:
+            continue
+        target = numba.carray(_pointer(targets[p] + begin * like.itemsize), n, like.dtype)
+        if not len(rates):
+            target[:] = 0
+        for r in range(len(slots)):
+            down = math.ldexp(1.0, np.int64(exponents[r, p]))
+            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
+                _prefetch(target.ctypes.data + positions[r, j] * like.itemsize)
+                total[positions[r, j]] += like.dtype.type(
+                    _value(r, j, singles, words, half, word, word_bits) * down)
+        for r in range(len(slots)):
+            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
+                i = positions[r, j]
+                x = total[i]
+                if x != 0:  # not yet, by an earlier message
+                    x /= divisor
+                    target[i] = target[i] + rates[p] * x if len(rates) else x
+                    total[i] = 0
+
+
+@_jit
+def _decay(start, end, p, w, m, decay, lr, nesterov, like):
+    n = end - start
+    ps = numba.carray(_pointer(p + start * like.itemsize), n, like.dtype)
+    ws = numba.carray(_pointer(w + start * like.itemsize), n, like.dtype)
+    for i in range(n):
+        term = ps[i] * decay
+        y = m * ws[i] + term
+        ws[i] = y
+        if nesterov:
+            y = m * y + term
+        ps[i] -= lr * y
+
+
+# -- the doors ---------------------------------------------------------------------------------------------------------
+
+class _Tables:
+    """A layout's numbers as arrays, and how its bucket is divided among threads."""
+
+    def __init__(self, layout: Layout, threads: int):
+        self.threads = threads
+        self.numels, self.offsets, self.counts, self.starts, self.block_starts = (
+            np.array(x, np.int64) for x in (layout.numels, layout.offsets, layout.counts, layout.starts,
+                                            layout.block_starts))
+        self.owners = np.repeat(np.arange(len(self.numels)), np.diff(self.block_starts))
+        self.real = np.dtype(np.float32 if layout.residual == torch.float32 else np.float64)
+        self.word = np.dtype(np.float32 if layout.dtype == torch.float32 else np.uint16)
+        self.ends = layout.ends
+        self.strides = np.array([stride(k) for k in layout.counts], np.int64)
+        chunks = 1 if threads == 1 else -(-layout.numel // CHUNK)
+        cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
+        self.chunks = list(pairwise(cuts))
+        self.limits = np.minimum(self.numels, 4 * self.counts + PANEL)  # of what is noted to choose from
+        shares = max(1, min(threads, layout.slots // SLOTS))
+        cuts = [layout.numel * w // shares for w in range(shares + 1)]
+        self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
+        self.blocks = list(pairwise(len(self.owners) * w // shares for w in range(shares + 1)))
+
+
+_tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
+
+
+def _table(layout: Layout) -> _Tables:
+    threads = torch.get_num_threads()
+    table = _tables.get(layout)
+    if table is None or table.threads != threads:
+        table = _tables[layout] = _Tables(layout, threads)
+    return table
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Helpers of the calling thread; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(threads - 1, "dgc")
+
+
+def _share(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list[Any]:
+    """``work(*task)`` for all tasks, by this thread and others, each taking the next one as it is done with the last.
+
+    Waking a thread takes about as long as reading a megabyte; one that comes too late is not waited for.
+    """
+    if len(tasks) == 1:
+        return [work(*tasks[0])]
+    results: list[Any] = [None] * len(tasks)
+    waiting = iter(range(len(tasks)))  # whose next() is atomic
+
+    def drain() -> None:
+        for i in waiting:
+            results[i] = work(*tasks[i])
+
+    helpers = min(threads, len(tasks)) - 1
+    futures = [_pool(os.getpid(), threads).submit(drain) for _ in range(helpers)]
+    drain()
+    for future in futures:
+        if not future.cancel():
+            future.result()
+    return results
+
+
+class _Gradients:
+    """The gradients of a bucket as a table of addresses, which its loops can walk along."""
+
+    def __init__(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None):
+        dtype = bucket.v.dtype
+        n, real = len(bucket.names), np.float32 if dtype == torch.float32 else np.float64
+        self.addresses, self.kinds = np.zeros(n, np.int64), np.full(n, ABSENT, np.int64)
+        self.momenta, self.scales = np.zeros(n, real), np.ones(n, real)
+        self._alive = []  # while their addresses are in use
+        common = None if scale is None or isinstance(scale, Mapping) else float(scale)
+        for p, name in enumerate(bucket.names):
+            gradient = gradients.get(name)
+            if gradient is None:
+                continue
+            g = bucket.in_order(p, gradient.g)
+            if g.dtype != dtype or not g.is_contiguous():
+                g = g.to(dtype).contiguous()
+            self._alive.append(g)
+            self.addresses[p] = g.data_ptr()
+            moving = bucket.u is not None and gradient.momentum != 0
+            self.kinds[p] = (NESTEROV if gradient.nesterov else HEAVY) if moving else PLAIN
+            self.momenta[p] = gradient.momentum
+            if common is not None:
+                self.scales[p] = common
+            elif isinstance(scale, Mapping):
+                self.scales[p] = float(scale[name])
+
+
+def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+               layout: Layout) -> list[str]:
+    """As :func:`plain.accumulate`."""
+    table, local = _table(layout), _Gradients(bucket, gradients, scale)
+    return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype))[0]
+
+
+def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) -> tuple[list[str], Any, Any, Any, Any]:
+    u, v = _arrays(bucket)
+    room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
+    threads = min(table.threads, len(table.chunks))
+    found, sizes = np.empty(threads * room, np.int64), np.empty(threads * room, v.dtype)
+    shape = len(table.chunks), len(table.numels)
+    firsts, founds, bad = np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.bool_)
+    regions = iter(range(threads))
+    place: dict[int, list[int]] = {}  # of each thread: where its next note goes, and where its room ends
+
+    def work(chunk: int, start: int, end: int) -> float:
+        thread = threading.get_ident()
+        if thread not in place:
+            region = next(regions)
+            place[thread] = [region * room, (region + 1) * room]
+        at, end_of_room = place[thread]
+        square, place[thread][0] = _accumulate(
+            start, end, chunk, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+            thresholds, table.limits, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
+        return square
+
+    squares = _share(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
+    bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype)
+    return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
+
+
+def _arrays(bucket: Bucket) -> tuple[Any, Any]:
+    v = bucket.v.numpy()
+    return v if bucket.u is None else bucket.u.numpy(), v
+
+
+def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`plain.select`."""
+    table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), _arrays(bucket)
+    single = v.itemsize == 4
+    bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
+    tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
+    thresholds = np.full(len(table.numels), -1, v.dtype)
+    if not exact:
+        _share(lambda first, last: _thresholds(
+            first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+            table.counts, table.strides, u, v, tiny, thresholds), table.parameters, table.threads)
+    bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds)
+    index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
+    positions, numbers = index.numpy(), used.numpy()
+    _share(lambda first, last: _choose(
+        first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
+        sizes, firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
+    return bad, index, used
+
+
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+    """As :func:`plain.encode`."""
+    table, (u, v) = _table(layout), _arrays(bucket)
+    message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
+    block_counts, singles, words, slots, exponents = _sections(table, message[None])
+    chosen, numbers = index.numpy(), used.numpy()
+    bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
+        first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
+        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
+        exponents), table.parameters, table.threads))))
+    _seal(message.view(np.int32))
+    return torch.from_numpy(message)
+
+
+def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Of messages (N, nbytes): counts of blocks, values if they are float32, values if not, positions, exponents."""
+    a, b, c, d = table.ends
+    values = messages[:, a:b].view(table.word)
+    nothing = np.empty((len(messages), 0), np.float32)
+    single = table.word == np.float32
+    return (messages[:, :a].view(np.int32), values if single else nothing,
+            nothing.view(np.uint16) if single else values, messages[:, b:c].view(np.uint16),
+            messages[:, c:d].view(np.int16))
+
+
+class Received:
+    """As :class:`plain.Received`."""
+
+    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
+        self.layout, self._divisor, messages = layout, divisor, messages.contiguous()
+        if messages.shape[1] != layout.nbytes:
+            layout.check(messages[0], 0)  # raises
+        table = _table(layout)
+        self._sections = sections = _sections(table, messages.numpy())
+        self._slots = np.empty((len(messages), len(table.owners)), np.int64)
+        sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
+                              table.block_starts, sections[0], sections[3], sections[4], self._slots)
+        if what < 0:
+            raise layout.corrupt(sender)
+        if what > 0:
+            wrong = np.flatnonzero(sections[4][sender] == NONFINITE).tolist()
+            raise layout.not_finite(sender, wrong)
+
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """As plain."""
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        self._receive(targets, ())
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        self._receive(targets, rates)
+
+    def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        layout, table = self.layout, _table(self.layout)
+        like = np.empty(0, table.real)
+        block_counts, singles, words, positions, exponents = self._sections
+        addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
+        factors = np.array(rates, like.dtype)
+        _share(lambda first, last: _receive(
+            first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
+            positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
+            like), table.blocks, table.threads)
+
+
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
+    """As :func:`plain.settle`."""
+    return None
+
+
+def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
+    """As :func:`plain.decay`."""
+    like = LIKE[parameter.dtype]
+    p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
+    threads, real = torch.get_num_threads(), like.dtype.type
+    chunks = 1 if threads == 1 else -(-n // CHUNK)
+    _share(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
+           list(pairwise(n * c // chunks for c in range(chunks + 1))), threads)

@@ -1,0 +1,346 @@
+"""How it is written down: the entries of one bucket <-> one message of fixed size.
+
+A message has k slots for each parameter, whether they are all used or not, so that its size is known to every rank
+beforehand. Positions are counted within blocks of 65,536 entries of a parameter, so that 16 bits hold them. In bytes,
+with B blocks, K slots, P parameters, and w bytes a value:
+
+    int32  (B)   how many entries each block has in this message
+    value  (K)   float16, bfloat16 or float32; the used slots of a parameter come first, block after block
+    int16  (K)   positions within the block, as unsigned numbers
+    int16  (P)   exponents: a value counts 2^exponent of its parameter
+    zeros        up to a multiple of 4
+    int32  (2)   checksum, the lower half first
+
+The exponent puts a parameter's largest value just below 2^15, so that float16 neither overflows nor loses its small
+values, whatever the scale of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgc.compression.residual import Bucket
+
+BLOCK = 1 << 16  # entries of a parameter that share a count
+TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
+NONFINITE = 32767  # the exponent that says: a value of this parameter was not finite
+MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
+
+
+class Sections(NamedTuple):
+    """A message as typed views: (B,), (K,), (K,), (P,)."""
+
+    counts: Tensor
+    values: Tensor
+    positions: Tensor
+    exponents: Tensor
+
+
+class Layout:
+    """Where things are in the messages of a bucket, for one count of entries per parameter.
+
+    Args:
+        bucket: whose messages.
+        counts: k of each parameter, in the bucket's order.
+        dtype: of the values.
+        node_size: how many ranks send one message together; errors name them.
+    """
+
+    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype, node_size: int = 1):
+        self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
+        self.node_size = node_size
+        self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
+        self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
+        self.slots = sum(counts)
+        blocks = [-(-numel // BLOCK) for numel in bucket.numels]
+        self.block_starts = tuple(accumulate(blocks, initial=0))  # the first block of each parameter, and B
+        self.residual, self.device = bucket.v.dtype, bucket.v.device
+        sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
+        self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
+        self.nbytes = _sealed(self.ends[-1])
+
+    def sections(self, message: Tensor) -> Sections:
+        """Views into a message, uint8 (nbytes,)."""
+        a, b, c, d = self.ends
+        return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
+                        message[b:c].view(torch.int16), message[c:d].view(torch.int16))
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """int64 (K,): the parameter that each slot belongs to."""
+        repeats = torch.tensor(self.counts, device=self.device)
+        return torch.arange(len(self.counts), device=self.device).repeat_interleave(repeats)
+
+    @cached_property
+    def base(self) -> Tensor:
+        """int64 (K,): where that parameter begins in the bucket."""
+        return torch.tensor(self.offsets, device=self.device)[self.owner]
+
+    @cached_property
+    def ordinal(self) -> Tensor:
+        """int64 (K,): which of its parameter's slots each one is, from 0."""
+        starts = torch.tensor(self.starts, device=self.device)
+        return torch.arange(self.slots, device=self.device) - starts[self.owner]
+
+    @cached_property
+    def block_sizes(self) -> Tensor:
+        """int64 (B,): how many entries of its parameter each block covers."""
+        return torch.tensor([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
+                            dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def block_bases(self) -> Tensor:
+        """int64 (B,): where each block begins in the bucket."""
+        return torch.tensor([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
+                             for first in range(0, numel, BLOCK)], dtype=torch.int64, device=self.device)
+
+    def encode(self, index: Tensor, used: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes a message.
+
+        Args:
+            index: int64 (K,), positions in the bucket, ascending within each parameter; any in unused slots.
+            used: int64 (P,), how many slots of each parameter are used; they are its first.
+            values: (K,) in the residual's dtype; what unused slots hold plays no part. Of a parameter with one that
+                is not finite nothing is sent but this fact.
+
+        Returns:
+            The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
+        """
+        valid = self.uses(used)
+        exponent = _exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
+        valid &= (exponent != NONFINITE)[self.owner]
+        coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        into = self.sections(message)
+        self.write_places(into.counts, into.positions, index, valid)
+        into.values.copy_(coded)
+        into.exponents.copy_(exponent)
+        return seal(message), _scaled(coded, exponent[self.owner], self.residual)
+
+    @cached_property
+    def support(self) -> Support:
+        """Messages of positions alone."""
+        return Support(self)
+
+    def uses(self, used: Tensor) -> Tensor:
+        """bool (K,): which slots are used."""
+        return self.ordinal < used[self.owner]
+
+    def write_places(self, counts: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> None:
+        """Fills in the counts of blocks, which are zero, and the positions within them."""
+        local = torch.where(valid, index - self.base, 0)
+        first = torch.tensor(self.block_starts[:-1], device=self.device)
+        counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
+        positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
+
+    def nonfinite_message(self, bad: Iterable[str]) -> Tensor:
+        """A message of no entries, which says that the gradients of these parameters are not finite."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.sections(message).exponents[[self.names.index(name) for name in bad]] = NONFINITE
+        return seal(message)
+
+    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
+        """Reads a message: positions in the bucket, int64 (E,), and the values there, of the E entries it has.
+
+        Raises:
+            FloatingPointError: the sender's gradient was not finite. Every rank reads the same, so all raise it.
+            ValueError: it is not what a rank with this layout has written.
+        """
+        self.check(message, sender)
+        counts, _, positions, exponents = self.sections(message)
+        _check_finite(exponents, self.names, self.named(sender))
+        self.check_places(counts, positions, sender)
+        return self.read(message)
+
+    def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of a message of one's own, which needs no checks."""
+        counts, coded, positions, exponents = self.sections(message)
+        slot, index, _ = self.read_places(counts, positions)
+        return index, _scaled(coded[slot], exponents[self.owner[slot]], self.residual)
+
+    def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
+        """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
+        limit = torch.tensor(self.counts, device=self.device)
+        if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self.used(counts) > limit).any()) or bool(
+                (self.read_places(counts, positions)[2] < 0).any()):
+            raise self.corrupt(sender)
+
+    def read_places(self, counts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each entry, int64 (E,): its slot, its position in the bucket, and how many entries of its block follow."""
+        slot = self.uses(self.used(counts)).nonzero().flatten()
+        block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
+        local = positions[slot].to(torch.int64) & (BLOCK - 1)
+        return slot, local + self.block_bases[block], self.block_sizes[block] - 1 - local
+
+    def used(self, counts: Tensor) -> Tensor:
+        """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
+        parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
+            torch.tensor(self.block_starts, device=self.device).diff())
+        used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
+        return used.scatter_add_(0, parameter, counts.to(torch.int64))
+
+    def check(self, message: Tensor, sender: int) -> None:
+        """Raises ValueError unless a message has the bytes that this layout gives it and its checksum is right."""
+        check(message, self.nbytes, self.bucket, self.named(sender))
+
+    def named(self, sender: int) -> str:
+        """What errors call it."""
+        return sender_name(sender, self.node_size)
+
+    def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
+        return not_finite(self.named(sender), [self.names[i] for i in parameters])
+
+    def corrupt(self, sender: int) -> ValueError:
+        return _corrupt(self.named(sender), self.bucket)
+
+
+class Support:
+    """Messages of positions alone, which say where values are to be summed: counts of blocks, positions, and the
+    checksum, as above.
+
+    Args:
+        layout: of the bucket's messages.
+    """
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._ends = tuple(accumulate((4 * layout.block_starts[-1], 2 * layout.slots)))
+        self.nbytes = _sealed(self._ends[-1])
+
+    def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self._ends
+        return message[:a].view(torch.int32), message[a:b].view(torch.int16)
+
+    def encode(self, index: Tensor, used: Tensor) -> Tensor:
+        """The message, uint8 (nbytes,), of what :meth:`Layout.encode` is given."""
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._layout.device)
+        self._layout.write_places(*self._sections(message), index, self._layout.uses(used))
+        return seal(message)
+
+    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
+        """Positions in the bucket, int64 (K,), those of unused slots being their parameter's first; and which slots
+        are used, bool (K,).
+
+        Raises:
+            ValueError: it is not what a rank with this layout has written.
+        """
+        layout = self._layout
+        check(message, self.nbytes, layout.bucket, layout.named(sender))
+        counts, positions = self._sections(message)
+        layout.check_places(counts, positions, sender)
+        slot, places, _ = layout.read_places(counts, positions)
+        return layout.base.index_copy(0, slot, places), layout.uses(layout.used(counts))
+
+
+class Whole:
+    """Messages of all entries of a bucket, rounded: no positions, and the rest as above.
+
+    Args:
+        bucket: whose messages.
+        dtype: of the values.
+    """
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype):
+        self.bucket, self.names, self.dtype = bucket.name, bucket.names, dtype
+        self.residual, self.device = bucket.v.dtype, bucket.v.device
+        self._ends = tuple(accumulate((dtype.itemsize * bucket.numel, 2 * len(bucket.names))))
+        self.nbytes = _sealed(self._ends[-1])
+        repeats = torch.tensor(bucket.numels, device=self.device)
+        self._owner = torch.arange(len(bucket.names), device=self.device).repeat_interleave(repeats)
+
+    def encode(self, values: Tensor, bad: Iterable[str] = ()) -> tuple[Tensor, Tensor]:
+        """The message, uint8 (nbytes,), and what receivers will read, flat; parameters in ``bad`` say that they are
+        not finite.
+        """
+        exponent = _exponents(values, self._owner, len(self.names))
+        coded = (values.double() * _power_of_two(-exponent)[self._owner]).to(self.dtype)
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        message[:self._ends[0]].view(self.dtype).copy_(coded)
+        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        exponents.copy_(exponent)
+        for name in bad:
+            exponents[self.names.index(name)] = NONFINITE
+        return seal(message), _scaled(coded, exponent[self._owner], self.residual)
+
+    def decode(self, message: Tensor, sender: int) -> Tensor:
+        """The values, flat. Raises as :meth:`Layout.decode`."""
+        check(message, self.nbytes, self.bucket, f"rank {sender}")
+        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        _check_finite(exponents, self.names, f"rank {sender}")
+        return _scaled(message[:self._ends[0]].view(self.dtype), exponents[self._owner], self.residual)
+
+
+def _sealed(nbytes: int) -> int:
+    """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
+    return nbytes + -nbytes % 4 + 8
+
+
+def seal(message: Tensor) -> Tensor:
+    """Writes the checksum into a message, and returns it."""
+    message.view(torch.int32)[-2:] = _checksum(message)
+    return message
+
+
+def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
+    """Raises ValueError unless a message has so many bytes and its checksum is right."""
+    if message.numel() != nbytes:
+        raise ValueError(f"the message of {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
+                         "do all ranks have the same model, Config and schedule?")
+    if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
+        raise _corrupt(sender, bucket)
+
+
+def sender_name(sender: int, node_size: int = 1) -> str:
+    """What errors call a contributor: a rank, or the ranks of a node."""
+    first = sender * node_size
+    return f"rank {sender}" if node_size == 1 else f"ranks {first} to {first + node_size - 1}"
+
+
+def not_finite(sender: str, names: Iterable[str]) -> FloatingPointError:
+    verb = "have" if sender.startswith("ranks") else "has"
+    return FloatingPointError(f"{sender} {verb} a gradient that is not finite, in: {', '.join(names)}")
+
+
+def _check_finite(exponents: Tensor, names: Sequence[str], sender: str) -> None:
+    """Raises FloatingPointError where the exponents say that a gradient is not finite."""
+    wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
+    if wrong:
+        raise not_finite(sender, [names[i] for i in wrong])
+
+
+def _corrupt(sender: str, bucket: str) -> ValueError:
+    return ValueError(f"the message of {sender} for {bucket} is corrupt: it is not what a rank with the same "
+                      "model, Config and schedule has written")
+
+
+def _checksum(message: Tensor) -> Tensor:
+    """int32 (2,): the sum of all 32-bit words before it, each times an odd number of its place's, modulo 2^64.
+
+    Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
+    """
+    words = message.view(torch.int32)[:-2].to(torch.int64) & 0xFFFFFFFF
+    mixed = torch.arange(1, len(words) + 1, device=message.device).mul_(MIXER)
+    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum()[None].view(torch.int32)
+
+
+def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
+    """int16 (P,): of each parameter's largest value, scaled to TOP; NONFINITE where one is not finite."""
+    largest = values.new_zeros(parameters).scatter_reduce_(0, owner, values.abs(), "amax")
+    exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
+    return torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
+
+
+def _scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return (coded.double() * _power_of_two(exponent)).to(dtype)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as float64, from its bits: ``exp2`` may be off by a rounding, and ranks must agree."""
+    biased = exponent.to(torch.int64).clamp(-1022, 1023) + 1023
+    return (biased << 52).view(torch.float64)

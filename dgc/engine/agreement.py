@@ -1,0 +1,189 @@
+"""Whether the ranks train the same thing: compared once, before anything else is exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.config import Config
+from dgc.engine.parameters import STEP, Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local, shard
+from dgc.schedule import Adaptive, Piecewise, Ramp
+from dgc.transport import Transport
+from dgc.transport.bytes import gather_bytes
+from dgc.warn import warn
+
+LINE = 256  # bytes of a line that an error shows
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Agreement:
+    """Whether the ranks have been compared.
+
+    Args:
+        settings: of the optimizer.
+        parameters: of the optimizer.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters):
+        self._settings, self._parameters = settings, parameters
+        self.reached = settings.elastic  # new ranks cannot ask those that have been asked already
+
+    def compare(self, rank: int) -> None:
+        """Compares with the other ranks what an exchange depends on.
+
+        Args:
+            rank: this one.
+
+        Raises:
+            ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
+        """
+        differences = check(self._needed(), self._wise(), self._settings.transport, self._parameters.device)
+        if differences and rank == 0:
+            warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
+                 "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
+
+    def _needed(self) -> dict[str, list[str]]:
+        """Section -> lines that must be alike."""
+        from dgc import __version__
+        parameters, table, config = self._parameters.all(), self._parameters, self._settings.config
+        return {
+            "the version of dgc": [__version__],
+            "the arguments of DistributedOptimizer": self._arguments(),
+            "the model's parameters": [
+                f"{table.names[p]} {tuple(p.shape)} {p.dtype}" + (
+                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in parameters],
+            "the memory format of the parameters, when the optimizer was made": [
+                f"{name}: its dimensions in the order {order}" for bucket in table.kept()
+                for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
+            "the parameters that travel together": [
+                " ".join(table.names[p] for p in bucket.parameters) for bucket in table.buckets],
+            "the step": [line for line, ours in self._of_groups() if ours],
+            "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
+        }
+
+    def _wise(self) -> dict[str, list[str]]:
+        """Section -> lines that had better be alike."""
+        parameters = self._parameters.all()
+        return {
+            "the optimizer's settings": [line for line, ours in self._of_groups() if not ours],
+            "the parameters' values": [
+                f"bits of {self._parameters.names[p]} add up to {bits}"
+                for p, bits in zip(parameters, sums_of_bits(map(local, parameters)), strict=True)],
+        }
+
+    def _arguments(self) -> list[str]:
+        given, scaler = self._settings, self._settings.grad_scaler
+        settings = {**{key: value for key, value in vars(given.config).items() if key != "sparsity"}, "op": given.op,
+                    "gradient_predivide_factor": given.gradient_predivide_factor,
+                    "sparse_as_dense": given.sparse_as_dense,
+                    "backward_passes_per_step": given.backward_passes_per_step,
+                    "grad_scaler, its scale": None if scaler is None else scaler.get_scale()}
+        return [f"{key}={value}" for key, value in settings.items()]
+
+    def _of_groups(self) -> list[tuple[str, bool]]:
+        """Lines about the param groups, and whether they are of keys that are ours."""
+        return [(f"group {i}: {key}={_without_identity(value)}", str(key).startswith("dgc_"))
+                for i, group in enumerate(self._parameters.groups)
+                for key, value in sorted(group.items(), key=lambda item: str(item[0]))
+                if key not in ("params", "foreach", "fused")]
+
+
+def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]], transport: Transport,
+          device: torch.device) -> list[str]:
+    """Compares what is said on each rank, to rank 0's.
+
+    A rank that has another configuration or model would send messages of other sizes, or in another order: the job
+    would hang, or go on with a wrong result. One that has another learning rate, or other values, is on its own way.
+
+    Args:
+        needed: what must be alike -> lines of text; the same sections on every rank.
+        wise: what had better be.
+        transport: what to ask the other ranks over.
+        device: of the tensors that travel.
+
+    Returns:
+        A sentence about each section of ``wise`` that differs, with the first line that does; alike on all ranks.
+
+    Raises:
+        ValueError: on all ranks alike, with such a sentence about the first section of ``needed`` that differs.
+    """
+    texts = {section: "\n".join(lines).encode() for section, lines in {**needed, **wise}.items()}
+    own = torch.tensor([_hash(text) for text in texts.values()], device=device)
+    everyones = transport.start(Collective("gather", own), "dgc.agree")()
+    differs = (everyones != everyones[0]).cpu()
+    sentences = []
+    for (section, text), column in zip(texts.items(), differs.T, strict=True):
+        if not column.any():
+            continue
+        ranks = column.nonzero().flatten().tolist()
+        here, there = _differing_lines(text, transport, device)[ranks[0]]
+        others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+        sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
+        if section in needed:
+            raise ValueError(sentences[0])
+    return sentences
+
+
+def _differing_lines(text: bytes, transport: Transport, device: torch.device) -> list[tuple[str, str]]:
+    """Of each rank, the first line in which it differs from rank 0, and rank 0's."""
+    length = torch.tensor([len(text)], device=device)
+    longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
+    padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
+    reference = transport.start(Collective("share", padded), "dgc.agree.text")()
+    theirs = bytes(reference.tolist()).rstrip(b"\0").split(b"\n")
+    ours = text.split(b"\n")
+    end = [b"nothing"] * (max(len(ours), len(theirs)) + 1 - min(len(ours), len(theirs)))
+    pair = next(((a, b) for a, b in zip(ours + end, theirs + end, strict=False) if a != b), (b"", b""))
+    everyones = gather_bytes(transport, b"\n".join(line[:LINE] for line in pair), "dgc.agree.lines", device)
+    return [(here, there) for here, there in (both.decode(errors="replace").split("\n") for both in everyones)]
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
+    """One number for each tensor, which is another as soon as one of its bits is: on any device the same."""
+    sums = [tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+            for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, total in enumerate(sums):
+        by_device.setdefault(total.device, []).append(i)
+    values = [0] * len(sums)
+    for indices in by_device.values():  # one question to each device
+        for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+            values[i] = value
+    return values
+
+
+def _schedule(config: Config, step: int) -> list[str]:
+    """Lines about the sparsities to come: of any function, some of its values."""
+    if isinstance(config.sparsity, Adaptive):
+        return [str(config.sparsity)]
+    steps = (step, *(step + 2 ** i for i in range(20)))
+    return [*(f"step {at}: {_sparsity(config, at)}" for at in steps),
+            *([str(config.sparsity)] if isinstance(config.sparsity, (Piecewise, Ramp)) else [])]
+
+
+def _sparsity(config: Config, step: int) -> Any:
+    """The sparsity at a step that is still to come, where even a schedule's error is something to compare."""
+    try:
+        return config.sparsity_at(step)
+    except Exception as error:
+        return type(error).__name__
+
+
+def _without_identity(value: Any) -> Any:
+    """A setting without what differs on ranks that are alike: where an object lies, on which device, in what order."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_without_identity(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value).__name__

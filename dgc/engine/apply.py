@@ -1,0 +1,220 @@
+"""Updates on their way into the parameters: p.grad, SGD's rules, and what they leave to us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.compression import kernels
+from dgc.compression.residual import memory_order
+from dgc.engine.buckets import ParameterBucket, compressible
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Role, Settings
+from dgc.engine.shards import local
+from dgc.engine.step import Delivery, Step
+
+
+def is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether it steps as torch's SGD does. A subclass of that may have another step(), such as LARS."""
+    return issubclass(kind, torch.optim.SGD) and unhooked(kind.step) is unhooked(torch.optim.SGD.step)
+
+
+def unhooked(step: Any) -> Any:
+    """A step function without torch's wrapper that calls the step hooks: ours is wrapped, and they fire once."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+class Applier:
+    """Hands updates to the wrapped optimizer.
+
+    A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off there.
+
+    Args:
+        settings: of the optimizer.
+        parameters: that are updated.
+        inner: the class of the wrapped optimizer.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
+        self._settings, self._parameters, self._inner = settings, parameters, inner
+        self.is_sgd = is_sgd(inner)
+
+    def fill_state(self) -> None:
+        """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast.
+
+        A momentum that the wrapped optimizer had for a compressed parameter moves into u.
+        """
+        if not self.is_sgd:
+            return
+        all_state = self._parameters.optimizer.state
+        for group in self._parameters.groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad or parameter in all_state:
+                    self._fill(parameter, group, all_state[parameter])
+
+    def _fill(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        config, momentum = self._settings.config, state.get("momentum_buffer")
+        if momentum is not None and momentum.is_sparse:
+            self._parameters.sparse[parameter] = momentum.sparse_dim()
+        # Outside a process set nothing is exchanged, but a broadcast to all needs the same state there.
+        if config.momentum_correction and parameter not in self._parameters.sparse and compressible(
+                parameter, config.min_numel):
+            if self._settings.role is not Role.OUTSIDE:
+                self._move_into_u(parameter, group, state)
+            decays = config.local_weight_decay and group["weight_decay"] != 0
+            _default(state, "decay_buffer", parameter if decays and group["momentum"] != 0 else None)
+        else:
+            remembers = group["momentum"] != 0 and group["dampening"] == 0
+            _default(state, "momentum_buffer", parameter if remembers else None)
+
+    def _move_into_u(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share."""
+        kept, momentum = self._parameters.bucket_of[parameter].kept, state.pop("momentum_buffer", None)
+        if momentum is None:
+            return
+        assert kept is not None and kept.u is not None
+        share = _sign(group) / (1 if self._settings.average else self._settings.world.size)
+        kept.views(kept.u)[self._parameters.names[parameter]].copy_(local(momentum)).mul_(share)
+
+    def deliver(self, delivery: Delivery, step: Step) -> None:
+        """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`apply`."""
+        bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
+        if self._settings.config.apply_directly and bucket.compressed:
+            step.direct.append(delivery)
+            for parameter in parameters:
+                parameter.grad = None
+            return
+        targets, others = _targets(bucket, parameters, lambda p: local(p.grad))
+        update.write(targets)
+        if step.inverse is not None and bucket.kept is not None:
+            torch._foreach_div_([target for target in targets if target is not None], step.inverse.number)
+        for parameter, target in others:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+                local(parameter.grad).copy_(target)
+            elif parameter.grad.is_sparse:
+                parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
+            else:
+                local(parameter.grad).copy_(target)
+
+    def put_back(self, deliveries: Iterable[Delivery], size: int) -> None:
+        """As the step fails, updates of it will not be applied: each rank takes its share of them back into v."""
+        share = 1.0 if self._settings.average else 1 / size
+        for delivery in deliveries:
+            if (kept := delivery.bucket.kept) is not None:
+                delivery.update.add(kept.v.split(kept.numels), [share] * len(kept.names))
+
+    def apply(self, step: Step) -> None:
+        """Takes the wrapped optimizer's step, on the updates in ``p.grad``."""
+        optimizer, direct = self._parameters.optimizer, step.direct
+        original = optimizer.param_groups
+        try:
+            if self.is_sgd and self._settings.exchanges:
+                directly = {p for delivery in direct for p in delivery.parameters}
+                optimizer.param_groups = [part for group in original for part in self._split(group, directly)]
+            unhooked(self._inner.step)(optimizer)
+        finally:
+            optimizer.param_groups = original
+        if direct:
+            group_of = self._parameters.group_of()
+            with torch.no_grad():
+                for delivery in direct:
+                    self.add(delivery, group_of)
+
+    def _split(self, group: dict[str, Any], directly: set[Tensor]) -> list[dict[str, Any]]:
+        """A param group as SGD is to see it: what travels dense, and what travels compressed."""
+        dense: list[Tensor] = []
+        compressed: list[Tensor] = []
+        for p in group["params"]:
+            (dense if self._parameters.compressed_bucket(p) is None else compressed).append(p)
+        config, changed = self._settings.config, dict[str, Any]()
+        if config.momentum_correction:
+            changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+            if config.local_weight_decay:
+                self._decay(group, compressed, directly)
+        elif not config.local_weight_decay:
+            changed = {"weight_decay": 0}
+        return [{**group, "params": dense}, {**group, "params": compressed, **changed}]
+
+    @torch.no_grad()
+    def _decay(self, group: dict[str, Any], parameters: list[Tensor], directly: set[Tensor]) -> None:
+        """The part of SGD's step that comes from weight decay, with its own momentum: linear, so the sum is SGD's."""
+        m, decay, lr = group["momentum"], group["weight_decay"], float(group["lr"])
+        for parameter in parameters:
+            state = self._parameters.optimizer.state[parameter]
+            buffer = state.get("decay_buffer")
+            if (parameter.grad is None and parameter not in directly) or (decay == 0 and (m == 0 or buffer is None)):
+                continue
+            if m == 0:
+                parameter.sub_(parameter * (decay * lr))
+                continue
+            if buffer is None:
+                buffer = state["decay_buffer"] = torch.zeros_like(parameter)
+            p, buffer = local(parameter), local(buffer)
+            if (order := memory_order(p)) is not None:
+                p, buffer = p.permute(order), buffer.permute(order)
+            kernel = kernels.at_hand(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
+            kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
+
+    def add(self, delivery: Delivery, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Adds an update to the parameters, times their learning rates.
+
+        Args:
+            group_of: parameter -> its param group.
+        """
+        bucket, update = delivery.bucket, delivery.update
+        targets, others = _targets(bucket, delivery.parameters, lambda p: local(p).detach())
+        rates = {p: float(group_of[p]["lr"]) * -_sign(group_of[p]) for p in bucket.parameters}
+        fits = set(delivery.parameters).difference(p for p, _ in others)
+        update.add([target if p in fits else None for p, target in zip(bucket.parameters, targets, strict=True)],
+                   list(rates.values()))
+        for p in fits:
+            torch.autograd.graph.increment_version(p)  # kernels write to addresses, and a graph may hold the parameter
+        if others:
+            update.write([None if p in fits else target
+                          for p, target in zip(bucket.parameters, targets, strict=True)])
+            for p, target in others:
+                local(p).add_(target.mul_(rates[p]).to(p.dtype))
+
+    def momentum_missing(self, step: int) -> bool:
+        """Whether so many steps were taken whose momentum is not in the state of torch's own SGD."""
+        config, state = self._settings.config, self._parameters.optimizer.state
+        return (self.is_sgd and config.momentum_correction and step > 0 and any(
+            group["momentum"] != 0 and p.requires_grad and compressible(p, config.min_numel)
+            and state.get(p, {}).get("momentum_buffer") is None
+            for group in self._parameters.groups for p in group["params"]))
+
+
+def _sign(group: Mapping[str, Any]) -> int:
+    """The sign with which a gradient enters SGD's momentum."""
+    return -1 if group["maximize"] else 1
+
+
+def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
+             ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+    """Targets for a :class:`dgc.paths.update.Update`: ``of(p)`` of these parameters where its memory will do; else, and
+    listed once more with their parameter, new tensors. None for the bucket's other parameters. All in its order.
+    """
+    wanted, targets, others, dtype, kept = set(parameters), [], [], bucket.dtype, bucket.kept
+    for i, p in enumerate(bucket.parameters):
+        target = None
+        if p in wanted:
+            target = of(p)
+            if target is not None and not target.is_sparse and kept is not None:
+                target = kept.in_order(i, target)
+            if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
+                target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
+                others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))
+        targets.append(target)
+    return targets, others
+
+
+def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
+    """Gives a state its buffer, if it is to have one."""
+    if state.get(key) is None:
+        state.pop(key, None)  # torch's distributed checkpoints know no None
+        if like is not None:
+            state[key] = torch.zeros_like(like, requires_grad=False)

@@ -1,0 +1,119 @@
+"""The backward pass: where gradients come from, and when it ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from dgc.engine.buckets import DTYPES
+
+
+class Exchanging(Protocol):
+    """What the source of gradients asks of the engine."""
+
+    def exchange(self) -> None:
+        """Ends the step's exchange."""
+
+    def backward_ends(self) -> None:
+        """A backward pass has ended."""
+
+
+class Hooks:
+    """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
+
+    Args:
+        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the optimizer's.
+    """
+
+    def __init__(self, ends_with_backward: bool):
+        self.ends_with_backward = ends_with_backward
+        self._lock = threading.RLock()
+        self._task = -1  # torch's number of the last backward pass
+
+    def watch(self, parameters: Iterable[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        method, lock = WeakMethod(on_gradient), self._lock  # the parameters outlive the optimizer
+
+        def call(parameter: Tensor) -> None:
+            if (alive := method()) is not None:
+                with lock:  # torch has a thread for each device of a model, and they run backward side by side
+                    alive(parameter)
+
+        for parameter in parameters:
+            add_hook(parameter, call)
+
+    def arrived(self, engine: Exchanging) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        if self.ends_with_backward and (task := backward_task()) != self._task:
+            self._task = task
+            at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
+
+    def synchronize(self, engine: Exchanging) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        engine.exchange()
+
+    def before_update(self, engine: Exchanging) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+
+
+def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
+    """Has torch call a function when a gradient was accumulated. It takes no hook for a frozen parameter, which may
+    thaw later.
+    """
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(on_gradient)
+    parameter.requires_grad_(not frozen)
+
+
+def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
+    """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on its own."""
+    def on_gradient(parameter: Tensor) -> None:
+        raise TypeError(f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} was frozen "
+                        "when the DistributedOptimizer was made, and has a gradient now; accepted: "
+                        f"{', '.join(map(str, DTYPES))}, or frozen for good")
+
+    for parameter in (p for group in param_groups for p in group["params"] if p.dtype not in DTYPES):
+        if parameter.is_floating_point() or parameter.is_complex():  # others never have a gradient
+            add_hook(parameter, on_gradient)
+
+
+# -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
+
+def backward_task() -> int:
+    """The number of the backward pass that runs in this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Has a function called when the backward pass that runs in this thread has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def within_another() -> bool:
+    """Whether the backward pass that runs is within another one's, as torch.utils.checkpoint(use_reentrant=True) does.
+    """
+    return any(frame.f_code is BackwardCFunction.apply.__code__ for frame in frames())
+
+
+def calling_scaler() -> Any:
+    """The GradScaler whose step() calls this, if one does that scales."""
+    for frame in frames():
+        if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
+            return frame.f_locals["self"]
+    return None
+
+
+def frames() -> Iterator[Any]:
+    """The functions that are being called in this thread, from within."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

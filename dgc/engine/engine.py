@@ -1,0 +1,261 @@
+"""The road of one step: gradients arrive, are exchanged, and their update is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dgc.engine.agreement import Agreement
+from dgc.engine.apply import Applier
+from dgc.engine.arrivals import arrive, skip
+from dgc.engine.backward import refuse_gradients_of_others
+from dgc.engine.flush import flush_all
+from dgc.engine.launch import Launcher
+from dgc.engine.ledger import Ledger
+from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
+from dgc.engine.nodes import Nodes
+from dgc.engine.nonfinite import NonFinite
+from dgc.engine.outgoing import Outgoing
+from dgc.engine.parameters import STEP, Parameters, exchanged
+from dgc.engine.pending import Pending
+from dgc.engine.progress import Progress
+from dgc.engine.scaling import Scaling
+from dgc.engine.settings import Role, Settings
+from dgc.engine.step import Phase, Step
+from dgc.warn import warn
+
+
+class GradientSource(Protocol):
+    """What brings the gradients, and so decides when a step's exchange ends."""
+
+    ends_with_backward: bool  # the exchange does, rather than with synchronize() or step()
+
+    def watch(self, parameters: Iterable[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
+        """Has this method of the engine called with each parameter when a backward pass has added to its gradient."""
+
+    def arrived(self, engine: Engine) -> None:
+        """Is told of each such gradient; has :meth:`Engine.backward_ends` called where that ends the step's exchange.
+        """
+
+    def synchronize(self, engine: Engine) -> None:
+        """Ends the step's exchange, if that has not been done."""
+
+    def before_update(self, engine: Engine) -> None:
+        """Is told that the optimizer is about to apply what is in ``p.grad``."""
+
+
+class Engine:
+    """Takes an optimizer's gradients to its parameters. The optimizer holds it, and it does not hold the optimizer.
+
+    Args:
+        optimizer: whose parameters.
+        inner: the class of the wrapped optimizer.
+        names: parameter -> name.
+        settings: what the optimizer was made with.
+        source: what brings the gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: type[torch.optim.Optimizer], names: dict[Tensor, str],
+                 settings: Settings, source: GradientSource):
+        self.settings, self.source = settings, source
+        self.parameters = parameters = Parameters(optimizer, names, settings)
+        self.ledger = Ledger()
+        self.progress = Progress(settings, parameters)
+        self.misuse = Misuse(settings, parameters)
+        self.agreement = Agreement(settings, parameters)
+        self.scaling = Scaling(settings, parameters)
+        self.nodes = Nodes(settings, parameters, self.scaling)
+        self.nonfinite = NonFinite(settings, parameters)
+        self.launcher = Launcher(settings, parameters, Outgoing(settings, parameters, self.scaling, self.nodes),
+                                 self.nodes, self.nonfinite, self.progress, self.misuse, self.ledger)
+        self.applier = Applier(settings, parameters, inner)
+        self.pending = Pending(settings, parameters, self.nonfinite, self.nodes)
+        self.synchronizes = True  # step() does, but within skip_synchronize()
+        self.step = Step((), 0)
+        self.adopt(parameters.groups, settings.groups)
+        self.progress.begin()
+        if settings.role is not Role.ALONE:
+            self.applier.fill_state()
+            self.pending.missing = settings.exchanges and parameters.step > 0
+
+    def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
+        """Exchanges the gradients of these param groups from now on.
+
+        Args:
+            groups: as for :func:`dgc.DistributedOptimizer`.
+        """
+        parameters = exchanged(param_groups)
+        self.parameters.add(parameters)
+        self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
+        if self.settings.exchanges:
+            refuse_gradients_of_others(param_groups)
+            self.parameters.register(param_groups, groups)
+            self.source.watch(parameters, self.arrived)
+
+    def go_on(self) -> None:
+        """Goes on with a training that was loaded into the optimizer."""
+        self.progress.begin()
+        if self.settings.role is Role.ALONE:
+            if self.applier.momentum_missing(self.parameters.groups[0].get(STEP, 0)):
+                self.misuse.tell_of_missing_momentum()
+            return
+        self.pending.begin_anew()
+        self.applier.fill_state()
+
+    def give_up(self) -> None:
+        """Drops the step under way; what it took out of v is put back."""
+        self.step.abandon(wait=False)
+        self._next_step()
+
+    def _next_step(self, phase: Phase = Phase.IDLE, before: Step | None = None) -> None:
+        self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step, phase, before)
+        self.misuse.forget()
+
+    # -- the backward pass -----------------------------------------------------------------------------------------
+
+    def arrived(self, parameter: Tensor) -> None:
+        """A backward pass has added to a parameter's gradient."""
+        self.misuse.refuse_backward(parameter, self.step)
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        if self.step.phase is not Phase.COLLECTING:
+            self.misuse.refuse_addition(parameter, self.step)
+            self._open()
+        if self.step.arrive(parameter, self.parameters.bucket_of[parameter]) and self.agreement.reached:
+            self.launcher.launch_ready(self.step)
+        self.source.arrived(self)
+
+    def backward_ends(self) -> None:
+        """A backward pass has ended, and with it the step's exchange, if a gradient is complete."""
+        if any(self.step.delays[parameter] == 0 for parameter in self.step.fired):
+            self.exchange()
+
+    def _open(self) -> None:
+        """The first gradient of a step has come."""
+        if self.step.phase is Phase.EXCHANGED:
+            self.misuse.tell_of_dropped_update()
+        self.parameters.check_unchanged()
+        world = replace(self.settings.world, node_size=self.nodes.size)
+        if self.step.phase is not Phase.IDLE:
+            self._next_step()
+        self.misuse.forget()
+        self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
+        self.pending.loaded = False
+        self.ledger.open(self.parameters.dense_bytes(world.size))
+        self.pending.tell_of_missing()
+
+    # -- the exchange ----------------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
+        if self.step.exchanged:
+            return
+        if not self.settings.exchanges:
+            if self.settings.role is Role.ALONE:
+                self.scaling.clip_alone(self.step)
+            self._next_step(Phase.EXCHANGED)
+            return
+        if self.step.phase is Phase.IDLE:
+            self.misuse.refuse_unexchanged()
+            self._open()
+        step, count = self.step, self.ledger.counting(self.step)
+        self._meet(step)
+        self.misuse.tell_of_late_change()
+        self.progress.computing_stops()
+        if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), count):
+            self._skip(step)
+            return
+        step.inverse = self.scaling.measure_inverse()
+        if self.settings.config.clips_globally:
+            if step.world.node_size > 1:
+                self.launcher.average_in_node(step)
+            step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
+        self.launcher.launch_rest(step)
+        try:
+            arrive(step, self.applier, self.nonfinite, count)
+        except (FloatingPointError, ValueError):  # on all ranks alike
+            self.give_up()
+            raise
+        self._close(step)
+
+    def _meet(self, step: Step) -> None:
+        """Agrees with the other ranks, the first time, before anything is exchanged."""
+        world = self.settings.world
+        try:
+            if not self.agreement.reached:
+                self.agreement.compare(world.rank)
+                if self.settings.elastic:
+                    self.ledger.lost_residuals += self.pending.rescale(world.size)
+                elif self.settings.config.hierarchical:
+                    self.nodes.group(world)
+                self.agreement.reached = True
+        except ValueError:  # on all ranks alike
+            self.give_up()
+            raise
+        step.world = replace(world, node_size=self.nodes.size)
+        self.nodes.level()
+
+    def _skip(self, step: Step) -> None:
+        """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
+        self.ledger.skip()
+        self._next_step(Phase.SKIPPED)
+        skip(self.parameters.taking_part(self.parameters.all(), step.fired), self.settings.grad_scaler is not None)
+
+    def _close(self, step: Step) -> None:
+        """All updates are there: counts them, and readies the next step."""
+        self.progress.advance()
+        self.ledger.close(self.parameters.numel, self.parameters.dense_numel)
+        self._next_step(Phase.EXCHANGED, step)
+        self.misuse.note(self.parameters.listed)
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    def take_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.settings.exchanges:
+            self.misuse.refuse_scaler(self.step)
+        if self.synchronizes:
+            if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
+                warn(SYNCHRONIZED_TWICE + self.misuse.told_of_changed_update(self.step, " Also, "))
+            self.source.synchronize(self)
+        if self.step.phase is Phase.SKIPPED:
+            self.parameters.optimizer.zero_grad()
+        else:
+            self.source.before_update(self)
+            if change := self.misuse.told_of_changed_update(self.step):
+                warn(change)
+            self.applier.apply(self.step)
+        if self.step.exchanged:
+            self._next_step()
+        return loss
+
+    @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Sends what is pending in v, on all ranks, and applies it at the current learning rate."""
+        step = Step((), 0)
+        count = self.ledger.counting(step)
+        self.nonfinite.raise_found(self.settings.world.rank, count)
+        self.parameters.check_unchanged()
+        self._meet(step)
+        before = self.ledger.begin_flush()
+        flush_all(self.parameters, self.settings, step.world, self.applier, count)
+        self.ledger.end_flush(before)
+
+
+def engine_of(optimizer: Any) -> Engine:
+    """The engine of a distributed optimizer; also of a wrapper such as PyTorch Lightning's and Fabric's, which inherits
+    from the class of the optimizer that it holds, and has none of its attributes.
+
+    Raises:
+        AttributeError: it is no distributed optimizer of this package.
+    """
+    engine: Engine | None = vars(optimizer).get("_dgc")
+    return engine_of(optimizer.optimizer) if engine is None else engine

@@ -1,0 +1,79 @@
+"""Buckets on their way: launched in order, during the backward pass where that is possible."""
+
+from __future__ import annotations
+
+from dgc.engine.buckets import ParameterBucket
+from dgc.engine.ledger import Ledger
+from dgc.engine.misuse import Misuse
+from dgc.engine.nodes import Nodes
+from dgc.engine.nonfinite import NonFinite
+from dgc.engine.outgoing import Outgoing
+from dgc.engine.parameters import Parameters
+from dgc.engine.progress import Progress
+from dgc.engine.settings import Settings
+from dgc.engine.step import Flight, Step
+from dgc.transport.streams import StreamedExchange, own_stream_waits_for
+
+
+class Launcher:
+    """Starts the exchanges of a step.
+
+    Args:
+        settings, parameters, outgoing, nodes, nonfinite, progress, misuse, ledger: of the same optimizer.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, outgoing: Outgoing, nodes: Nodes,
+                 nonfinite: NonFinite, progress: Progress, misuse: Misuse, ledger: Ledger):
+        self._settings, self._parameters, self._outgoing, self._nodes = settings, parameters, outgoing, nodes
+        self._nonfinite, self._progress, self._misuse, self._ledger = nonfinite, progress, misuse, ledger
+
+    def launch_ready(self, step: Step) -> None:
+        """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
+        if self._settings.waits or self._settings.config.clips_globally:
+            return  # whether all are finite, and the global norm, need all gradients
+        if self._nodes.must_level:
+            return  # a backward pass must not wait for ranks that may have no gradient, and be at another optimizer
+        buckets = self._parameters.buckets
+        with self._progress.compressing():
+            while step.launched < len(buckets) and step.missing[buckets[step.launched]] == 0:
+                self._launch(buckets[step.launched], step)
+
+    def launch_rest(self, step: Step) -> None:
+        """Launches what has not been launched."""
+        for bucket in self._parameters.buckets[step.launched:]:
+            self._launch(bucket, step)
+        step.leave_node(wait=True)  # so that ranks that fail together have begun the same
+
+    def _launch(self, bucket: ParameterBucket, step: Step) -> None:
+        step.launched += 1
+        taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
+        departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config(),
+                                                    self._nonfinite.is_error))
+        self._misuse.note(taking_part)
+        for departure in departures:
+            step.leave_node(wait=False)
+            if len(step.streams) > 1:  # than that of the gradient that has just come
+                own_stream_waits_for(step.streams)
+            step.in_flight.append(Flight(bucket, departure.parameters, StreamedExchange(
+                departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
+                self._ledger.counting(step))))
+
+    def average_in_node(self, step: Step) -> None:
+        """Averages all gradients within the node, as their norm is wanted before any is exchanged among nodes.
+
+        Raises:
+            ValueError: one of them is sparse.
+        """
+        exchanges = []
+        for bucket in self._parameters.buckets:
+            present = self._parameters.taking_part(bucket.parameters, step.fired)
+            if sparse := self._outgoing.sparse_among(present):
+                raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} is sparse, Config: hierarchical "
+                                 "is in force, and clip_norm needs the norm of the node's mean of it; accepted: "
+                                 "sparse_as_dense=True")
+            if present:
+                exchanges.append(StreamedExchange(
+                    present[0].device, self._nodes.mean(bucket, present, step), self._settings.transport,
+                    f"{bucket.name}.node", self._ledger.counting(step)))
+        for exchange in exchanges:
+            exchange.finish()

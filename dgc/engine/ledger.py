@@ -1,0 +1,114 @@
+"""Bytes, entries and steps: counted, and reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dgc.collective import Collective, World, sent_bytes
+from dgc.compression.residual import norm
+from dgc.engine.parameters import Parameters
+from dgc.engine.step import Step
+
+
+@dataclass(frozen=True)
+class Report:
+    """What compression did, on this rank, in the last step and in total. Bytes are those on the wire, by the formulas
+    of ring all-gather and ring allreduce; messages' headers and the transport's negotiation come on top.
+    """
+
+    steps: int
+    bytes_sent: float  # in the last step; where it is hierarchical, to other nodes
+    node_bytes: float  # and those within the node
+    dense_bytes: float  # that a ring allreduce of all gradients in float32 would have sent
+    message_bytes: int  # that this rank contributed, whatever the number of ranks: what the paper counts
+    sparsity: float  # that the schedule gave for the last step; of an adaptive one, for the next
+    density: float  # entries sent / entries of all parameters
+    gradient_norm: float  # of the local gradients of compressed parameters, after clipping
+    residual_norm: float  # of v, what is pending
+    total_bytes_sent: float
+    total_dense_bytes: float
+    total_density: float
+    skipped: int  # steps that no rank took, as a gradient was not finite
+    lost_residuals: int  # of ranks that an elastic job has lost
+
+
+
+class Ledger:
+    """What this rank has sent."""
+
+    def __init__(self) -> None:
+        self._last: Any = Counter()  # bytes are fractions, by the formulas, and entries are integers
+        self._totals: Any = Counter()
+        self._steps = self._skipped = 0
+        self.lost_residuals = 0
+
+    def open(self, dense_bytes: float) -> None:
+        """A step begins, which would send so much uncompressed."""
+        self._last = Counter({"dense_bytes": dense_bytes})
+
+    def count(self, world: World, collective: Collective) -> None:
+        """A collective begins."""
+        within = collective.group == "node"
+        self._last["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, world)
+        self._last["message_bytes"] += 0 if within else collective.tensor.nbytes
+
+    def counting(self, step: Step) -> Callable[[Collective], None]:
+        """A function that counts the collectives of a step."""
+        return lambda collective: self.count(step.world, collective)
+
+    def skip(self) -> None:
+        """The step is not taken."""
+        self._skipped += 1
+        self._totals["bytes_sent"] += self._last["bytes_sent"]
+
+    def close(self, numel: int, dense: int) -> None:
+        """The step is exchanged.
+
+        Args:
+            numel: entries of all parameters.
+            dense: of those that travel dense.
+        """
+        self._steps += 1
+        self._last["dense_entries"] = dense
+        self._totals["numel"] += numel
+        for key in ("bytes_sent", "dense_bytes", "dense_entries"):
+            self._totals[key] += self._last[key]
+
+    def begin_flush(self) -> Any:
+        """A flush begins; returns what was counted of the last step, which :meth:`end_flush` wants."""
+        before, self._last = self._last, Counter()
+        return before
+
+    def end_flush(self, before: Any) -> None:
+        """What is reported is the last step's, but totals have the flush."""
+        self._totals["bytes_sent"] += self._last["bytes_sent"]
+        self._last = before
+
+    def report(self, parameters: Parameters, sparsity: float) -> Report:
+        """The last step, and totals. Norms are computed here.
+
+        Args:
+            parameters: of the optimizer.
+            sparsity: of the last step.
+        """
+        compressed, numel = parameters.compressed(), max(1, parameters.numel)
+        last, totals = self._last, self._totals
+        return Report(
+            steps=self._steps,
+            bytes_sent=float(last["bytes_sent"]),
+            node_bytes=float(last["node_bytes"]),
+            dense_bytes=float(last["dense_bytes"]),
+            message_bytes=last["message_bytes"],
+            sparsity=sparsity,
+            density=(sum(int(bucket.entries_sent) for bucket in compressed) + last["dense_entries"]) / numel,
+            gradient_norm=sum(float(bucket.gradient_square) for bucket in compressed) ** 0.5,
+            residual_norm=sum(float(norm(bucket.v)) ** 2 for bucket in parameters.kept()) ** 0.5,
+            total_bytes_sent=float(totals["bytes_sent"]),
+            total_dense_bytes=float(totals["dense_bytes"]),
+            total_density=(sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"])
+            / max(1, totals["numel"]),
+            skipped=self._skipped,
+            lost_residuals=self.lost_residuals)

@@ -1,0 +1,149 @@
+"""Mistakes of a script that would lose gradients: found by the versions of tensors, and told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from dgc.engine.backward import calling_scaler
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.step import Phase, Step
+from dgc.warn import warn
+
+SYNCHRONIZED_TWICE = (  # Horovod's words
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code.")
+
+
+class Misuse:
+    """Notices where a gradient is changed when that is too late, or an update is dropped.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters):
+        self._settings, self._parameters = settings, parameters
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # parameter -> identity and version of its gradient
+        self._warned = False
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers the gradients as they are."""
+        for p in parameters:
+            if (g := p.grad) is not None:
+                self._versions[p] = id(g), g._version
+
+    def note_copy(self, parameter: Tensor, gradient: Tensor, copies: int) -> None:
+        """Remembers a gradient into which somebody will copy so many times."""
+        self._versions[parameter] = id(gradient), gradient._version + copies
+
+    def forget(self, parameter: Tensor | None = None) -> None:
+        """Forgets one gradient, or all."""
+        if parameter is None:
+            self._versions = {}
+        else:
+            self._versions.pop(parameter, None)
+
+    def refuse_backward(self, parameter: Tensor, step: Step) -> None:
+        """Refuses one backward pass too many.
+
+        Raises:
+            AssertionError: as stock's.
+        """
+        if step.delays[parameter] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
+                "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
+                "DistributedOptimizer of them is still held, by its scheduler or trainer.")
+
+    def refuse_addition(self, parameter: Tensor, step: Step) -> None:
+        """Refuses a first gradient that was added to an update.
+
+        Raises:
+            AssertionError: as stock's.
+        """
+        if not step.waits_for_update:
+            return
+        if self._settings.grad_scaler is not None:
+            raise AssertionError(
+                "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
+                "backward() ends, and their update waits for step(), which cannot be left out. Increase "
+                "backward_passes_per_step to accumulate gradients locally.")
+        gradient = parameter.grad
+        if gradient is not None and self._versions.get(parameter) == (id(gradient), gradient._version - 1):
+            raise AssertionError(
+                "backward() was called between synchronize() and step(), and has added to an update that was "
+                "exchanged already; momentum would count it twice. Call step() first, or increase "
+                "backward_passes_per_step to accumulate gradients locally.")
+
+    def refuse_unexchanged(self) -> None:
+        """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last step."""
+        if self._settings.grad_scaler is not None and calling_scaler() is not None:
+            raise RuntimeError(
+                "scaler.step() has looked at gradients that were not exchanged yet, as no backward() has brought "
+                "them since the last step, but a script's own lines perhaps; call optimizer.synchronize() before "
+                "it, and before unscale_()")
+
+    def refuse_scaler(self, step: Step) -> None:
+        """Refuses a step() by a scaler that has looked at gradients too early, or that the optimizer does not know."""
+        if self._settings.grad_scaler is not None and step.phase is Phase.COLLECTING:
+            why = "there were fewer backward passes than backward_passes_per_step"
+            if all(step.delays[parameter] <= 0 for parameter in step.fired):
+                why = ("torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
+                       "one, whose end is not told; use_reentrant=False has no such limit")
+            raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
+                               "optimizer.synchronize() before it, and before unscale_()")
+        if (scaler := calling_scaler()) is not None and scaler is not self._settings.grad_scaler:
+            raise RuntimeError("step() is called by a GradScaler that this optimizer does not know, so that gradients "
+                               "were kept with its scale; give it as grad_scaler=")
+
+    def tell_of_dropped_update(self) -> None:
+        """Warns that there was no step() after synchronize(): its update is dropped, as where ``p.grad`` was set to
+        None.
+        """
+        self.warn_of_loss("there was no step() after synchronize(), so the update is dropped, and what was sent for "
+                          "it is no longer in the residual; to leave out steps whose gradients are not finite, give "
+                          "Config(nonfinite='skip')")
+
+    def tell_of_missing_momentum(self) -> None:
+        """Warns that a process goes on alone with a state whose momentum was in residuals."""
+        self.warn_of_loss("the state is of several ranks, whose momentum was in their residuals, and one process "
+                          "begins without it: save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which "
+                          "gives it what all ranks had")
+
+    def tell_of_late_change(self) -> None:
+        """Warns where a gradient was changed after backward(), which had sent it by then."""
+        if (changed := next(self._changed(), None)) is not None:
+            self.warn_of_loss(f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
+                              "had sent it by then, so that this had no effect; to clip, give Config(clip_norm=...); "
+                              "and a model in DistributedDataParallel, which averages gradients, needs "
+                              "dgc.register_comm_hook() in place of the DistributedOptimizer")
+
+    def told_of_changed_update(self, step: Step, before: str = "") -> str:
+        """The warning, once, where a compressed parameter's update was changed; a dense one's may be."""
+        if not self._settings.exchanges or self._warned or not step.exchanged:
+            return ""
+        changed = next((p for p in self._changed() if self._parameters.compressed_bucket(p) is not None), None)
+        if changed is None:
+            return ""
+        self._warned = True
+        return (f"{before}the gradient of {self._parameters.names[changed]} was changed between synchronize() and "
+                "step(). What was sent is no longer in the residual, so the difference is lost; to clip, give "
+                "Config(clip_norm=...), which clips before anything is accumulated")
+
+    def warn_of_loss(self, message: str) -> None:
+        """Warns, unless it has warned."""
+        if not self._warned:
+            self._warned = True
+            warn(message)
+
+    def _changed(self) -> Iterator[Tensor]:
+        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
+        for p, (identity, version) in self._versions.items():
+            if (g := p.grad) is None or id(g) != identity or g._version != version:
+                yield p

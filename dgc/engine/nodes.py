@@ -1,0 +1,109 @@
+"""Machines: ranks that average their gradients first, and exchange as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective, Path, World
+from dgc.compression.residual import residual_dtype
+from dgc.engine.buckets import ParameterBucket
+from dgc.engine.parameters import Parameters
+from dgc.engine.scaling import Scaling
+from dgc.engine.settings import Settings
+from dgc.engine.shards import shard
+from dgc.engine.step import Step
+from dgc.paths.finite import who_is_not_finite
+from dgc.paths.nodes import average_in_node
+
+
+class Nodes:
+    """How ranks are grouped by machine, under ``Config(hierarchical=...)``.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+        scaling: of the gradients.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling):
+        self._settings, self._parameters, self._scaling = settings, parameters, scaling
+        self.size = 1  # ranks whose gradients are averaged before they are compressed
+        self.single = False  # hierarchical was asked for, and all ranks are on one machine
+        self.residuals_may_differ = False  # within a node
+
+    def group(self, world: World) -> None:
+        """Has nodes take part from now on, rather than ranks.
+
+        Raises:
+            ValueError: they cannot be grouped, on all ranks alike.
+        """
+        automatic = self._settings.config.hierarchical == "auto"
+        self.size, self.single = 1, False
+        if automatic and shard(self._parameters.all()[0]) is not None:
+            return
+        try:
+            size = self._settings.transport.by_node(self._parameters.device)
+        except ValueError:
+            if not automatic:
+                raise
+            return
+        if size < world.size:
+            self.size, self.residuals_may_differ = size, True
+        else:  # nothing is left to compress; but who leaves it to us wants it compressed
+            self.single = not automatic
+
+    @torch.no_grad()
+    def level(self) -> None:
+        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another grouping. What they
+        are worth in total stays the same.
+        """
+        transport = self._settings.transport
+        if not self.must_level:
+            return
+        for bucket in self._parameters.compressed():
+            for letter, flat in (("v", bucket.v), ("u", bucket.u)):
+                if flat is None:
+                    continue
+                name = f"dgc.level.{bucket.name}.{letter}"
+                first = transport.start(Collective("share", flat.clone(), group="node"), f"{name}.first")()
+                differ = (flat != first).any().float().view(1)
+                if transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
+                    total = transport.start(Collective("sum", flat.clone(), group="node"), name)()
+                    flat.copy_(total.div_(self.size))
+        self.residuals_may_differ = False
+
+    @property
+    def must_level(self) -> bool:
+        """Whether :meth:`level` has to be called before anything is exchanged."""
+        return self.residuals_may_differ and self.size > 1
+
+    def mean(self, bucket: ParameterBucket, parameters: list[Tensor],
+             step: Step) -> Generator[Collective, Tensor, None]:
+        """Fills in the means of the node's gradients, for the parameters of a bucket where that has not been done."""
+        of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
+        if of_name:
+            gradients = {name: self._scaling.own(p) for name, p in of_name.items()}
+            # In float16 a sum may be infinite whose mean is not.
+            means = yield from average_in_node(gradients, residual_dtype(bucket.dtype), step.world)
+            step.node_means.update({p: means[name].to(bucket.dtype) for name, p in of_name.items()})
+
+    def path(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
+             onward: Callable[[ParameterBucket, list[Tensor], Step], Path]) -> Generator[Collective, Tensor, Any]:
+        """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is.
+
+        Args:
+            onward: makes the path among nodes.
+        """
+        try:
+            yield from self.mean(bucket, parameters, step)
+            return (yield from onward(bucket, parameters, step))
+        except FloatingPointError:  # found by all ranks in a node's message
+            names = [self._parameters.names[p] for p in parameters]
+            bad = [self._parameters.names[p] for p in parameters if not torch.isfinite(self._scaling.own(p)).all()]
+            if blame := (yield from who_is_not_finite(names, bad, parameters[0].device)):
+                raise FloatingPointError(blame) from None
+            raise

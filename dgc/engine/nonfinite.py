@@ -1,0 +1,104 @@
+"""Gradients that are not finite: agreed on before a step, found in its messages, or told a step later by a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.shards import sum_of_shards
+from dgc.paths.compressed import settle
+from dgc.paths.finite import PendingVerdict
+from dgc.transport.exchange import Exchange
+from dgc.transport.streams import wait_for_own_stream
+from dgc.warn import warn
+
+Count = Callable[[Collective], None]  # told each collective that begins
+
+
+class NonFinite:
+    """What was found, and has still to be raised on all ranks.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters):
+        self._settings, self._parameters = settings, parameters
+        self._found: list[FloatingPointError | ValueError] = []  # in messages
+        self._pending: list[tuple[str, PendingVerdict]] = []  # the name of an exchange, and the verdict on its sum
+        self._warned = False
+
+    @property
+    def is_error(self) -> bool:
+        """Whether a gradient that is not finite is an error: not where nothing is kept, nor clipped, as in Horovod."""
+        return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
+
+    def all_finite(self, gradients: list[Tensor], count: Count) -> bool:
+        """Whether all gradients are finite, on all ranks: one collective, and one host-device synchronisation."""
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
+        room = 1.0 if self._settings.grad_scaler is None else 2.0 ** -24
+        device = self._parameters.device
+        fits = [torch.linalg.vector_norm(v, math.inf) <= torch.finfo(v.dtype).max * (
+            room if v.dtype != torch.float16 else 1.0) for v in values if v.numel()]
+        none_is_bad = torch.stack([fit.to(device) for fit in fits]).all() if fits else torch.ones((), device=device)
+        bad = Collective("sum", 1 - none_is_bad.float().view(1))
+        count(bad)
+        total = self._settings.transport.start(bad, "dgc.finite")()
+        return not sum_of_shards(total, self._parameters.all()[0]).item()
+
+    def expect(self, name: str, verdict: PendingVerdict) -> None:
+        """Remembers a verdict that is still to come."""
+        self._pending.append((name, verdict))
+
+    def look(self) -> None:
+        """Notes what a GPU, which runs asynchronously, has found in the last step's messages. What was taken out of v
+        for bad ones is then back there.
+        """
+        buckets = self._parameters.compressed()
+        for device in {bucket.v.device for bucket in buckets}:
+            wait_for_own_stream(device)  # which may be using v
+        self._found += [error for bucket in buckets if (error := settle(bucket)) is not None]
+        self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
+
+    def raise_found(self, rank: int, count: Count) -> None:
+        """Raises what was found, where all ranks are: they have found the same, and whoever raises it alone goes on
+        alone.
+        """
+        self.look()
+        for name, verdict in self._pending:
+            asked = not self._settings.elastic  # where ranks that have come since would not know that they are asked
+            blame = "" if not asked else Exchange(
+                verdict.blame(), self._settings.transport, f"{name}.blame", count).finish()
+            if verdict.refused:
+                self._found.append(verdict.error(blame))
+            else:
+                self.tell(str(verdict.error(blame)), rank)
+        self._pending = []
+        if self._found:
+            error = self._found[0]
+            self.forget()
+            raise error
+
+    def tell(self, blame: str, rank: int) -> None:
+        """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same.
+
+        Args:
+            blame: whose gradient; "" if there is none.
+            rank: this one.
+        """
+        if blame and not self._warned and rank == 0:
+            self._warned = True
+            warn(f"{blame}. It is applied as it is, as by Horovod: none of this optimizer's parameters is compressed. "
+                 "Config(nonfinite='skip') leaves out such steps")
+
+    def forget(self) -> None:
+        """Drops what was found, with the step that fails for it."""
+        self._found, self._pending = [], []

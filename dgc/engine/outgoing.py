@@ -1,0 +1,150 @@
+"""The paths that a bucket's gradients take in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Path
+from dgc.compression.residual import Gradient
+from dgc.config import Config
+from dgc.engine.buckets import ParameterBucket
+from dgc.engine.nodes import Nodes
+from dgc.engine.parameters import Parameters
+from dgc.engine.scaling import Scaling
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local
+from dgc.engine.step import Step
+from dgc.paths.compressed import reduce
+from dgc.paths.dense import reduce_dense, reduce_rounded
+from dgc.paths.sparse import reduce_sparse
+
+
+class Departure(NamedTuple):
+    """What leaves together."""
+
+    name: str  # of the exchange
+    parameters: list[Tensor]
+    path: Path
+
+
+class Outgoing:
+    """Chooses the path of each bucket's gradients.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+        scaling: of the gradients.
+        nodes: how ranks are grouped.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling, nodes: Nodes):
+        self._settings, self._parameters, self._scaling, self._nodes = settings, parameters, scaling, nodes
+
+    def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step, config: Config,
+                   refuse: bool) -> Iterator[Departure]:
+        """What leaves of a bucket: one exchange of what is dense in memory, and one of each sparse gradient.
+
+        Args:
+            taking_part: the parameters of the bucket that are exchanged in this step.
+            config: the settings, with the sparsity in force.
+            refuse: whether a gradient that is not finite is an error.
+        """
+        alone = self.sparse_among(taking_part)
+        dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
+        if dense:
+            def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path:
+                if bucket.compressed:
+                    return self._compressed(bucket, parameters, step, config)
+                return self._dense(bucket, parameters, step, refuse)
+
+            by_node = step.world.node_size > 1 and (bucket.compressed or config.clip_norm is not None)
+            path = self._nodes.path(bucket, dense, step, onward) if by_node else onward(bucket, dense, step)
+            yield Departure(bucket.name, dense, path)
+        for parameter in alone:
+            name = self._parameters.names[parameter]
+            yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
+                name, self._sparse_gradient(parameter), step.world, average=self._settings.average,
+                scale=self._scaling.factor_of(parameter, step), refuse=refuse))
+
+    def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        sparse = self._parameters.sparse
+        if not self._settings.sparse_as_dense:
+            for p in parameters:
+                if (g := p.grad) is not None and g.is_sparse and p not in sparse:
+                    self._carry_over(p, g)
+                    sparse[p] = g.sparse_dim()
+        return [p for p in parameters if p in sparse] if sparse else []
+
+    def _carry_over(self, parameter: Tensor, g: Tensor) -> None:
+        """Adds what a parameter has pending from dense gradients to its first sparse one."""
+        bucket = self._parameters.bucket_of[parameter]
+        if not bucket.compressed or bucket.kept is None:
+            return
+        v = bucket.kept.views(bucket.kept.v)[self._parameters.names[parameter]]
+        if v.any():
+            scaler = self._settings.grad_scaler
+            pending = (v * (1.0 if scaler is None else scaler.get_scale())).to(g.dtype).to_sparse(g.sparse_dim())
+            parameter.grad = (g + pending).coalesce()
+            v.zero_()
+
+    def _sparse_gradient(self, parameter: Tensor) -> Tensor:
+        """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
+        dimensions = self._parameters.sparse[parameter]
+        if (g := parameter.grad) is None:
+            return torch.sparse_coo_tensor(
+                torch.empty(dimensions, 0), torch.empty(0, *parameter.shape[dimensions:]), parameter.shape,
+                dtype=parameter.dtype, device=parameter.device, check_invariants=False)
+        return g if g.is_sparse else g.to_sparse(dimensions)
+
+    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, config: Config) -> Path:
+        """The path of a bucket that travels compressed."""
+        assert bucket.kept is not None
+        if self._nodes.single or step.world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
+            config = replace(config, sparsity=0.0)
+        gradients = {}
+        for parameter in parameters:
+            group = step.group_of[parameter]
+            if config.momentum_correction:
+                check_dampening(group)
+            gradients[self._parameters.names[parameter]] = Gradient(
+                self._scaling.gradient(parameter, step), group.get("momentum", 0.0), group.get("nesterov", False))
+        scale = step.scaled_out(step.clip)
+        if not config.local_weight_decay:
+            scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
+        return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
+                      average=self._settings.average, scale=scale)
+
+    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, refuse: bool) -> Path:
+        """The path of a bucket that travels dense."""
+        rounded = bucket.kept is not None and step.world.size > 1
+        taking_part = set(parameters)
+        gradients = {self._parameters.names[p]: self._dense_gradient(p, p in taking_part, bucket, step)
+                     for p in (parameters if rounded else bucket.parameters)}
+        if rounded:
+            assert bucket.kept is not None and self._settings.config.dense_dtype is not None
+            return reduce_rounded(bucket.kept, gradients, self._settings.config.dense_dtype, step.world.flat,
+                                  average=self._settings.average)
+        return reduce_dense(gradients, step.world.flat, average=self._settings.average,
+                            predivide=self._settings.gradient_predivide_factor, refuse=refuse)
+
+    def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
+        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
+        g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
+        g = g if g.dtype == bucket.dtype else g.to(bucket.dtype)
+        scale = self._scaling.factor_of(parameter, step) if takes_part else None
+        if bucket.kept is not None:  # remembered from step to step, so without the loss's scale
+            scale = step.scaled_out(scale)
+        return g if scale is None else g * scale.to(g)
+
+
+def check_dampening(group: dict[str, object]) -> None:
+    """Refuses a dampening, which a script may set at any step."""
+    if group["dampening"] != 0:
+        raise ValueError(f"dampening is {group['dampening']!r}; accepted: 0, as momentum correction accumulates "
+                         "u = m u + g (paper, equation 4)")

@@ -1,0 +1,164 @@
+"""The optimizer's parameters: their names, their buckets, and how they travel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.compression import kernels
+from dgc.compression.residual import Bucket
+from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local
+
+STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
+
+
+class Parameters:
+    """What is known of each parameter, from when the optimizer was made.
+
+    The optimizer is asked for its groups and its state each time, as loading replaces both, and is not kept alive.
+
+    Args:
+        optimizer: whose parameters.
+        names: parameter -> name.
+        settings: of the optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings):
+        self._optimizer, self._settings = weakref.ref(optimizer), settings
+        self.names = names
+        self.buckets: list[ParameterBucket] = []  # in the order in which they leave
+        self.bucket_of: dict[Tensor, ParameterBucket] = {}
+        self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
+        self.numels: dict[Tensor, int] = {}  # entries of this rank's part
+        self.listed: list[Tensor] = []
+        self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
+        self.frozen: set[Tensor] = set()  # at first; as those once they thaw
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which is alive while it is at work."""
+        return self._optimizer()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's ``param_groups``."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken: the step of the schedule, alike on all ranks."""
+        return int(self.groups[0][STEP])
+
+    def all(self) -> list[Tensor]:
+        """The parameters that may have a gradient, in order."""
+        return exchanged(self.groups)
+
+    @property
+    def device(self) -> torch.device:
+        """Where to put what the ranks tell one another: the first parameter's device."""
+        return self.all()[0].device
+
+    def group_of(self) -> dict[Tensor, dict[str, Any]]:
+        """Parameter -> its param group."""
+        return {p: group for group in self.groups for p in exchanged([group])}
+
+    def add(self, parameters: list[Tensor]) -> None:
+        """Notes which parameters there are, as stock's class does."""
+        self.listed += parameters
+        if self._settings.exchanges:
+            self.requires_update.update(p for p in parameters if p.requires_grad)
+            self.frozen.update(p for p in parameters if not p.requires_grad)
+
+    def register(self, param_groups: list[dict[str, Any]], groups: Any) -> None:
+        """Puts the parameters of these param groups into buckets.
+
+        Args:
+            groups: as for :func:`dgc.DistributedOptimizer`.
+        """
+        parameters, config = exchanged(param_groups), self._settings.config
+        for names, together in pack(parameters, self.names, groups, config.min_numel):
+            number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
+            kept = None
+            if compressed or config.dense_dtype is not None:
+                members = dict(zip(names, map(local, together), strict=True))
+                kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)
+            if kept is not None and compressed:  # what it takes to run its loops begins now
+                kernels.at_hand(kept.v.device.type, kept.v.dtype)
+            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(together, bucket))
+        self.numels.update({p: local(p).numel() for p in parameters})
+
+    def compressed_bucket(self, parameter: Tensor) -> Bucket | None:
+        """The bucket of a parameter that travels compressed; None for others."""
+        if parameter in self.sparse or parameter not in self.bucket_of:
+            return None
+        bucket = self.bucket_of[parameter]
+        return bucket.kept if bucket.compressed else None
+
+    def compressed(self) -> list[Bucket]:
+        """u and v of what travels compressed."""
+        return [bucket.kept for bucket in self.buckets if bucket.compressed and bucket.kept is not None]
+
+    def kept(self) -> list[Bucket]:
+        """All that is kept from step to step."""
+        return [bucket.kept for bucket in self.buckets if bucket.kept is not None]
+
+    @property
+    def numel(self) -> int:
+        """Entries of all parameters, of this rank's parts."""
+        return sum(self.numels.values())
+
+    @property
+    def dense_numel(self) -> int:
+        """Entries of those that travel dense."""
+        return self.numel - sum(bucket.numel for bucket in self.compressed())
+
+    def dense_bytes(self, size: int) -> float:
+        """Bytes that a ring allreduce of all gradients in float32 would send, among so many ranks."""
+        return 2 * (size - 1) / size * 4 * sum(n for p, n in self.numels.items() if p.requires_grad)
+
+    def taking_part(self, parameters: Iterable[Tensor], fired: set[Tensor]) -> list[Tensor]:
+        """The parameters that are exchanged in a step: all that have had a gradient, and those that are not frozen."""
+        return [p for p in parameters if p in fired or (
+            p.requires_grad and (p in self.requires_update or p in self.frozen))]
+
+    def check_unchanged(self) -> None:
+        """Refuses parameters that were added, taken away, moved or reshaped by hand: kernels are given addresses, and
+        cannot find out for themselves.
+        """
+        groups = self.group_of()
+        if groups.keys() != self.bucket_of.keys():
+            added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self.bucket_of]
+            taken = [name for p, name in self.names.items() if p not in groups]
+            raise RuntimeError(f"param_groups was changed by hand: {', '.join([*added, *taken][:5])}; accepted: "
+                               "add_param_group(), and requires_grad_(False) for what is no longer trained")
+        for bucket in self.buckets:
+            if (kept := bucket.kept) is None:
+                continue
+            device = kept.v.device
+            for p, shape in zip(bucket.parameters, kept.shapes, strict=True):
+                if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
+                    raise RuntimeError(f"{self.names[p]}: {tuple(shape)} on {device} when the "
+                                       f"DistributedOptimizer was made, and {tuple(p.shape)} on {p.device} now; "
+                                       "accepted: change the model first, then make its optimizer")
+
+    def sparse_names(self) -> dict[str, int]:
+        """The names of parameters that had a sparse gradient, with its sparse dimensions."""
+        return {self.names[p]: dimensions for p, dimensions in self.sparse.items()}
+
+    def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
+        """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
+        self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
+
+
+def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters that may have a gradient: integers, say, are left alone."""
+    return [p for group in param_groups for p in group["params"] if p.dtype in DTYPES]

@@ -1,0 +1,130 @@
+"""What is pending: u and v as a state that is saved, loaded, and shared anew when ranks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.compression.residual import norm
+from dgc.engine.nodes import Nodes
+from dgc.engine.nonfinite import NonFinite
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.shards import shard
+from dgc.warn import warn
+
+
+class Pending:
+    """This rank's residuals.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose residuals.
+        nonfinite: what is still to be put back into them.
+        nodes: whose residuals may differ once they are loaded.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, nonfinite: NonFinite, nodes: Nodes):
+        self._settings, self._parameters, self._nonfinite, self._nodes = settings, parameters, nonfinite, nodes
+        self.missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
+        self.loaded = False  # since the last step
+        self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
+
+    def state(self) -> dict[str, Any]:
+        """A copy of u and v, by parameter name; see ``residual_state_dict`` of the optimizer."""
+        kept = {letter: {name: view.clone() for name, view in views.items()} for letter, views in self.views().items()}
+        return {**self._identity(), **kept}
+
+    def _identity(self) -> dict[str, Any]:
+        """Whose residuals they are."""
+        world = self._settings.world
+        part = shard(self._parameters.all()[0])
+        return {"version": 1, "rank": world.rank, "size": world.size, **({} if part is None else {"shard": part})}
+
+    def views(self) -> dict[str, dict[str, Tensor]]:
+        """Views of u and of v, by parameter name, after all that is still to be put back into them."""
+        self._nonfinite.look()
+        views: dict[str, dict[str, Tensor]] = {"u": {}, "v": {}}
+        for bucket in self._parameters.kept():
+            views["v"].update(bucket.views(bucket.v))
+            if bucket.u is not None:
+                views["u"].update(bucket.views(bucket.u))
+        return views
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state of another version, rank, world size or model.
+
+        Raises:
+            ValueError: it names what is wrong.
+        """
+        own = self._identity()
+        for key in ("version", "rank", "size", "shard"):
+            if state.get(key) != own.get(key):
+                raise ValueError(f"residual_state_dict: {key} is {state.get(key)!r}; expected {own.get(key)!r}")
+        for letter, expected in self.views().items():
+            given = state[letter]
+            if given.keys() != expected.keys():
+                raise ValueError(f"residual_state_dict: {letter} lacks {sorted(expected.keys() - given.keys())} and "
+                                 f"has unknown {sorted(given.keys() - expected.keys())}")
+            for name, tensor in given.items():
+                if tensor.shape != expected[name].shape:
+                    raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
+                                     f"expected {tuple(expected[name].shape)}")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what :meth:`state` gave."""
+        self.missing, self.loaded, self.world_size = False, True, state["size"]
+        self._nodes.residuals_may_differ = True
+        for letter, views in self.views().items():
+            for name, view in views.items():
+                view.copy_(state[letter][name])
+
+    def begin_anew(self) -> None:
+        """Another training is loaded, whose residuals are not part of it: they begin with zero, unless they were loaded
+        before.
+        """
+        if self.loaded:
+            return
+        self.missing = self._parameters.step > 0
+        for views in self.views().values():
+            for view in views.values():
+                view.zero_()
+
+    def tell_of_missing(self) -> None:
+        """Warns once where training goes on without its residuals."""
+        if self.missing:
+            self.missing = False
+            warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
+                 "save optimizer.residual_state_dict() on every rank, and load it there with "
+                 "load_residual_state_dict()")
+
+    @torch.no_grad()
+    def rescale(self, size: int) -> int:
+        """Where ranks have come or gone: keeps what those that remain have pending worth as much as it was.
+
+        Args:
+            size: how many ranks there are now.
+
+        Returns:
+            How many are gone, each with what it had pending.
+        """
+        transport, device = self._settings.transport, self._parameters.device
+        asked = Collective("gather", torch.tensor([self.world_size], device=device))
+        before = transport.start(asked, "dgc.regroup")().flatten().tolist()
+        own, self.world_size = self.world_size, size
+        if self._settings.average and own not in (0, size):  # commits of one job may be of several sizes
+            for views in self.views().values():
+                for view in views.values():
+                    view.mul_(size / own)
+        former, remain = max(before), sum(n > 0 for n in before)
+        if lost := max(0, former - remain):
+            zero = torch.zeros(1, dtype=torch.float32, device=device)
+            square = Collective("sum", sum((norm(b.v).square().view(1) for b in self._parameters.kept()), zero))
+            pending = (transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
+            warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
+                 f"remain have a residual of norm {pending:.3g} each")
+        return lost

@@ -1,0 +1,103 @@
+"""The factors of a gradient before it is accumulated: clipping, the loss's scale, and weight decay where that is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dgc.collective import World
+from dgc.compression.residual import clip_scale, norm, residual_dtype
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local, shard, sum_of_shards
+from dgc.engine.step import Inverse, Step
+
+
+class Scaling:
+    """What is accumulated of a gradient.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters):
+        self._settings, self._parameters = settings, parameters
+
+    def measure_inverse(self) -> Inverse | None:
+        """1 / the loss's scale of this step. A host-device synchronisation; None without a scaler."""
+        if (scaler := self._settings.grad_scaler) is None:
+            return None
+        inverse = torch.tensor(1 / scaler.get_scale())
+        return Inverse(inverse.to(self._parameters.device), inverse.item())
+
+    def gradients(self, step: Step) -> list[Tensor]:
+        """All gradients that this rank, or its node, has in this step."""
+        taking_part = self._parameters.taking_part(self._parameters.all(), step.fired)
+        return [step.node_means[p] if p in step.node_means else local(p.grad).detach()
+                for p in taking_part if p in step.node_means or p.grad is not None]
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """A parameter's local gradient; zero where this rank has none but another may."""
+        g = local(parameter.grad)
+        if g is None:
+            return torch.zeros_like(local(parameter))
+        if g.is_sparse:
+            g = g.to_dense()
+        return g.detach() if g.requires_grad else g
+
+    def gradient(self, parameter: Tensor, step: Step) -> Tensor:
+        """What is exchanged of a parameter: its local gradient, or the mean of the node's, and the decay if that is
+        sent.
+        """
+        if (g := step.node_means.get(parameter)) is None:
+            g = self.own(parameter)
+        if not self._settings.config.local_weight_decay and self._parameters.bucket_of[parameter].compressed:
+            scale = step.scaled_out(self.factor_of(parameter, step))
+            g = g.to(residual_dtype(g.dtype))  # in float16, what the loss's scale was for would be lost without it
+            g = g if scale is None else g * scale.to(g)
+            group = step.group_of[parameter]
+            decay = group["weight_decay"] / (1 if self._settings.average else step.world.size)  # counted once in a sum
+            g = g.add(local(parameter).detach(), alpha=-decay if group["maximize"] else decay)
+        return g
+
+    def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
+        """The clipping factor of a parameter that does not get it on the compressed path."""
+        config = self._settings.config
+        if config.clip_norm is None or not config.clip_per_tensor:
+            return step.clip
+        if parameter in step.node_means:
+            return self._clipped(self._norm(step.node_means[parameter], step), step.world)
+        return None if parameter.grad is None else self._clipped(self._norm(parameter.grad, step), step.world.flat)
+
+    def global_factor(self, gradients: list[Tensor], step: Step) -> Tensor:
+        """The clipping factor by the norm of all these gradients, 0-dim."""
+        norms = [self._norm(gradient, step) for gradient in gradients]
+        device = norms[0].device if norms else torch.device("cpu")
+        total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
+        first = self._parameters.all()[0]
+        if shard(first) is not None:
+            total = sum_of_shards(total.square(), first).sqrt()
+        return self._clipped(total, step.world)
+
+    def clip_alone(self, step: Step) -> None:
+        """Clips the gradients of a single process: nothing is exchanged, but the bound on their norm still holds."""
+        config = self._settings.config
+        if config.clip_norm is None:
+            return
+        gradients = [local(p.grad) for p in self._parameters.all() if p.grad is not None]
+        factor = self.global_factor(gradients, step) if config.clips_globally else None
+        for g in gradients:
+            g.mul_((clip_scale(norm(g), config.clip_norm, 1, True) if factor is None else factor).to(g.device))
+
+    def _clipped(self, total: Tensor, world: World) -> Tensor:
+        """The clipping factor for a gradient of this norm."""
+        bound = self._settings.config.clip_norm
+        assert bound is not None
+        return clip_scale(total, bound, world.nodes, self._settings.average, world.node_size)
+
+    def _norm(self, gradient: Tensor, step: Step) -> Tensor:
+        """A gradient's norm, without the loss's scale."""
+        value = norm(gradient)
+        return value if step.inverse is None else value * step.inverse.tensor.to(value)

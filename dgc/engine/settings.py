@@ -1,0 +1,73 @@
+"""What an optimizer was made with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from dgc.collective import World
+from dgc.config import Average, Config
+from dgc.transport import Transport
+
+
+class Role(Enum):
+    """What this process is in the exchange."""
+
+    MEMBER = "exchanges gradients with others"
+    ALONE = "is the only process, so that the plain optimizer does"
+    OUTSIDE = "is not in the process set, so that the plain optimizer does"
+
+
+@dataclass
+class Settings:
+    """The arguments of :func:`dgc.DistributedOptimizer`, and what follows from them.
+
+    Stock Horovod's optimizer has most of them as attributes, which scripts read, and may change between two steps.
+    """
+
+    config: Config
+    transport: Transport
+    named_parameters: list[tuple[str, Tensor]] | None = None
+    backward_passes_per_step: int = 1
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    groups: int | list[list[Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: Any = None  # as given
+    grad_scaler: Any = None  # a torch.amp.GradScaler that is enabled, or None
+    elastic: bool = field(default_factory=lambda: os.environ.get("HOROVOD_ELASTIC") == "1")
+    role: Role = field(init=False)
+
+    def __post_init__(self) -> None:
+        world = self.transport.world
+        # What has no meaning to torch's optimizer is done by the exchange, also by one process.
+        needed = self.config.nonfinite == "skip" or (
+            self.grad_scaler is not None and self.config.clip_norm is not None)
+        if world is None:
+            self.role = Role.OUTSIDE
+        else:
+            self.role = Role.ALONE if world.size == 1 and not self.elastic and not needed else Role.MEMBER
+
+    @property
+    def world(self) -> World:
+        """This rank and how many there are now; of a process outside, itself alone."""
+        return self.transport.world or World(0, 1)
+
+    @property
+    def average(self) -> bool:
+        """Whether sums over ranks are divided by their number."""
+        return self.op == Average
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this process exchanges gradients at all."""
+        return self.role is Role.MEMBER
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing leaves before all ranks have agreed that all of their gradients are finite."""
+        return self.grad_scaler is not None or self.config.nonfinite == "skip"

@@ -1,0 +1,121 @@
+"""What is known of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgc.collective import World
+from dgc.engine.buckets import ParameterBucket
+from dgc.paths.update import Update
+from dgc.transport.streams import StreamedExchange
+
+
+class Phase(Enum):
+    """How far a step is."""
+
+    IDLE = "no gradient has come"
+    COLLECTING = "gradients come, and leave"
+    EXCHANGED = "p.grad holds the averaged update, which waits for step()"
+    SKIPPED = "no rank takes this step, as a gradient was not finite; step() has still to come"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """An exchange under way."""
+
+    bucket: ParameterBucket
+    parameters: list[Tensor]  # those of the bucket that take part
+    exchange: StreamedExchange
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An update that has come."""
+
+    bucket: ParameterBucket
+    parameters: list[Tensor]
+    update: Update
+
+
+class Inverse(NamedTuple):
+    """1 / the loss's scale."""
+
+    tensor: Tensor  # 0-dim, on the parameters' device
+    number: float  # the same, for which no device is waited for
+
+
+class Step:
+    """One training step of this rank. It is made anew for each, so that nothing is ever reset.
+
+    Args:
+        parameters: all that may have a gradient.
+        passes: how many backward passes add up to this step.
+        phase: IDLE, or how the last exchange ended, until step() has been called.
+        before: that exchange's step: its updates and the loss's scale are still wanted.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], passes: int, phase: Phase = Phase.IDLE,
+                 before: Step | None = None):
+        self.phase = phase
+        self.delays = dict.fromkeys(parameters, passes)  # backward passes until a gradient is complete
+        self.world = World(0, 1)
+        self.fired: set[Tensor] = set()  # parameters that have had a gradient
+        self.missing: dict[ParameterBucket, int] = {}  # how many of its gradients are not complete yet
+        self.streams: set[Any] = set()  # in which gradients were computed, of GPUs
+        self.group_of: dict[Tensor, dict[str, Any]] = {}  # parameter -> its param group
+        self.launched = 0  # buckets
+        self.in_flight: list[Flight] = []
+        self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
+        self.clip: Tensor | None = None  # factor from clipping by the global norm
+        self.inverse: Inverse | None = None if before is None else before.inverse
+        self.direct: list[Delivery] = [] if before is None else before.direct  # updates that step() applies itself
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether gradients or an update wait for step()."""
+        return self.phase in (Phase.COLLECTING, Phase.EXCHANGED)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether all is exchanged, or was skipped."""
+        return self.phase in (Phase.EXCHANGED, Phase.SKIPPED)
+
+    def collect(self, world: World, group_of: dict[Tensor, dict[str, Any]], buckets: list[ParameterBucket]) -> None:
+        """The first gradient comes."""
+        self.phase, self.world, self.group_of = Phase.COLLECTING, world, group_of
+        # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
+        self.missing = {bucket: len(bucket.parameters) for bucket in buckets}
+
+    def arrive(self, parameter: Tensor, bucket: ParameterBucket) -> bool:
+        """A backward pass has added to a parameter's gradient. Returns whether that completes its bucket."""
+        self.fired.add(parameter)
+        if parameter.is_cuda:
+            self.streams.add(torch.cuda.current_stream(parameter.device))
+        self.delays[parameter] -= 1
+        if self.delays[parameter]:
+            return False
+        self.missing[bucket] -= 1
+        return self.missing[bucket] == 0
+
+    def scaled_out(self, factor: Tensor | None) -> Tensor | None:
+        """A clipping factor that also takes the loss's scale out."""
+        if self.inverse is None:
+            return factor
+        return self.inverse.tensor if factor is None else factor * self.inverse.tensor.to(factor)
+
+    def leave_node(self, wait: bool) -> None:
+        """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
+        for flight in self.in_flight:
+            flight.exchange.leave_node(wait)
+
+    def abandon(self, wait: bool) -> None:
+        """Gives up what is under way; it is put back into u and v."""
+        for flight in self.in_flight:
+            flight.exchange.abandon(wait)
+        self.in_flight = []

@@ -1,0 +1,47 @@
+"""Parameters alike on all ranks, before a training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.engine.shards import local
+from dgc.transport import find
+
+
+def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int = 0, process_set: Any = None) -> None:
+    """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over whatever is initialised.
+
+    Args:
+        params: ``model.state_dict()``, a list of ``model.named_parameters()``, or a list of tensors.
+        root_rank: whose; a rank within the process set.
+        process_set: as for :func:`dgc.DistributedOptimizer`.
+
+    Raises:
+        ValueError: ``params`` is of another type, or ``root_rank`` is not in the world.
+    """
+    if isinstance(params, Mapping):
+        items = sorted(params.items())
+    elif isinstance(params, list):
+        items = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    transport = find(process_set)
+    world = transport.world
+    if world is None:
+        return
+    if not 0 <= root_rank < world.size:
+        raise ValueError(f"root_rank is {root_rank!r}; accepted: 0 to {world.size - 1}")
+    with torch.no_grad():
+        waits = []
+        for name, p in items:
+            if isinstance(p, Tensor):
+                copy = local(p).detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
+                bits = copy.unsqueeze(-1).view(torch.uint8)  # neither Horovod nor gloo knows every dtype
+                waits.append((p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}")))
+        for p, wait in waits:
+            local(p).copy_(wait().view(p.dtype).squeeze(-1))

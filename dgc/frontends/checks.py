@@ -1,0 +1,181 @@
+"""Every refusal at the door: arguments that cannot be right, before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.config import Average, Config, Sum
+from dgc.engine.apply import is_sgd
+from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
+from dgc.engine.outgoing import check_dampening
+
+SHARDED = ("accepted: fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
+           "mesh = init_device_mesh(device, (nodes, ranks in a node), mesh_dim_names=('across', 'shard'))")
+
+
+def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
+    """Refuses an optimizer, a config, an operation or a scaler that cannot be used.
+
+    Returns:
+        The scaler, if there is one and it is enabled.
+
+    Raises:
+        TypeError, ValueError: it names the argument, its value, and what is accepted.
+    """
+    check_kinds(optimizer, config, op)
+    check_optimizer(optimizer, config)
+    return enabled_scaler(config, grad_scaler)
+
+
+def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
+    """Refuses arguments of other kinds."""
+    if not isinstance(config, Config):
+        raise TypeError(f"compression is {config!r}; accepted: a dgc.Config, None, or a Horovod compressor such as "
+                        "hvd.Compression.fp16")
+    if op not in (Average, Sum):
+        raise ValueError(f"op is {op!r}; with a dgc.Config accepted: Average ({Average}) and Sum ({Sum}). For Adasum "
+                         "give compression=hvd.Compression.none")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is {optimizer!r}; accepted: a torch.optim.Optimizer")
+    if config.hierarchical is True and os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ValueError("Config: hierarchical is True in an elastic job, whose machines come and go; accepted: False "
+                         "or 'auto', which is False there")
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ValueError("optimizer is a DistributedOptimizer already; wrap the plain optimizer once")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Refuses an optimizer that the config does not suit."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("optimizer is LBFGS, which evaluates several gradients in a step; accepted: torch.optim.SGD, "
+                        "or another optimizer with Config(momentum_correction=False)")
+    if not is_sgd(type(optimizer)) and config.momentum_correction:
+        raise TypeError(f"optimizer is {kind}, but momentum correction is made for the step() of SGD, and gives it "
+                        "updates in place of gradients; accepted: torch.optim.SGD, or "
+                        f"Config(momentum_correction=False), which gives {kind} the averaged sparse gradients")
+    if not is_sgd(type(optimizer)) and not config.local_weight_decay:
+        raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
+    for group in optimizer.param_groups:
+        check_group(group, config)
+    if not any(p.dtype in DTYPES for group in optimizer.param_groups for p in group["params"]):
+        raise TypeError(f"none of the optimizer's parameters can have a gradient that is exchanged; accepted: at least "
+                        f"one of {', '.join(map(str, DTYPES))}")
+
+
+def check_group(group: dict[str, Any], config: Config) -> None:
+    """Refuses a param group with a dampening, or with parameters that cannot be exchanged."""
+    if config.momentum_correction:
+        check_dampening(group)
+    for parameter in group["params"]:
+        if parameter.dtype not in DTYPES and parameter.requires_grad:
+            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype} and requires a "
+                            f"gradient; accepted: {', '.join(map(str, DTYPES))}, and any other where it is frozen")
+        if parameter.numel() > MAX_NUMEL and compressible(parameter, config.min_numel):
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has {parameter.numel()} entries; "
+                             f"accepted: at most {MAX_NUMEL}. Split it, or let it travel dense by Config: min_numel")
+
+
+def enabled_scaler(config: Config, grad_scaler: Any) -> Any:
+    """The scaler, if there is one and it is enabled."""
+    if grad_scaler is None:
+        return None
+    if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
+        raise TypeError(f"grad_scaler is {grad_scaler!r}; accepted: a torch.amp.GradScaler or None")
+    if grad_scaler.is_enabled() and config.apply_directly:
+        raise ValueError("grad_scaler is given and Config: apply_directly is True; accepted: one of them, as the "
+                         "scaler looks at p.grad")
+    return grad_scaler if grad_scaler.is_enabled() else None
+
+
+def named(param_groups: list[dict[str, Any]], named_parameters: list[tuple[str, Tensor]] | None,
+          generate: bool = False) -> dict[Tensor, str]:
+    """Parameter -> name, with Horovod's checks and its generated names.
+
+    Args:
+        param_groups: of the optimizer.
+        named_parameters: as given by the user.
+        generate: make up the names that are missing from ``named_parameters``, instead of refusing.
+    """
+    made_up = {p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(param_groups)
+               for j, p in enumerate(group["params"])}
+    if named_parameters is None:
+        return made_up
+    if any(not isinstance(item, tuple) for item in named_parameters):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                         "model.named_parameters().")
+    names = [name for name, _ in named_parameters]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: "
+                         + ", ".join(duplicates))
+    given = {p: name for name, p in sorted(named_parameters, key=lambda item: item[0])}
+    unnamed = [p for p in made_up if p not in given]
+    if unnamed and not generate:
+        raise ValueError("named_parameters was specified, but one or more model parameters were not named. "
+                         f"Python object ids: {', '.join(str(id(p)) for p in unnamed)}")
+    return {p: given.get(p, name) for p, name in made_up.items()}
+
+
+def check_groups(groups: Any) -> None:
+    """Horovod's checks of the argument ``groups``."""
+    if groups is None:
+        return
+    if not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[int] = set()
+    for parameter in (p for group in groups for p in group) if isinstance(groups, list) else ():
+        if not isinstance(parameter, Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(parameter) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(parameter))
+
+
+def check_shards(param_groups: Iterable[Mapping[str, Any]], process_set: Any, config: Config,
+                 grad_scaler: Any = None) -> None:
+    """Refuses parameters that are sharded otherwise than within a node, and an exchange among different shards.
+
+    Raises:
+        ValueError, TypeError: says what is accepted.
+    """
+    parameters = [p for group in param_groups for p in group["params"]]
+    sharded: list[Any] = [p for p in parameters if hasattr(p, "device_mesh")]
+    if not sharded:
+        return
+    if grad_scaler is not None and torch.__version__ < "2.5":  # compares as a version
+        raise ValueError(f"grad_scaler is given and the parameters are sharded, whose hooks torch {torch.__version__} "
+                         "does not call, so that backward() ends without an exchange; accepted: torch 2.5 or later")
+    if len(sharded) < len(parameters):
+        shapes = [tuple(p.shape) for p in parameters if not hasattr(p, "device_mesh")]
+        raise ValueError(f"{len(sharded)} parameters are sharded and others, of shapes {shapes[:5]}, are not, whose "
+                         "gradients nobody averages within the node; accepted: all of them sharded, or none")
+    for p in sharded:
+        if p.device_mesh != sharded[0].device_mesh or p.device_mesh.ndim != 1 or not p.placements[0].is_shard():
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} is placed as {p.placements} on {p.device_mesh}; "
+                             f"{SHARDED}")
+    if config.clip_per_tensor:
+        raise ValueError("Config: clip_per_tensor is True and the parameters are sharded, so that no rank has a whole "
+                         "one's norm; accepted: clip_norm alone, a bound on the norm of all gradients")
+    if config.hierarchical is True:
+        raise ValueError("Config: hierarchical is True and the parameters are sharded, so that each node averages its "
+                         "gradients already; accepted: False or 'auto', which is False there")
+    _check_across(sharded[0], process_set)
+
+
+def _check_across(parameter: Any, process_set: Any) -> None:
+    """Refuses a process set of other ranks than those that hold the same shard."""
+    groups = torch.distributed
+    if process_set is groups.GroupMember.NON_GROUP_MEMBER:
+        return
+    if not isinstance(process_set, groups.ProcessGroup):
+        raise TypeError(f"process_set is {process_set!r} and the parameters are sharded; {SHARDED}")
+    node, across = parameter.device_mesh.mesh.tolist(), groups.get_process_group_ranks(process_set)
+    if set(node) & set(across) != {groups.get_rank()}:
+        raise ValueError(f"process_set has ranks {across}, and ranks {node} hold different shards of the parameters; "
+                         f"{SHARDED}")

@@ -1,0 +1,212 @@
+"""The methods that a distributed optimizer has on top of the wrapped one's. Each asks the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from dgc.config import Config
+from dgc.engine.engine import Engine, engine_of
+from dgc.engine.ledger import Report
+from dgc.engine.parameters import STEP
+from dgc.engine.step import Phase
+from dgc.frontends import checks
+from dgc.transport.protocol import HOROVODS_MODULE
+
+T = TypeVar("T")
+
+
+class _OfEngine(Generic[T]):
+    """An attribute of stock Horovod's optimizer, which scripts read, and may set; it lies in the engine."""
+
+    def __init__(self, path: str):
+        self._read = attrgetter(path)
+        self._where, _, self._name = path.rpartition(".")
+
+    def __get__(self, optimizer: Any, kind: Any = None) -> T:
+        value: T = self._read(engine_of(optimizer))
+        return value
+
+    def __set__(self, optimizer: Any, value: T) -> None:
+        engine = engine_of(optimizer)
+        setattr(attrgetter(self._where)(engine) if self._where else engine, self._name, value)
+
+
+class Distributed(torch.optim.Optimizer):
+    """What :func:`dgc.DistributedOptimizer` returns is an instance of a class that inherits from the wrapped
+    optimizer's, and has these methods.
+    """
+
+    _inner: type[torch.optim.Optimizer]
+    _dgc: Engine
+
+    backward_passes_per_step = _OfEngine[int]("settings.backward_passes_per_step")
+    op = _OfEngine[int]("settings.op")
+    gradient_predivide_factor = _OfEngine[float]("settings.gradient_predivide_factor")
+    sparse_as_dense = _OfEngine[bool]("settings.sparse_as_dense")
+    process_set = _OfEngine[Any]("settings.transport.process_set")
+    _compression = _OfEngine[Config]("settings.config")
+    _groups = _OfEngine[Any]("settings.groups")
+    _parameter_names = _OfEngine[dict[Tensor, str]]("parameters.names")
+    _requires_update = _OfEngine[set[Tensor]]("parameters.requires_update")
+    _allreduce_delay = _OfEngine[dict[Tensor, int]]("step.delays")
+    _should_synchronize = _OfEngine[bool]("synchronizes")
+    _synchronized = _OfEngine[bool]("step.exchanged")
+
+    @property
+    def _handles(self) -> dict[Tensor, tuple[Any, None]]:
+        """As stock's: parameters that had a gradient since the last step, with what is under way for them."""
+        step = engine_of(self).step
+        return {} if step.phase is not Phase.COLLECTING else {**dict.fromkeys(step.fired, (None, None)), **{
+            p: (flight.exchange, None) for flight in step.in_flight for p in flight.parameters}}
+
+    # -- Horovod's -------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
+        engine = engine_of(self)
+        engine.source.synchronize(engine)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()`` themselves."""
+        engine = engine_of(self)
+        engine.synchronizes = False
+        try:
+            yield
+        finally:
+            engine.synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets how many backward passes add up to one step, from the next step on."""
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        engine = engine_of(self)
+        engine.settings.backward_passes_per_step = passes
+        engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
+        return engine_of(self).take_step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
+        engine = engine_of(self)
+        if engine.step.phase is Phase.COLLECTING:
+            raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                                 "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+        self._inner.zero_grad(engine.parameters.optimizer, set_to_none)
+
+    # -- DGC's -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Sends what is pending in v, on all ranks, and applies it at the current learning rate. Call it on all of
+        them, before evaluating or at the end of training.
+
+        Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not move. With nothing
+        pending it changes nothing. Frozen parameters stay as they are, and keep what they have pending.
+
+        Raises:
+            TypeError: the optimizer is not SGD, for which a pending gradient times the rate means nothing.
+            RuntimeError: called between ``backward()`` and ``step()``.
+        """
+        engine = engine_of(self)
+        if not engine.settings.exchanges:
+            return
+        if not engine.applier.is_sgd:
+            raise TypeError(f"flush() is accepted for torch.optim.SGD only; for {type(self).__name__} end the training "
+                            "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
+        if engine.step.waits_for_update:
+            raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
+        engine.flush()
+
+    def report(self) -> Report:
+        """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
+        engine = engine_of(self)
+        engine.nonfinite.look()
+        return engine.ledger.report(engine.parameters, engine.progress.last_sparsity())
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank.
+
+        Raises:
+            RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on its way.
+        """
+        engine = engine_of(self)
+        if engine.step.waits_for_update and engine.settings.exchanges:
+            raise RuntimeError("residual_state_dict(), or a copy of the optimizer, was asked for between backward() "
+                               "and step(); accepted: after step()")
+        return engine.pending.state()
+
+    def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between ``backward()`` and
+        ``step()`` what is on its way is dropped, as it belongs to another v.
+
+        Raises:
+            ValueError: they are of another version, rank, world size or model; nothing is loaded then.
+        """
+        engine = engine_of(self)
+        engine.pending.check(state_dict)
+        engine.give_up()
+        engine.pending.load(state_dict)
+
+    # -- torch's ---------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
+        engine = engine_of(self)
+        settings, optimizer = engine.settings, engine.parameters.optimizer
+        if engine.step.waits_for_update:
+            raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
+        if settings.exchanges:
+            engine.parameters.check_unchanged()
+        before = len(optimizer.param_groups)
+        self._inner.add_param_group(optimizer, param_group)
+        try:
+            checks.check_group(optimizer.param_groups[-1], settings.config)
+            checks.check_shards(optimizer.param_groups, settings.process_set, settings.config, settings.grad_scaler)
+        except (TypeError, ValueError):
+            del optimizer.param_groups[before:]
+            raise
+        engine.parameters.names = checks.named(optimizer.param_groups, settings.named_parameters, generate=True)
+        engine.adopt(optimizer.param_groups[-1:])
+        if settings.exchanges:
+            engine.applier.fill_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
+
+        hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with gradients of zero. It
+        makes them where the state is empty, which ours never is.
+        """
+        engine = engine_of(self)
+        fresh = engine.parameters.groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
+        if fresh and engine.applier.is_sgd and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE:
+            for parameter in engine.parameters.all():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        state: dict[str, Any] = self._inner.state_dict(engine.parameters.optimizer)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank.
+        They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
+        """
+        engine = engine_of(self)
+        engine.give_up()
+        engine.synchronizes = True
+        optimizer = engine.parameters.optimizer
+        groups = optimizer.param_groups
+        self._inner.load_state_dict(optimizer, state_dict)
+        # A scheduler made before wrapping goes by this list.
+        groups[:], optimizer.param_groups = optimizer.param_groups, groups
+        engine.go_on()
+
+    def __copy__(self) -> Any:
+        raise TypeError("copy.copy of a DistributedOptimizer would exchange the same gradients twice; accepted: "
+                        "copy.deepcopy, together with the model")

@@ -1,0 +1,32 @@
+"""The exchange that a bucket takes: the one that was chosen, or the one of fewer bytes, or a dense sum."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from dgc import cost
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import Layout
+
+
+def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[str, bool]:
+    """The exchange for these messages. It depends on sizes alone, and so is alike on every rank.
+
+    Args:
+        exchange: of :class:`dgc.Config`; "auto" is that of fewer bytes.
+        nodes: how many contributors there are.
+
+    Returns:
+        The exchange, and whether the same entries are fewer bytes as one dense sum.
+    """
+    itemsize = bucket.v.element_size()
+    return _choose(exchange, cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
+                                        itemsize * (layout.slots + 1)), nodes)
+
+
+@lru_cache(1024)
+def _choose(exchange: str, sizes: cost.Sizes, nodes: int) -> tuple[str, bool]:
+    if exchange == "auto":
+        flat = [name for name, known in cost.EXCHANGES.items() if not known.hierarchical]
+        exchange = min(flat, key=lambda name: cost.port_bytes(cost.exchange(name, sizes, nodes, 1)))
+    return exchange, cost.sends_dense(exchange, sizes, nodes, 1)

@@ -1,0 +1,90 @@
+"""The path of a bucket's compressed gradients, whatever its exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Path, World
+from dgc.compression.residual import Bucket, Gradient
+from dgc.config import Config
+from dgc.paths.choice import choose
+from dgc.paths.dense import summed
+from dgc.paths.finite import LocalVerdict, local_verdict
+from dgc.paths.gathered import gather
+from dgc.paths.shared import sum_at_support
+from dgc.paths.task import Task, clipping, kernel_of, layout_of
+
+PATHS: dict[str, Callable[[Task], Path]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
+
+
+def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
+           average: bool = True, scale: Tensor | None = None) -> Path:
+    """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and 4).
+
+    At density 1 everything is sent, u is not masked, and the update is exactly that of momentum SGD, because
+    momentum is linear.
+
+    Args:
+        bucket: holds u and v, which this changes.
+        gradients: parameter -> local gradient. A parameter without one sits this step out: its slots stay empty.
+        config: the settings.
+        step: the optimizer's step, from 0; alike on every rank.
+        world: this rank and how many there are; all of them walk this path. Those of a node have the same gradients,
+            from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
+        average: divide the sum by N.
+        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale.
+
+    Returns:
+        The :class:`dgc.paths.update.Update` of the bucket's parameters, in the residual's dtype.
+
+    Raises:
+        FloatingPointError: a rank's gradient is not finite; raised on all of them. What is not finite entered u and v
+            nowhere.
+        ValueError: a message is corrupt; raised on all ranks that received it so.
+    """
+    sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
+    layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size)
+    clip = clipping(bucket, gradients, config, world, average, scale)
+    task = Task(bucket, gradients, clip, layout, config, step, world, average)
+    if sparsity == 0.0:
+        return (yield from _sum_all(task))
+    exchange, dense = choose(config.exchange, layout, bucket, world.nodes)
+    return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
+
+
+def _sum_all(task: Task) -> Path:
+    """Density 1: all of v, as one sum."""
+    bucket = task.bucket
+    verdict = local_verdict(bucket, task.accumulate())
+    bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
+    taken = bucket.take_all(() if verdict.names else task.gradients)
+    return (yield from summed(bucket, None, taken, task.world, task.average, verdict))
+
+
+def _sum_chosen(task: Task) -> Path:
+    """The chosen entries as one dense sum, which is fewer bytes than the messages."""
+    bad, index, used = task.select()
+    bucket, verdict = task.bucket, local_verdict(task.bucket, bad)
+    fine = ~bucket.marked.any() if verdict.on_device else not verdict.names
+    valid = task.layout.uses(used) & fine
+    index = torch.where(valid, index, 0)  # in the other slots there may be anything
+    values = torch.where(valid, bucket.v[index], 0)
+    bucket.take(index, values, task.config.factor_masking)
+    return (yield from summed(bucket, index, values, task.world, task.average, verdict))
+
+
+def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path:
+    """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is left alone."""
+    bucket.total_entries += sum(n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names)
+    taken = bucket.take_all(names)
+    return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))  # entries_sent: the last step's
+
+
+def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
+    """The error that the last exchange gave reason to, as :func:`reduce` raises it, where the device is asynchronous
+    and the host did not know it then: the same on all ranks, and told once. What was taken out of v is back there.
+    """
+    return kernel_of(bucket).settle(bucket)

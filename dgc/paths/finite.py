@@ -1,0 +1,159 @@
+"""Gradients that are not finite: found in a sum over ranks, refused alike on all of them, and blamed on some."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.compression import device
+from dgc.compression.device import HostCopy
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import not_finite, sender_name
+
+
+@dataclass(frozen=True)
+class LocalVerdict:
+    """What this rank's host knows of its own gradients.
+
+    Args:
+        names: the parameters whose gradient is not finite.
+        on_device: only the device knows, in the flags of the bucket; ``names`` is empty then.
+    """
+
+    names: tuple[str, ...] = ()
+    on_device: bool = False
+
+
+def local_verdict(bucket: Bucket, bad: Sequence[str]) -> LocalVerdict:
+    """The verdict without a host-device synchronisation, where the device is asynchronous.
+
+    Args:
+        bad: the parameters that the kernel has named.
+    """
+    if bucket.flags is not None and bucket.numel and device.is_asynchronous(bucket.v.device):
+        return LocalVerdict(on_device=True)
+    return LocalVerdict(tuple(bad or bucket.not_finite()))
+
+
+class PendingVerdict:
+    """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to say so. Alike on
+    all ranks; if the sum is not finite, and that is refused, the update is zero.
+
+    Args:
+        names: the parameters of the sum.
+        numels: entries of each parameter.
+        own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or -1.
+        total: int64 (), the same of the sum.
+        each: how many ranks have the same gradient.
+        refused: whether a sum that is not finite is an error, or only a warning.
+    """
+
+    def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1,
+                 refused: bool = True):
+        self._names, self._numels, self._each, self.refused = names, numels, each, refused
+        self.fine = total < 0  # bool (), on the device
+        self._answer = HostCopy(torch.stack([own, total]))
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether the sum is not finite. A host-device synchronisation."""
+        return int(self._answer.get()[1]) >= 0
+
+    def blame(self) -> Generator[Collective, Tensor, str]:
+        """The ranks to blame, and a parameter of each, where the sum is not finite: all ranks ask. Or nobody, ""."""
+        own = int(self._answer.get()[0])
+        return (yield from who_is_not_finite(self._names, [self._name(own)] if own >= 0 else [], self.fine.device,
+                                             self._each))
+
+    def error(self, blame: str = "") -> FloatingPointError:
+        """The error to raise, alike on all ranks, where the sum is not finite."""
+        return FloatingPointError(blame or _sum_not_finite(self._name(int(self._answer.get()[1]))))
+
+    def _name(self, entry: int) -> str:
+        return self._names[bisect(list(accumulate(self._numels)), entry)]  # in the first part that ends beyond it
+
+
+def first_not_finite(flat: Tensor) -> Tensor:
+    """int64 (): the position of the first entry that is not finite, or -1, without a host-device synchronisation."""
+    if not flat.numel():
+        return torch.full((), -1, device=flat.device)
+    found, at = flat.isfinite().logical_not_().view(torch.uint8).max(0)
+    return torch.where(found > 0, at, -1)
+
+
+def checked_sum(total: Tensor, own: Tensor | None, names: Sequence[str], numels: Sequence[int],
+                bad: Callable[[], Sequence[str]], each: int = 1) -> Generator[
+                    Collective, Tensor, tuple[Tensor, PendingVerdict | None]]:
+    """A sum that is finite, or refused; without a host-device synchronisation: zero if it is not finite, and the
+    verdict.
+
+    Args:
+        own: as for :class:`PendingVerdict`; None where the host knows.
+        total, names, numels, bad: as for :func:`blame_for`.
+        each: how many ranks have the same gradient.
+
+    Raises:
+        FloatingPointError: the sum is not finite; on all ranks alike.
+    """
+    if own is None:
+        yield from refuse_not_finite(total, names, numels, bad)
+        return total, None
+    verdict = PendingVerdict(names, numels, own, first_not_finite(total), each)
+    return torch.where(verdict.fine, total, 0), verdict
+
+
+def refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int],
+                      bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, None]:
+    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or NaN. The arguments are
+    those of :func:`blame_for`.
+    """
+    if blame := (yield from blame_for(total, names, numels, bad)):
+        raise FloatingPointError(blame)
+
+
+def blame_for(total: Tensor, names: Sequence[str], numels: Sequence[int],
+              bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, str]:
+    """The ranks whose gradients made a sum infinite or NaN; "" if the sum is finite.
+
+    Args:
+        total: the sum, flat.
+        names: the parameters that it has, one after the other.
+        numels: entries of each parameter.
+        bad: tells which of this rank's gradients are not finite; called only when the sum is not.
+    """
+    if math.isfinite(total.sum()) or torch.isfinite(total).all():  # or only its sum is not; which takes a tenth as long
+        return ""
+    blame = yield from who_is_not_finite(names, bad(), total.device)
+    if not blame:  # each addend was finite
+        parts = zip(names, total.split(list(numels)), strict=True)
+        wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
+        blame = _sum_not_finite(wrong)
+    return blame
+
+
+def _sum_not_finite(names: str) -> str:
+    return f"the sum over ranks of their gradients is not finite, in: {names}"
+
+
+def who_is_not_finite(names: Sequence[str], bad: Iterable[str], where: torch.device, each: int = 1) -> Generator[
+        Collective, Tensor, str]:
+    """The ranks that have a gradient that is not finite, and of which parameters, when each rank knows its own.
+
+    Args:
+        names: of all parameters, alike on every rank.
+        bad: those whose gradient is not finite on this rank.
+        where: the device of the tensors that travel.
+        each: how many ranks have the same gradient.
+    """
+    own = set(bad)
+    everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=where))
+    return "; ".join(str(not_finite(sender_name(sender, each), [
+        name for name, mark in zip(names, marks, strict=True) if mark]))
+        for sender, marks in enumerate(everyones[::each].tolist()) if any(marks))

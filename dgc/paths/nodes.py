@@ -1,0 +1,46 @@
+"""Nodes that exchange as one: the mean of their ranks' gradients, and collectives with one contributor a node."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective, World
+
+
+def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[
+        Collective, Tensor, dict[str, Tensor]]:
+    """The mean of the gradients of a node's ranks, which precedes the path of a bucket whose nodes exchange as one.
+
+    Args:
+        gradients: parameter -> this rank's, of one device; they are not changed.
+        dtype: in which they are added up.
+        world: this rank and its node.
+
+    Returns:
+        parameter -> mean, of its gradient's shape, to the bit alike on all ranks of the node.
+    """
+    flat = torch.cat([g.detach().to(dtype).reshape(-1) for g in gradients.values()])
+    total = (yield Collective("sum", flat, group="node")).div_(world.node_size)
+    parts = total.split([g.numel() for g in gradients.values()])
+    return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
+
+
+def among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: World,
+                root: int = 0) -> Generator[Collective, Tensor, Tensor]:
+    """A collective with one contributor from each node, of a tensor that all ranks of a node have alike. Each of them
+    carries a stripe of it, so that no byte passes between two nodes twice.
+    """
+    if world.node_size == 1:
+        return (yield Collective(op, tensor, root))
+    numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
+    padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
+    own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
+    part = yield Collective(op, own, root, "across")
+    parts = yield Collective("gather", part, group="node")
+    if op == "gather":
+        return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :numel].contiguous()
+    return parts.view(-1)[:numel]

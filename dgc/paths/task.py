@@ -1,0 +1,88 @@
+"""One bucket's part of one step: what every path of compressed gradients works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dgc.collective import World
+from dgc.compression import kernels, select
+from dgc.compression.kernels import Kernel
+from dgc.compression.residual import Bucket, Gradient, clip_scale
+from dgc.compression.wire import Layout
+from dgc.config import Config
+
+_layouts: WeakKeyDictionary[Bucket, tuple[tuple[float, torch.dtype, int], Layout]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Task:
+    """The gradients of one bucket in one step, and how they are to be exchanged.
+
+    Args:
+        bucket: holds u and v, which the path changes.
+        gradients: parameter -> local gradient.
+        clip: factor for the gradients: one 0-dim tensor for all, one each, or None.
+        layout: of the bucket's messages at this step's sparsity.
+        config: the settings.
+        step: the optimizer's step, from 0.
+        world: this rank and how many there are.
+        average: divide the sum by N.
+    """
+
+    bucket: Bucket
+    gradients: Mapping[str, Gradient]
+    clip: Tensor | Mapping[str, Tensor] | None
+    layout: Layout
+    config: Config
+    step: int
+    world: World
+    average: bool
+
+    @property
+    def kernel(self) -> Kernel:
+        return kernel_of(self.bucket)
+
+    @property
+    def leader(self) -> int:
+        """The contributor whose turn it is, where one decides for all."""
+        return self.step % self.world.nodes
+
+    def accumulate(self) -> list[str]:
+        """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if the host knows."""
+        return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
+
+    def select(self) -> tuple[list[str], Tensor, Tensor]:
+        """The same, and the chosen entries: see :func:`dgc.compression.kernels.plain.select`."""
+        return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
+                                  self.config.selection == "exact", self.step)
+
+
+def kernel_of(bucket: Bucket) -> Kernel:
+    """The loops that run over a bucket now."""
+    return kernels.at_hand(bucket.v.device.type, bucket.v.dtype)
+
+
+def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int = 1) -> Layout:
+    """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables."""
+    key, (made_for, layout) = (sparsity, dtype, node_size), _layouts.get(bucket, (None, None))
+    if layout is None or made_for != key:
+        layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype, node_size)
+        _layouts[bucket] = key, layout
+    return layout
+
+
+def clipping(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, world: World, average: bool,
+             scale: Tensor | None) -> Tensor | Mapping[str, Tensor] | None:
+    """The factors for the gradients: the given one, times each parameter's own where each is clipped for itself."""
+    if config.clip_norm is None or not config.clip_per_tensor:
+        return scale
+    once = 1.0 if scale is None else scale.to(bucket.v)
+    norms = {name: torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)) * once
+             for name, gradient in gradients.items()}
+    return {name: once * clip_scale(norm, config.clip_norm, world.nodes, average, world.node_size)
+            for name, norm in norms.items()}

@@ -1,0 +1,165 @@
+"""Advice: whether compression pays on a cluster, from which bandwidth down, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from dgc.config import Config
+from dgc.cost import Cluster
+from dgc.planning.models import Shape
+from dgc.planning.predict import CPU, DGC, Local, Method, Prediction, methods, predict
+
+WORTH = 1.05  # times faster than dense exchange, from which on compression is said to pay
+NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
+SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
+SHARED = 0.99  # the largest sparsity at which a shared support is named: with more it learns less for certain
+OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
+MOST = 1.25e12  # bytes a second between nodes, up to which is looked
+
+
+class Advice(NamedTuple):
+    """What to do on a cluster."""
+
+    pays: bool
+    dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
+    dgc: Prediction  # without a shared support: the simplest that is nearly as fast as any, with ``sparsity``
+    sparsity: float
+    shared: Prediction | None  # the same of a shared support, if it is faster even with more entries
+    sparsity_shared: float  # then, at most ``SHARED``
+    below: float | None  # bytes a second between nodes, up to which it pays; None: at none
+    above: float | None  # and from which on; None: however slow it is
+    other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
+    words: tuple[str, ...]
+
+
+def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config | None = None,
+           local: Local = CPU, overlap: bool = True) -> Advice:
+    """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
+
+    It is compared with the dense exchanges in ``OFFERED``. A shared support learns less than an all-gather of the same
+    sparsity: it is not advised, but named where it is faster even with ten times the entries. Where DGC pays in a
+    range of bandwidths only, as it may where it sends as many bytes as a sum in float16, the range is the one in which
+    the cluster is, or the next below it: so ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
+
+    Args:
+        shapes, cluster, compute, local, overlap: as for :func:`predict`.
+        config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
+    """
+    sparsities = SPARSITIES if config is None else (config.sparsity_at(0),)
+
+    def best(on: Cluster, shared: bool) -> tuple[Prediction, float]:
+        """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
+        made = [(predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap), s)
+                for s in sorted({min(s, SHARED if shared else 1.0) for s in sparsities})
+                for m in methods(on) if m.kind == "dgc" and m.exchange.sums == shared]
+        fastest = min(p.step_seconds for p, _ in made)
+        return next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
+
+    def choose(on: Cluster) -> tuple[bool, Prediction, Prediction, float]:
+        """Whether it pays, the fastest dense exchange that is offered, and what DGC does best, with which sparsity."""
+        dense = min((predict(shapes, on, m, compute, DGC, local, overlap) for m in methods(on)
+                     if m.kind != "dgc" and m.name in OFFERED), key=lambda p: p.step_seconds)
+        dgc, sparsity = best(on, shared=False)
+        return dense.step_seconds >= WORTH * dgc.step_seconds, dense, dgc, sparsity
+
+    def pays_at(bandwidth: float) -> bool:
+        return choose(replace(cluster, between=replace(cluster.between, bandwidth=bandwidth)))[0]
+
+    pays, dense, dgc, sparsity = choose(cluster)
+    below = above = None
+    if cluster.nodes > 1:
+        turn = _turn(pays_at, cluster.between.bandwidth, up=pays)
+        below = turn[0] if turn else max(MOST, cluster.between.bandwidth) if pays else None
+    if below and (turn := _turn(pays_at, below, up=False)):
+        above = turn[1]
+    other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
+                 if m.kind != "dgc"), key=lambda p: p.step_seconds)
+    advised = dgc if pays else dense
+    shared, sparsity_shared = best(cluster, shared=True)
+
+    def if_faster(prediction: Prediction) -> Prediction | None:
+        return prediction if NEARLY * prediction.step_seconds < advised.step_seconds else None
+
+    advice = Advice(pays, dense, dgc, sparsity, if_faster(shared), sparsity_shared, below, above, if_faster(other), ())
+    return advice._replace(words=tuple(_words(cluster, compute, advice, given=config is not None)))
+
+
+def _config(method: Method, sparsity: float) -> str:
+    """The line of Python to paste."""
+    end = "" if sparsity == 0.999 else f", end={sparsity:g}"
+    schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
+    shared = f', factor_masking=False, exchange="{method.exchange.exchange}"' if method.exchange.sums else ""
+    across = ", hierarchical=True" if method.exchange.hierarchical else ""
+    return f"dgc.Config(sparsity={schedule}{shared}{across})"
+
+
+def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
+    """The first two bandwidths above ``here``, or below it, between which what holds changes: in bytes a second, the
+    lower first, within 2 %. None: it does not change between 1 Mbit/s and ``MOST``.
+    """
+    grid = [1.25e5 * 10 ** (i / 4) for i in range(29)]
+    last, held = here, holds(here)
+    for bandwidth in [b for b in grid if b > here] if up else [b for b in reversed(grid) if b < here]:
+        if holds(bandwidth) != held:
+            low, high = sorted((last, bandwidth))
+            while high > 1.02 * low:
+                middle = (low * high) ** 0.5
+                low, high = (middle, high) if (holds(middle) == held) == up else (low, middle)
+            return low, high
+        last = bandwidth
+    return None
+
+
+def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Iterable[str]:
+    dense, dgc, sparsity = advice.dense, advice.dgc, advice.sparsity
+    if cluster.workers == 1:
+        yield "One worker exchanges nothing: there is nothing to compress."
+        return
+    offered = f"the fastest dense exchange of Horovod and DistributedDataParallel ({dense.method})"
+    if advice.pays:
+        yield (f"DGC pays here: {duration(dgc.step_seconds)} a step instead of {duration(dense.step_seconds)} with "
+               f"{offered}, {dense.step_seconds / dgc.step_seconds:.3g} times as fast.")
+    else:
+        yield (f"DGC does not pay here: {duration(dgc.step_seconds)} a step, and {duration(dense.step_seconds)} with "
+               f"{offered}. Use that one.")
+    if advice.other:
+        yield (f"{advice.other.method} would be faster still, {duration(advice.other.step_seconds)} a step, in a "
+               "library that has it.")
+    if advice.below is None:
+        yield ("No lower bandwidth between nodes would change that." if cluster.nodes > 1 else
+               "All workers are in one node, where the network plays no part.")
+    else:
+        begin = f"from {bits(advice.above)} " if advice.above else ""
+        end = "as far as was looked" if advice.below >= MOST else f"and not {'outside' if begin else 'above'}"
+        yield f"On this cluster it pays {begin}up to {bits(advice.below)} between nodes, {end}."
+    if advice.pays:
+        yield (f"Recommended: {_config(dgc.method, sparsity)}"
+               + ("." if given or sparsity == max(SPARSITIES) else
+                  f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
+    if advice.shared:
+        yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: "
+               f"{_config(advice.shared.method, advice.sparsity_shared)}. It learns less, with so many entries too "
+               "where batches are small (docs/tuning.md): compare.")
+    lost = dgc.step_seconds - compute
+    if advice.pays and lost > 0.2 * compute:
+        yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
+               "or fewer workers, helps as well.")
+    worked = dgc.step_seconds - compute - dgc.exchange_seconds
+    if worked > 0.1 * dgc.step_seconds:
+        yield (f"At least {duration(worked)} of that step is compressing and decoding, which a GPU does faster "
+               "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
+    yield "This is about time. Whether accuracy holds is for a trial to tell: the method was made for SGD."
+
+
+def bits(bandwidth: float) -> str:
+    """A bandwidth in bytes a second, in words."""
+    for unit, size in (("Tbit/s", 1.25e11), ("Gbit/s", 1.25e8), ("Mbit/s", 1.25e5)):
+        if bandwidth >= size:
+            return f"{bandwidth / size:.3g} {unit}"
+    return f"{8 * bandwidth:.3g} bit/s"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,79 @@
+"""What a training sends in one step, bucket by bucket, as the optimizer packs them.
+
+The bytes of compressed messages are those of :class:`dgc.compression.wire.Layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from dgc.compression import select
+from dgc.compression.residual import Bucket, residual_dtype
+from dgc.compression.wire import Layout
+from dgc.config import Config
+from dgc.cost import Sizes
+from dgc.engine.buckets import compressible, pack
+from dgc.planning.models import Shape
+
+
+class PlannedBucket(NamedTuple):
+    """Parameters that travel together."""
+
+    ready: float  # share of the backward pass after which their gradients are complete
+    numel: int
+    sizes: Sizes | None  # None: always dense
+    slots: int = 0  # entries in a message
+
+
+@cache
+def buckets(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple[PlannedBucket, ...]:
+    """How :func:`dgc.DistributedOptimizer` packs float32 parameters of these shapes, and the bytes of each message.
+
+    Args:
+        shapes: of the parameters, in forward order.
+        config: ``sparsity``, ``wire_dtype`` and ``min_numel`` count; parameters that travel dense do so in float32.
+        step: of the optimizer, for a schedule.
+
+    Raises:
+        ValueError: the config's ``dense_dtype`` is not None, which is not modelled.
+    """
+    if config.dense_dtype is not None:
+        raise ValueError(f"Config: dense_dtype is {config.dense_dtype}; accepted in a plan: None")
+    sparsity, made = config.sparsity_at(step), []
+    for ready, together in _departing(shapes, config.min_numel):
+        compressed = sparsity > 0.0 and compressible(together[0], config.min_numel)
+        message = _message(together, sparsity, config.wire_dtype) if compressed else (None,)
+        made.append(PlannedBucket(ready, sum(p.numel() for p in together), *message))
+    return tuple(made)
+
+
+@cache
+def dense_buckets(shapes: tuple[Shape, ...]) -> tuple[PlannedBucket, ...]:
+    """The same, with nothing compressed."""
+    return tuple(PlannedBucket(ready, sum(p.numel() for p in together), None)
+                 for ready, together in _departing(shapes, sum(torch.Size(shape).numel() for shape in shapes) + 1))
+
+
+def _departing(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
+    """Buckets in the order in which they leave, and the share of the backward pass after which they can."""
+    parameters = [torch.empty(shape, device="meta") for shape in shapes]
+    done, weights = {}, 0
+    for parameter in reversed(parameters):
+        done[parameter] = weights = weights + (parameter.dim() > 1)
+    latest, packed = 0.0, []
+    for _, together in pack(parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel):
+        latest = max(latest, *(done[p] / max(1, weights) for p in together))  # none overtakes another
+        packed.append((latest, together))
+    return packed
+
+
+def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) -> tuple[Sizes, int]:
+    bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
+    layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
+    itemsize = residual_dtype(together[0].dtype).itemsize
+    return Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
+                 itemsize * (layout.slots + 1)), layout.slots

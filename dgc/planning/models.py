@@ -1,0 +1,272 @@
+"""Models to plan for: the shapes of well-known ones, of a user's own, and of a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+Shape = tuple[int, ...]
+
+NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
+ACCEPTED = "accepted: a state dict, alone or under 'model' or 'state_dict'"  # as a checkpoint
+
+
+def resnet50() -> list[Shape]:
+    """ImageNet's: 25,557,032 parameters (torchvision)."""
+    convolutions: list[Shape] = [(64, 3, 7, 7)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions += [(width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * width, inputs, 1, 1))
+            inputs = 4 * width
+    return [*_normalised(convolutions), (1000, 2048), (1000,)]
+
+
+def resnet110(last: int = 64) -> list[Shape]:
+    """CIFAR-10's, with shortcuts that have no weights: 1,727,962 parameters (recipes/cifar10.py --depth 110). ``last``
+    is the number of channels of the last stage.
+    """
+    convolutions: list[Shape] = [(16, 3, 3, 3)]
+    inputs = 16
+    for width in (16, 32, last):
+        for _ in range(18):
+            convolutions += [(width, inputs, 3, 3), (width, width, 3, 3)]
+            inputs = width
+    return [*_normalised(convolutions), (10, last), (10,)]
+
+
+def vgg16() -> list[Shape]:
+    """138,357,544 parameters (torchvision)."""
+    widths = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+    return _biased([*((width, inputs, 3, 3) for inputs, width in zip((3, *widths), widths, strict=False)),
+                    (4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)])
+
+
+def alexnet() -> list[Shape]:
+    """61,100,840 parameters (torchvision; Krizhevsky 2014)."""
+    return _biased([(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
+                    (4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)])
+
+
+def lstm() -> list[Shape]:
+    """The word language model of 2 x 1500 LSTM with the 10,000 words of Penn Treebank and tied weights: 51,034,000
+    parameters (recipes/ptb.py --size large).
+    """
+    layer: list[Shape] = [(6000, 1500), (6000, 1500), (6000,), (6000,)]
+    return [(10_000, 1500), (10_000,), *layer, *layer]
+
+
+def bert_large() -> list[Shape]:
+    """bert-large-uncased with its pooler, without a head: 335,141,888 parameters."""
+    d, ff = 1024, 4096
+    norm: list[Shape] = [(d,), (d,)]
+    layer = [*_biased([(d, d)] * 4), *norm, *_biased([(ff, d), (d, ff)]), *norm]
+    return [(30_522, d), (512, d), (2, d), *norm, *layer * 24, *_biased([(d, d)])]
+
+
+def gpt2() -> list[Shape]:
+    """The small one, tied: 124,439,808 parameters."""
+    d = 768
+    norm: list[Shape] = [(d,), (d,)]
+    layer = [*norm, (d, 3 * d), (3 * d,), (d, d), (d,), *norm, (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    return [(50_257, d), (1024, d), *layer * 12, *norm]
+
+
+def llama_7b() -> list[Shape]:
+    """6,738,415,616 parameters."""
+    d, ff = 4096, 11_008
+    layer: list[Shape] = [*[(d, d)] * 4, (ff, d), (ff, d), (d, ff), (d,), (d,)]
+    return [(32_000, d), *layer * 32, (d,), (32_000, d)]
+
+
+MODELS = {"resnet50": resnet50, "resnet110": resnet110, "vgg16": vgg16, "alexnet": alexnet, "lstm": lstm,
+          "bert-large": bert_large, "gpt2": gpt2, "llama-7b": llama_7b}
+
+
+def _normalised(convolutions: Iterable[Shape]) -> list[Shape]:
+    return [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
+
+
+def _biased(weights: Iterable[Shape]) -> list[Shape]:
+    return [shape for w in weights for shape in (w, (w[0],))]
+
+
+class Loaded(NamedTuple):
+    """A model: its parameters' shapes in forward order, and itself if it is at hand."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    module: nn.Module | None = None
+    inputs: tuple[Any, ...] | None = None  # what to call it with
+    dtypes: tuple[str, ...] = ("float32",)  # of the parameters, each once
+
+    @property
+    def caveat(self) -> str:
+        """What a count of bytes leaves out; nothing where it is exact."""
+        return "" if self.dtypes == ("float32",) else (
+            f"Bytes are those of float32 parameters; those of {self.name} are {' and '.join(self.dtypes)}.")
+
+    @property
+    def numel(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+
+def load(model: str) -> Loaded:
+    """Finds a model.
+
+    Args:
+        model: a name in ``MODELS``; ``module:callable``, which returns a ``torch.nn.Module``, or that and a tuple of
+            what to call it with; or a file with a state dict, alone or under ``model`` or ``state_dict``.
+
+    Raises:
+        ValueError: it is none of them, or has no parameters to train.
+        TheirError: by the module or the callable.
+    """
+    if model in MODELS:
+        return Loaded(model, tuple(MODELS[model]()))
+    if Path(model).is_file() and not model.endswith(".py"):
+        tensors = _checkpoint(model)
+        return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
+    if not NAME.fullmatch(model):
+        raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}, module:callable, or a checkpoint's file")
+    found = callable_named(model)
+    with theirs():
+        made = found()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
+        raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
+                         "that and a tuple of what to call it with")
+    trained = [p for p in module.parameters() if p.requires_grad]
+    loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
+    if not loaded.numel:
+        raise ValueError(f"model is {model!r}, which has no parameters to train")
+    return loaded
+
+
+def callable_named(name: str) -> Callable[..., Any]:
+    """What ``module:name`` means, with modules of the current folder.
+
+    Raises:
+        ValueError: there is none, or it cannot be called.
+        TheirError: by the module.
+    """
+    module, _, attributes = name.partition(":")
+    here = os.getcwd()  # which the module may change
+    sys.path.insert(0, here)
+    try:
+        with theirs():
+            imported = importlib.import_module(module)
+        found = operator.attrgetter(attributes)(imported)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}; {error}") from None
+    except TheirError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):  # it, or its package
+            raise ValueError(f"{name!r}; {cause}") from None
+        raise
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise ValueError(f"{name!r} is a {type(found).__name__}; accepted: what can be called")
+    return found
+
+
+class TheirError(Exception):
+    """What the user's own code raised, and where."""
+
+
+@contextmanager
+def theirs() -> Iterator[None]:
+    """Around the user's own code."""
+    here = os.getcwd()
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
+        place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
+                        for f in (own or frames)[-1:])
+        raise TheirError(f"{type(error).__name__}: {error}{place}") from error
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _checkpoint(file: str) -> list[torch.Tensor]:
+    """The parameters in it: what is not a number with a fraction, or a running statistic, is none."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling meets
+        raise ValueError(f"model is {file!r}, which torch.load(weights_only=True) does not read; {ACCEPTED}. It says: "
+                         f"{(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    for key in ("model", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(
+        state, dict) else {}
+    kept = {name: tensor for name, tensor in tensors.items()
+            if tensor.is_floating_point() and not name.endswith(("running_mean", "running_var"))}
+    if not any(tensor.numel() for tensor in kept.values()):
+        raise ValueError(f"model is {file!r}, which holds no parameters; {ACCEPTED}")
+    return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once
+
+
+def measure(loaded: Loaded, steps: int = 5) -> float:
+    """Seconds of a forward and a backward pass of the model here, on its GPU if there is one: the median of ``steps``,
+    after two.
+
+    Raises:
+        ValueError: there is nothing to call, or what it returns is nothing to go back from.
+        TheirError: by the model.
+    """
+    if loaded.module is None or loaded.inputs is None:
+        raise ValueError(f"model is {loaded.name!r}; to be measured it has to be a module:callable that returns the "
+                         "module and a tuple of what to call it with")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = loaded.module.to(device)
+    inputs = [x.to(device) if isinstance(x, torch.Tensor) else x for x in loaded.inputs]
+
+    def step() -> float:
+        began = time.perf_counter()
+        with theirs():
+            module.zero_grad()
+            output = module(*inputs)
+        loss = _loss(output)
+        with theirs():
+            loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return statistics.median([step() for _ in range(2 + steps)][2:])
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """The sum of all that a model returns and that has a gradient, whatever holds it."""
+    tensors, left = [], [output]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            tensors += [value.float().sum()] if value.requires_grad else []
+        elif isinstance(value, (dict, tuple, list)):
+            left += value.values() if isinstance(value, dict) else value
+    if not tensors:
+        raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient; "
+                         "accepted: a tensor, or a dict, tuple or list with some")
+    return torch.stack(tensors).sum()

@@ -1,0 +1,87 @@
+"""Our own CUDA stream, beside the one that computes. On other devices nothing here does anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from dgc.collective import Collective, Path
+from dgc.transport.exchange import Exchange
+from dgc.transport.protocol import Transport
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Launches what is within after all that has been launched so far, and beside what is launched next."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except BaseException:  # whoever catches it finds what was put back, and may free gradients that were being read
+        wait_for_own_stream(device)
+        raise
+
+
+def own_stream_waits_for(streams: Iterable[Any]) -> None:
+    """Launches within :func:`own_stream`, from now on, also after what was launched so far in these streams: a model's
+    branches may have streams of their own, and their gradients too.
+    """
+    for stream in streams:
+        _stream(stream.device).wait_stream(stream)
+
+
+def wait_for_own_stream(device: torch.device) -> None:
+    """Launches what comes next after what was launched within :func:`own_stream`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+class StreamedExchange:
+    """An exchange in our own stream.
+
+    Args:
+        device: of the tensors that travel.
+        path, transport, name, on_start: as for :class:`dgc.transport.exchange.Exchange`.
+    """
+
+    def __init__(self, device: torch.device, path: Path, transport: Transport, name: str,
+                 on_start: Callable[[Collective], None]):
+        self._device = device
+        with own_stream(device):
+            self._exchange = Exchange(path, transport, name, on_start)
+
+    def leave_node(self, wait: bool) -> None:
+        """Goes on to the other nodes with what was averaged within the node.
+
+        Args:
+            wait: also where it is not ready.
+        """
+        if self._exchange.under_way.group == "node" and (wait or self._exchange.ready):
+            with own_stream(self._device):
+                self._exchange.advance()
+
+    def finish(self) -> Any:
+        """Waits for the path's end; what is launched next finds its result, which is returned."""
+        with own_stream(self._device):
+            result = self._exchange.finish()
+        wait_for_own_stream(self._device)
+        return result
+
+    def abandon(self, wait: bool) -> None:
+        """See :meth:`dgc.transport.exchange.Exchange.abandon`; what is launched next finds what was put back."""
+        with own_stream(self._device):
+            self._exchange.abandon(wait)
+        wait_for_own_stream(self._device)
