@@ -217,7 +217,8 @@ def test_maximize(tmp_path):
 
 def test_ranks_that_order_their_sets_otherwise_are_alike():
     """A module's extra state may hold one. Python draws the order of strings in each process."""
-    code = "from dgc.checkpoint.save import tree_hash; print(tree_hash({'_extra_state': {'a', 'b', 'c', 'd', 'e'}, 'x': 1}))"
+    code = ("from dgc.checkpoint.save import tree_hash; "
+            "print(tree_hash({'_extra_state': {'a', 'b', 'c', 'd', 'e'}, 'x': 1}))")
     told = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60,
                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in "123"}
     assert len(told) == 1

@@ -26,7 +26,6 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "checkpoint": LEAVES | {"engine", "transport"},
     "planning": LEAVES | {"compression", "engine"},
     "tune": {"config", "schedule", "transport"},
-    "watch": set(),
     "doctor": {"config", "compression", "frontends"},
     "cli": LEAVES | {"schedule", "planning", "tune", "doctor"},
     "__main__": {"cli"},

@@ -24,6 +24,9 @@ from typer.testing import CliRunner
 
 import dgc
 from dgc import cli, tune
+from dgc.tune import command as commands
+from dgc.tune import run, study
+from dgc.tune.trial import is_hopeless
 
 optuna = pytest.importorskip("optuna")
 
@@ -154,7 +157,7 @@ def test_trials_are_given_up_by_the_rule(place):
     ({1: 5, 2: 5}, [{1: 6, 2: 6}, {1: 4, 2: 4}, {1: 4, 2: 4}], True, False), ({1: math.nan}, [], True, True),
     ({1: 9, 2: 5, 3: 5}, [{1: 6, 2: 6, 3: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6}] * 3, True, False)])
 def test_the_rule(reports, rivals, maximize, expected):
-    assert tune.bad(reports, rivals, maximize) is expected
+    assert is_hopeless(reports, rivals, maximize) is expected
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -232,8 +235,8 @@ def test_ctrl_c_leaves_no_lock_taken(place, monkeypatch):
         workers[0]._condition.release()
         return wait(workers, timeout)
 
-    wait = tune.wait
-    monkeypatch.setattr(tune, "wait", pressed)
+    wait = run.wait
+    monkeypatch.setattr(run, "wait", pressed)
     command = [sys.executable, "-S", "script.py", "{sparsity}", "inf", "1", "{out}"]
     with pytest.raises(KeyboardInterrupt):
         tune.search(command, epochs=4, maximize=True, metric="accuracy", trials=99, study="tune.db")
@@ -280,7 +283,7 @@ time.sleep(100 if bad else 0)
 def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
     """Its metric is NaN; it ignores SIGTERM, as does what it started in a session of its own. So does the good one's,
     which ends and leaves that behind."""
-    monkeypatch.setattr(tune, "GRACE", 0.3)
+    monkeypatch.setattr(commands, "GRACE", 0.3)
     (place / "stubborn.py").write_text(STUBBORN)
     command = [sys.executable, "-S", "stubborn.py", "{sparsity}", "", "", "{trial}"]
     found = tune.search(command, epochs=4, maximize=True, trials=2)
@@ -291,7 +294,7 @@ def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
 
 
 def test_one_search_at_a_time(place):
-    with tune._locked(place / "tune.db"), pytest.raises(ValueError, match=r"tune\.db, which another search has open"):
+    with study.locked(place / "tune.db"), pytest.raises(ValueError, match=r"tune\.db, which another search has open"):
         tune.search(os.cpu_count, epochs=1, maximize=True)
     with pytest.raises(ValueError, match=r"objective is 'true {sparsity}'; accepted: a list of words"):
         tune.search("true {sparsity}", epochs=1, maximize=True)
@@ -374,13 +377,13 @@ def test_a_function_from_the_command_line(place):
         assert t["bytes_sent"] / 1e6 == pytest.approx(sum(1 - schedule(s) for s in range(3000)) / 3000, rel=1e-6)
 
 
-@pytest.mark.parametrize("form", tune.FORMS)
+@pytest.mark.parametrize("form", study.FORMS)
 def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
     """A plain number is to them what follows a warm-up of their own."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "recipes")
     import job
     drawn = optuna.trial.FixedTrial({"density": 0.001, "warmup": form, "warmup_length": 1.0})
-    setting = tune._suggest(drawn, tune.Task(("x",), "metric", True, 5, None))
+    setting = study.suggest(drawn, tune.Task(("x",), "metric", True, 5, None))
     given = argparse.Namespace(sparsity=job.sparsity(setting.expression))
     schedule, expected = job.schedule(given, 390, 2.0), setting.schedule(390)
     assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
@@ -522,13 +525,13 @@ def test_an_optuna_that_lacks_something_says_what(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "optuna")
     with pytest.raises(ImportError, match="No module named 'no_such_package'"):
-        tune._optuna()
+        study.import_optuna()
 
 
 def test_a_result_is_read_in_any_locale(tmp_path):
     (tmp_path / "out.json").write_text('{"précision": 91.5, "bytes_sent": 7}', encoding="utf-8")
-    code = ("import sys; from pathlib import Path; from dgc import tune; "
-            "print(tune._out(Path(sys.argv[1]), 'pr\\xe9cision'))")
+    code = ("import sys; from pathlib import Path; from dgc.tune.command import result_file; "
+            "print(result_file(Path(sys.argv[1]), 'pr\\xe9cision'))")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.json")], capture_output=True, text=True,
                           timeout=60, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
     assert done.stdout == "(91.5, 7.0)\n", done.stderr

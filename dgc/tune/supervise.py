@@ -1,9 +1,9 @@
 """Runs a command, and ends all that it started when whoever started this goes away or lets go of its standard input.
 
-    python -I -S watch.py SECONDS COMMAND...
+    python -I -S supervise.py SECONDS COMMAND...
 
 The status is the command's. SECONDS pass between SIGTERM to its process group and SIGKILL to what is left.
-:mod:`dgc.tune` runs this file by its path: as a module of the package it would import torch first of all.
+:mod:`dgc.tune.command` runs this file by its path: as a module of the package it would import torch first of all.
 """
 
 from __future__ import annotations

@@ -1,0 +1,132 @@
+"""One trial: what it is to train with, what came of it, and how it may end."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dgc.config import Schedule
+from dgc.schedule import parse
+
+PLACEHOLDERS = ("sparsity", "clip_norm", "epochs", "out", "trial")
+PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
+NO_CLIP = "inf"  # what a command is given where there is to be no bound
+RIVALS = 3  # at least, to be worse than
+
+Objective = Callable[["Setting"], "tuple[float, float] | None"]
+Heard = Callable[[int, float, float], None]
+
+
+class Pruned(Exception):  # noqa: N818
+    """:func:`report` raises it in a Python function whose trial is given up. Let it pass."""
+
+
+class Stopped(Exception):  # noqa: N818
+    """The search ends before the trial does."""
+
+
+class NoResultError(RuntimeError):
+    """A training that ended well and left no result: so would all others."""
+
+
+class FailedError(RuntimeError):
+    """A command's status, which no traceback explains."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one trial is to train with."""
+
+    trial: int
+    epochs: int
+    expression: str  # for dgc.schedule.parse
+    clip_norm: float | None  # None: no clipping
+
+    def schedule(self, steps_per_epoch: int) -> Schedule:
+        """The expression's, for ``sparsity=`` of :class:`dgc.Config`; ``steps_per_epoch`` are optimizer steps."""
+        return parse(self.expression, steps_per_epoch)
+
+    @property
+    def line(self) -> str:
+        """Python, where ``loader`` has one batch for each optimizer step."""
+        sparsity = self.expression.removeprefix("constant:")
+        name, colon, arguments = sparsity.partition(":")
+        if colon:
+            words = [word.replace("=true", "=True") for word in arguments.split(",")]
+            sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
+        clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"
+        return f"dgc.Config(sparsity={sparsity}{clip})"
+
+    @property
+    def warmup_epochs(self) -> float | None:
+        """How long its warm-up is; None if it has none."""
+        found = re.search(r"^warmup:epochs=([^,]+)", self.expression)
+        return float(found[1]) if found else None
+
+    @property
+    def density(self) -> float:
+        """The share of entries that are sent, over the whole of training."""
+        steps = 1000  # in an epoch
+        schedule = self.schedule(steps)
+        return math.fsum(1 - schedule(step) for step in range(self.epochs * steps)) / (self.epochs * steps)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is known of a trial. Its bytes are those that one worker sent in all."""
+
+    setting: Setting
+    state: str  # complete, pruned, failed
+    paper: bool
+    metric: float | None
+    bytes_sent: float | None
+    reports: Mapping[int, float]  # epoch -> metric
+    seconds: float
+    why: str  # it was pruned, or failed
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is the same in all trials of a study."""
+
+    command: tuple[str, ...] | str  # or the name of a function
+    metric: str
+    maximize: bool
+    epochs: int
+    clip_norm: float | None  # of the paper's trial, 0 being none; None: it is not searched
+
+    def clipping(self, setting: Setting) -> str:
+        """The clipping in words; nothing where it is not searched."""
+        return "" if self.clip_norm is None else str(setting.clip_norm or "none")
+
+    def fill(self, setting: Setting, out: Path) -> list[str]:
+        """The command of one trial."""
+        clip = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
+        values = {"sparsity": setting.expression, "clip_norm": clip, "epochs": self.epochs, "out": out,
+                  "trial": setting.trial}
+        return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
+
+
+def is_hopeless(reports: Mapping[int, float], rivals: Sequence[Mapping[int, float]], maximize: bool) -> bool:
+    """Whether a trial is to be given up; :mod:`dgc.tune` has the rule.
+
+    Args:
+        reports: its own, epoch -> metric.
+        rivals: those of finished trials that send no more.
+    """
+    if not all(math.isfinite(metric) for metric in reports.values()):
+        return True
+    last = sorted(reports)[-2:]
+
+    def worse(epoch: int) -> bool:
+        others = [rival[epoch] for rival in rivals if epoch in rival]
+        if len(others) < RIVALS:
+            return False
+        median = statistics.median(others)
+        return reports[epoch] < median if maximize else reports[epoch] > median
+
+    return len(last) == 2 and all(worse(epoch) for epoch in last)
