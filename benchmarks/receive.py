@@ -29,7 +29,7 @@ def main(repeats: Annotated[int, typer.Option(min=1)] = 15,
     torch.set_num_threads(1)
     bucket = Bucket("benchmark", {"w": torch.empty(2, NUMEL // 2)}, velocity=False)
     k = select.count(0.999, NUMEL)
-    layout, kernel = Layout(bucket, [k], torch.float16), kernels.find("cpu", torch.float32)
+    layout, kernel = Layout(bucket, [k], torch.float16), kernels.module_for("cpu", torch.float32)
     messages = torch.stack([layout.encode(torch.randperm(NUMEL)[:k].sort().values, torch.tensor([k]), torch.randn(k))[0]
                             for _ in range(max(RANKS))])
     target, medians = torch.zeros(2, NUMEL // 2), []

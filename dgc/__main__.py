@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-EXTRA = ("typer", "rich", "matplotlib", "optuna")
+from dgc.extras import missing_extra
 
 
 def main() -> None:
@@ -16,8 +16,7 @@ def main() -> None:
         from dgc.cli import run
         status = run()
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA:
+        if (package := missing_extra(error)) is None:
             raise
         print(f"dgc: {'tune' if package == 'optuna' else 'the command line'} needs {package}: pip install {package}",
               file=sys.stderr)

@@ -26,6 +26,7 @@ from dgc import schedule as schedules
 from dgc import tune as tuning
 from dgc.config import Config
 from dgc.cost import Cluster, Link
+from dgc.extras import missing_extra
 
 ROWS = 24  # at most, of a schedule's table
 EPOCHS, STEPS = 10, 500_000  # of a schedule that are looked at, if nothing is said; at most, if it changes later
@@ -61,8 +62,7 @@ def run() -> int:
             return int(getattr(error, "exit_code", 2))
         if isinstance(error, typer.Abort):
             return 130
-        from dgc.__main__ import EXTRA  # which imports this file
-        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in EXTRA:
+        if missing_extra(error):
             raise
         kind = "" if isinstance(error, planning.TheirError) else f"{type(error).__name__}: "
         print(f"dgc: {kind}{' '.join(str(error).split())}", file=sys.stderr)

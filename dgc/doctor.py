@@ -93,7 +93,7 @@ def _kernels() -> dict[str, str]:
     """By device: the module whose loops will run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is among the problems
-        return {kind: kernels.find(kind, torch.float32).__name__.rpartition(".")[2]
+        return {kind: kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2]
                 for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
 
 

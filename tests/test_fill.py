@@ -25,8 +25,8 @@ from dgc.compression.kernels import cpu, fill
 
 torch.set_num_threads(1)
 chosen = []
-at_hand = dgc.compression.kernels.at_hand
-dgc.compression.kernels.at_hand = lambda *which: chosen.append(at_hand(*which).__name__) or at_hand(*which)
+at_hand = dgc.compression.kernels.current
+dgc.compression.kernels.current = lambda *which: chosen.append(at_hand(*which).__name__) or at_hand(*which)
 
 def worker():
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_where_nothing_can_be_written_the_loops_are_compiled_here(empty):
 def test_until_then_plain_operations_are_at_hand(empty, monkeypatch):
     monkeypatch.setattr(fill, "_locked", lambda file: False)
     monkeypatch.setattr(fill, "filling", lambda dtype: empty)
-    assert kernels.at_hand("cpu", torch.float32) is plain
+    assert kernels.current("cpu", torch.float32) is plain
     empty.mark()
     empty.wait()
-    assert kernels.at_hand("cpu", torch.float32) is cpu
+    assert kernels.current("cpu", torch.float32) is cpu

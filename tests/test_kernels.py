@@ -252,8 +252,8 @@ def test_decay(nesterov, dtype):
 
 
 def test_which_is_found():
-    assert kernels.find("cpu", torch.float32) is cpu and kernels.find("cpu", torch.float64) is cpu
-    assert kernels.find("cpu", torch.bfloat16) is plain and kernels.find("xpu", torch.float32) is plain
+    assert kernels.module_for("cpu", torch.float32) is cpu and kernels.module_for("cpu", torch.float64) is cpu
+    assert kernels.module_for("cpu", torch.bfloat16) is plain and kernels.module_for("xpu", torch.float32) is plain
 
 
 @pytest.mark.parametrize(("module", "disabled", "told"), [
@@ -264,8 +264,8 @@ def test_a_compiler_that_does_not_work_is_told(module, disabled, told, tmp_path)
     """A numba that refuses the NumPy beside it, say: a warning, and the torch operations."""
     if module:
         (tmp_path / "numba.py").write_text(module)
-    code = ("import torch; from dgc.compression.kernels import find; "
-            "print(*(find('cpu', torch.float32).__name__ for _ in range(2)))")
+    code = ("import torch; from dgc.compression.kernels import module_for; "
+            "print(*(module_for('cpu', torch.float32).__name__ for _ in range(2)))")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                              env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled})

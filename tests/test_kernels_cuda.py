@@ -316,7 +316,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
     """
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
     shapes = {"a": (40, 30), "c": (50,), "b": (40, 30)}
 
     def worker():
@@ -416,7 +416,7 @@ def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """
     unasked = Unasked()
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
     monkeypatch.setattr(devices.HostCopy, "get", unasked.hearing(devices.HostCopy.get))
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, unasked.refusing(name))
@@ -450,7 +450,7 @@ def waiting_is(mode):
 def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeypatch):
     """And not to another one, which is loaded before that is known."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
-    monkeypatch.setattr(kernels, "find", lambda kind, dtype: cuda)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
 
     def worker():
         weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
@@ -473,7 +473,7 @@ def test_whole_steps_of_four_ranks(sparsity, monkeypatch):
     """Also where a sum of dense tensors is cheaper, and where a rank's gradient is not finite."""
     shapes, results = {"a": (30, 41), "b": (7, 9)}, []
     for kernel, device in ((cuda, DEVICE), (plain, "cpu")):
-        monkeypatch.setattr(kernels, "find", lambda kind, dtype, kernel=kernel: kernel)
+        monkeypatch.setattr(kernels, "module_for", lambda kind, dtype, kernel=kernel: kernel)
         buckets = [Bucket("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()}) for _ in range(4)]
         for step in range(3):
             some = [{k: Gradient(g.g.to(device), 0.9) for k, g in gradients(4 * step + rank, shapes=shapes).items()}
@@ -529,15 +529,15 @@ def test_decay(nesterov, dtype):
 
 
 def test_a_triton_that_is_too_old_counts_as_none(monkeypatch):
-    """That of torch 2.3; dgc.compression.kernels.find warns, and does without."""
+    """That of torch 2.3; dgc.compression.kernels.module_for warns, and does without."""
     monkeypatch.setattr("triton.__version__", "2.3.1")
     with pytest.raises(ImportError, match=r"Triton is 2\.3\.1; accepted: 3\.0 or later"):
         runpy.run_path(cuda.__file__)
 
 
 def test_which_is_found():
-    assert kernels.find("cuda", torch.float32) is cuda and kernels.find("cuda", torch.float64) is cuda
-    assert kernels.find("cuda", torch.bfloat16) is plain
+    assert kernels.module_for("cuda", torch.float32) is cuda and kernels.module_for("cuda", torch.float64) is cuda
+    assert kernels.module_for("cuda", torch.bfloat16) is plain
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one")

@@ -13,7 +13,7 @@ import dgc
 PACKAGE = Path(dgc.__file__).parent
 LEAVES = {"warn", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
-    "warn": set(), "config": set(), "collective": set(), "cost": set(),
+    "warn": set(), "extras": set(), "config": set(), "collective": set(), "cost": set(),
     "schedule": {"config"},
     "compression": {"warn"},
     "paths": {"collective", "config", "cost", "compression"},
@@ -27,8 +27,8 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "planning": LEAVES | {"compression", "engine"},
     "tune": {"config", "schedule", "transport"},
     "doctor": {"config", "compression", "frontends"},
-    "cli": LEAVES | {"schedule", "planning", "tune", "doctor"},
-    "__main__": {"cli"},
+    "cli": LEAVES | {"extras", "schedule", "planning", "tune", "doctor"},
+    "__main__": {"cli", "extras"},
 }
 KERNELS = PACKAGE / "compression" / "kernels"  # whose loops are as long as what they fuse
 FILES = sorted(PACKAGE.rglob("*.py"))

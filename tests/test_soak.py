@@ -73,7 +73,7 @@ def test_a_damaged_message_is_an_error_or_stays_within_its_parameters(kernel, se
     """With the checksum made right again the reader itself is attacked: whatever it takes for a message, it must not
     write beside the parameters.
     """
-    module = plain if kernel == "plain" else kernels.find("cpu", torch.float32)
+    module = plain if kernel == "plain" else kernels.module_for("cpu", torch.float32)
     bucket = Bucket("bucket 0", {name: torch.empty(shape) for name, shape in SHAPES.items()})
     layout = Layout(bucket, [select.count(0.95, n) for n in bucket.numels], torch.float16)
     generator = torch.Generator().manual_seed(5)

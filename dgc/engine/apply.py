@@ -156,7 +156,7 @@ class Applier:
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
-            kernel = kernels.at_hand(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
+            kernel = kernels.current(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
             kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
 
     def add(self, delivery: Delivery, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:

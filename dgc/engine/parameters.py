@@ -90,7 +90,7 @@ class Parameters:
                 members = dict(zip(names, map(local, together), strict=True))
                 kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)
             if kept is not None and compressed:  # what it takes to run its loops begins now
-                kernels.at_hand(kept.v.device.type, kept.v.dtype)
+                kernels.current(kept.v.device.type, kept.v.dtype)
             bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(together, bucket))

@@ -64,7 +64,7 @@ class Task:
 
 def kernel_of(bucket: Bucket) -> Kernel:
     """The loops that run over a bucket now."""
-    return kernels.at_hand(bucket.v.device.type, bucket.v.dtype)
+    return kernels.current(bucket.v.device.type, bucket.v.dtype)
 
 
 def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int = 1) -> Layout:

@@ -55,7 +55,7 @@ class Kernel(Protocol):
 
 
 @cache
-def find(kind: str, dtype: torch.dtype) -> Kernel:
+def module_for(kind: str, dtype: torch.dtype) -> Kernel:
     """The module for residuals of this dtype on this kind of device (``torch.device.type``).
 
     Warns where a compiler is installed but does not work, say numba beside a NumPy that it does not know.
@@ -70,11 +70,11 @@ def find(kind: str, dtype: torch.dtype) -> Kernel:
     return cast(Kernel, import_module("dgc.compression.kernels.plain"))
 
 
-def at_hand(kind: str, dtype: torch.dtype) -> Kernel:
-    """The module to call now: that of :func:`find`, or plain torch operations while numba compiles it in a process of
-    its own. They agree to the bit.
+def current(kind: str, dtype: torch.dtype) -> Kernel:
+    """The module to call now: that of :func:`module_for`, or plain torch operations while numba compiles it in a
+    process of its own. They agree to the bit.
     """
-    module = find(kind, dtype)
+    module = module_for(kind, dtype)
     if module.__name__ == "dgc.compression.kernels.cpu":
         from dgc.compression.kernels import fill
         if not fill.filling(dtype).done():
@@ -87,8 +87,8 @@ def compile_ahead(*dtypes: torch.dtype) -> None:
     cache where there is time for it.
     """
     for dtype in dtypes:
-        at_hand("cpu", dtype)  # all begin before one is waited for
+        current("cpu", dtype)  # all begin before one is waited for
     for dtype in dtypes:
-        if find("cpu", dtype).__name__ == "dgc.compression.kernels.cpu":
+        if module_for("cpu", dtype).__name__ == "dgc.compression.kernels.cpu":
             from dgc.compression.kernels import fill
             fill.filling(dtype).wait()

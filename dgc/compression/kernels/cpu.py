@@ -476,7 +476,7 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
 
 
 @_jit
-def _digest(words):
+def _checksum(words):
     """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last two, where it belongs."""
     total = np.int64(0)
     for i in range(len(words) - 2):
@@ -487,7 +487,7 @@ def _digest(words):
 
 @_jit
 def _seal(words):
-    digest = _digest(words)
+    digest = _checksum(words)
     words[-2], words[-1] = np.int32(digest & 0xFFFFFFFF), np.int32(digest >> 32)
 
 
@@ -500,7 +500,7 @@ def _check(messages, numels, counts, starts, block_starts, block_counts, positio
     """
     for r in range(len(messages)):
         low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
-        if _digest(messages[r]) != high << 32 | low:
+        if _checksum(messages[r]) != high << 32 | low:
             return r, -1
         for p in range(len(numels)):
             if exponents[r, p] == NONFINITE:
@@ -608,7 +608,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, "dgc")
 
 
-def _share(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list[Any]:
+def _in_threads(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list[Any]:
     """``work(*task)`` for all tasks, by this thread and others, each taking the next one as it is done with the last.
 
     Waking a thread takes about as long as reading a megabyte; one that comes too late is not waited for.
@@ -687,7 +687,7 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) ->
             thresholds, table.limits, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
         return square
 
-    squares = _share(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
+    squares = _in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
     bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype)
     return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
 
@@ -706,13 +706,13 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
     thresholds = np.full(len(table.numels), -1, v.dtype)
     if not exact:
-        _share(lambda first, last: _thresholds(
+        _in_threads(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
             table.counts, table.strides, u, v, tiny, thresholds), table.parameters, table.threads)
     bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
-    _share(lambda first, last: _choose(
+    _in_threads(lambda first, last: _choose(
         first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
         sizes, firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
     return bad, index, used
@@ -724,7 +724,7 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
     message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
-    bucket.count(torch.tensor(sum(_share(lambda first, last: _encode(
+    bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
         first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
         masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
         exponents), table.parameters, table.threads))))
@@ -776,7 +776,7 @@ class Received:
         block_counts, singles, words, positions, exponents = self._sections
         addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
         factors = np.array(rates, like.dtype)
-        _share(lambda first, last: _receive(
+        _in_threads(lambda first, last: _receive(
             first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
             positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
             like), table.blocks, table.threads)
@@ -793,5 +793,5 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
     p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
     threads, real = torch.get_num_threads(), like.dtype.type
     chunks = 1 if threads == 1 else -(-n // CHUNK)
-    _share(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
+    _in_threads(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
            list(pairwise(n * c // chunks for c in range(chunks + 1))), threads)

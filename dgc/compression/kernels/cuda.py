@@ -491,7 +491,7 @@ def _code(y, WIRE: tl.constexpr):
 
 
 @triton.jit
-def _digest(bits, half, WIDE: tl.constexpr):
+def _checksum_of(bits, half, WIDE: tl.constexpr):
     """What 16 bits, at such a place counted in 16 bits, add to the checksum; WIDE: 32 bits."""
     if WIDE:
         word = bits & 0xFFFFFFFF
@@ -539,14 +539,14 @@ def _write(u, v, parameters, chunks, used, index, work, flags, message16, messag
     if tl.float32 == WIRE:
         half = values_at + 2 * slot
         tl.store(message32 + half // 2, bits.to(tl.int32), mask=valid)
-        digest += _digest(bits, half, True)
+        digest += _checksum_of(bits, half, True)
     else:
         half = values_at + slot
         tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-        digest += _digest(bits, half, False)
+        digest += _checksum_of(bits, half, False)
     half, bits = positions_at + slot, tl.where(valid, local % BLOCK, 0)
     tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-    digest += _digest(bits, half, False)
+    digest += _checksum_of(bits, half, False)
     if begin == 0:
         place = exponents_at + p
         tl.store(message16 + place, exponent.to(tl.int16))

@@ -1,0 +1,111 @@
+"""Schedules that are a function of the step alone."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dgc.config import check_sparsity
+
+ROUNDED = 10  # parts of a warm-up: of many, the error of a rounded factor would add up => 0.995 as 1 never warms up
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """Holds ``sparsities[i]`` from step ``steps[i]`` on. Made by :func:`piecewise` and :func:`warmup`."""
+
+    steps: tuple[int, ...]
+    sparsities: tuple[float, ...]
+
+    def __call__(self, step: int) -> float:
+        return self.sparsities[bisect.bisect_right(self.steps, step) - 1]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Multiplies the density by the same factor at every step. Made by ``warmup(..., per_step=True)``."""
+
+    steps: int
+    start: float
+    end: float
+
+    def __call__(self, step: int) -> float:
+        if step >= self.steps:
+            return self.end
+        ratio = (1.0 - self.end) / (1.0 - self.start)
+        return 1.0 - (1.0 - self.start) * ratio ** (step / self.steps)
+
+
+def constant(sparsity: float) -> Piecewise:
+    """The same sparsity at every step."""
+    return Piecewise((0,), (check_sparsity(sparsity, "constant: sparsity"),))
+
+
+def piecewise(points: Mapping[int, float]) -> Piecewise:
+    """Each sparsity from its step on: ``piecewise({0: 0.9, 1000: 0.99, 2000: 0.999})``.
+
+    Args:
+        points: first step (int >= 0) -> sparsity in [0, 1). One of the steps is 0.
+
+    Raises:
+        ValueError: no point at step 0, a negative step, or a sparsity outside [0, 1).
+    """
+    for step, sparsity in points.items():
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"piecewise: step {step!r}; accepted: integers >= 0")
+        check_sparsity(sparsity, f"piecewise: the sparsity from step {step} on")
+    if 0 not in points:
+        raise ValueError(f"piecewise: the points {dict(points)!r} do not say what holds at step 0")
+    steps = tuple(sorted(points))
+    return Piecewise(steps, tuple(float(points[step]) for step in steps))
+
+
+def dense_until(step: int, then: float = 0.999) -> Piecewise:
+    """Dense (sparsity 0) for the first ``step`` steps, ``then`` afterwards."""
+    return piecewise({0: 0.0, step: then})
+
+
+def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end: float = 0.999,
+           stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
+    """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
+
+    The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is
+    ((1 - end) / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the paper's is
+    1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the same warm-up in proportion.
+
+    Args:
+        epochs: length of the warm-up; 0 for none.
+        steps_per_epoch: optimizer steps in one epoch (not batches, if gradients are accumulated).
+        start: sparsity of the first epoch.
+        end: sparsity after the warm-up.
+        stages: equal parts of the warm-up, in place of epochs, from one to the next of which the density falls.
+        per_step: fall by a smaller factor at each step (unrounded), instead of at each epoch.
+
+    Raises:
+        ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
+            ``per_step``, or a sparsity outside [0, 1).
+    """
+    start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
+    if not (math.isfinite(epochs) and epochs >= 0):
+        raise ValueError(f"warmup: epochs is {epochs!r}; accepted: a number >= 0")
+    if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
+        raise ValueError(f"warmup: steps_per_epoch is {steps_per_epoch!r}; accepted: an integer >= 1")
+    if stages is not None and (not isinstance(stages, int) or stages < 1):
+        raise ValueError(f"warmup: stages is {stages!r}; accepted: an integer >= 1, or none for one each epoch")
+    if stages is not None and per_step:
+        raise ValueError(f"warmup: stages is {stages} and per_step is True; accepted: one of the two")
+    length = round(epochs * steps_per_epoch)
+    if length == 0:
+        return constant(end)
+    if per_step:
+        return Ramp(length, start, end)
+    parts = epochs if stages is None else stages
+    factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
+    if parts <= ROUNDED:
+        factor = float(f"{factor:.2g}")
+    furthest = min if end >= start else max  # rounding the factor must not carry us past the end
+    points = {round(part * epochs * steps_per_epoch / parts): furthest(end, 1 - (1 - start) * factor**part)
+              for part in range(math.ceil(parts))}
+    return piecewise({**points, length: end})
