@@ -44,7 +44,7 @@ test: setup
 	$(VENV)/bin/python -m pytest tests -n logical --maxprocesses 4 --dist loadfile
 
 soak: setup
-	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/test_checkpoint.py -s
+	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint -s
 
 lint: setup
 	$(VENV)/bin/ruff check .

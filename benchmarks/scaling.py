@@ -23,7 +23,7 @@ from dgc import planning as plan
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
-SHAPES = tuple(shape for shape in plan.resnet110() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
+SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
 COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 from horovod.torch.elastic import state as stock
 
 from dgc.engine.engine import engine_of
@@ -24,7 +25,8 @@ class TorchState(hvd.elastic.TorchState):
     them, and a warning estimates how much it was.
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
+                 **kwargs: Any):
         super().__init__(model=model, optimizer=optimizer, **kwargs)
         for name, handler in self._handlers.items():
             if hasattr(handler.value, "_dgc"):

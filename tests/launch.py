@@ -1,6 +1,7 @@
-"""Runs cases (tests/cases.py) on real processes, each launch with a hard limit that ends all of its processes."""
+"""Runs functions of the tests on real processes, each launch with a hard limit that ends all of its processes."""
 
 import contextlib
+import functools
 import importlib
 import os
 import subprocess
@@ -20,13 +21,14 @@ PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
-def launch(launcher, size, names, limit=240, check=True, node_size=None):
-    """Runs the named cases, or functions of other modules, on each of ``size`` processes, ``node_size`` of which count
-    as being on one machine; of Horovod's a tuple may say how many each machine has.
+def launch(launcher, size, functions, limit=240, check=True, node_size=None):
+    """Runs functions of test modules on each of ``size`` processes, ``node_size`` of which count as being on one
+    machine; of Horovod's a tuple may say how many each machine has.
 
-    Returns (results, output): case -> what each rank returned, in rank order; and all that was printed. With
+    Returns (results, output): function -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
     """
+    names = [f"{function.__module__}.{function.__name__}" for function in functions]
     bin_folder = Path(sys.executable).parent
     command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size), sys.executable],
                "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)],
@@ -58,7 +60,24 @@ def launch(launcher, size, names, limit=240, check=True, node_size=None):
             return status, output, time.monotonic() - began
         assert status == 0, output
         ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
-        return {name: [rank[name] for rank in ranks] for name in names}, output
+        return {function: [rank[name] for rank in ranks]
+                for function, name in zip(functions, names, strict=True)}, output
+
+
+@functools.cache
+def _once(launcher, size, functions, limit, node_size):
+    try:
+        return launch(launcher, size, functions, limit, node_size=node_size)[0]
+    except BaseException as error:
+        return error
+
+
+def ran(launcher, size, functions, limit=240, node_size=None):
+    """The results of one launch, made once. One that failed is not tried again by each of the tests that look at it."""
+    results = _once(launcher, size, tuple(functions), limit, node_size)
+    if isinstance(results, BaseException):
+        raise results
+    return results
 
 
 def end(pid):
@@ -89,9 +108,10 @@ def main():
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
     kernels.compile_ahead(torch.float32, torch.float64)
     results = {}
+    sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
     for name in names:
         module, _, function = name.rpartition(".")
-        results[name] = getattr(importlib.import_module(module or "cases"), function)()
+        results[name] = getattr(importlib.import_module(module), function)()
     torch.save(results, f"{folder}/{rank}.part")
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
     if launcher == "horovod":

@@ -1,11 +1,17 @@
 """What several test files share: walking paths without a transport, small models, and comparing."""
 
+
 import torch
 from torch import nn
 
 import dgc
+from dgc import cost
 from dgc.collective import World
+from dgc.compression import select
+from dgc.compression.residual import Bucket
+from dgc.compression.wire import Layout, Support
 from dgc.paths.update import DenseUpdate, SparseUpdate
+from dgc.transport import find
 
 
 def walk(paths):
@@ -126,3 +132,111 @@ def reference(steps, size, network=None, optimizer=None, momentum=0.9, weight_de
             (loss(network, rank, step) / size).backward()
         optimizer.step()
     return network, optimizer
+
+
+DENSE, SPARSE = dgc.Config(sparsity=0.0), dgc.Config(sparsity=0.9)
+
+
+def in_lockstep(worker, size=2):
+    return dgc.lockstep.run(worker, size)
+
+
+def rank():
+    return dgc.lockstep.current().world.rank
+
+
+def wrapped(config=SPARSE, network=None, lr=0.05, momentum=0.9, kind=torch.optim.SGD, settings=None, **arguments):
+    network = model() if network is None else network
+    settings = {"lr": lr, "momentum": momentum} if settings is None else settings
+    optimizer = kind(network.parameters(), **settings)
+    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, **arguments)
+
+
+def backward(network, step=0):
+    loss(network, rank(), step).backward()
+
+
+CONFIGS = {
+    "default": dgc.Config(sparsity=0.95),
+    "exact": dgc.Config(sparsity=0.95, selection="exact", wire_dtype=torch.float32),
+    "bfloat16": dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16),
+    "clipped": dgc.Config(sparsity=0.95, clip_norm=0.1),
+    "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),
+    "unmasked": dgc.Config(sparsity=0.95, factor_masking=False),
+    "plain accumulation": dgc.Config(sparsity=0.95, momentum_correction=False),
+    "decay sent": dgc.Config(sparsity=0.95, local_weight_decay=False),
+    "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
+    "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
+    "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
+    "shared": dgc.Config(sparsity=0.95, exchange="shared"),
+}
+
+
+def overflowing(network, optimizer, scaler):
+    """Eight steps, of which the sixth overflows on rank 1."""
+    rank, scales = find().world.rank, []
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = 1e38 if rank == 1 and step == 5 else 1.0
+        scaler.scale(loss(network, rank, step) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return flat(network), scales, optimizer.report().skipped
+
+
+def scaled():
+    """A loss scale that grows, and overflows on rank 1: parameters, scales, skipped steps, as in the usual script."""
+    network = model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
+                                         grad_scaler=scaler)
+    return overflowing(network, optimizer, scaler)
+
+
+DDP = {
+    "as it comes": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "many buckets": {"bucket_cap_mb": 0.005},
+    "unused looked for": {"find_unused_parameters": True},
+}
+
+
+def in_ddp(network, config, momentum=0.9, scaler=None, **arguments):
+    """A model in DDP, and its optimizer."""
+    parallel = nn.parallel.DistributedDataParallel(network, **arguments)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-2)
+    dgc.register_comm_hook(parallel, optimizer, config, grad_scaler=scaler)
+    return parallel, optimizer
+
+
+def same_end(one, other):
+    """Parameters and residuals, to the bit."""
+    (network, optimizer), (reference, wrapped) = one, other
+    residuals = [torch.equal(a, b) for letter in "uv" for a, b in zip(
+        optimizer.residual_state_dict()[letter].values(), wrapped.residual_state_dict()[letter].values(), strict=True)]
+    return torch.equal(flat(network), flat(reference)) and all(residuals)
+
+
+def everything(network, optimizer):
+    residuals = optimizer.residual_state_dict()
+    return [*network.state_dict().values(), *residuals["u"].values(), *residuals["v"].values(),
+            *(x for state in optimizer.state.values() for x in state.values() if x is not None)]
+
+
+def alike(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+SHARED = dgc.Config(0.9, exchange="shared", min_numel=0)
+
+
+def counted_sizes(sparsity):
+    """Of the model's only bucket; and how many entries travel dense."""
+    compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
+    bucket = Bucket("", dict(reversed(compressed.items())))
+    layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
+    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, Support(layout).nbytes, 4 * (layout.slots + 1))
+    return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel

@@ -1,19 +1,72 @@
 """What happens to one rank ends the job on all of them, soon, with the reason on screen."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from launch import launch
+from laws import (
+    train,
+)
+
+import dgc
+from dgc.transport import find
+
+
+def _on_rank_1_in_backward(do):
+    """Trains two steps; in the third backward pass something happens to rank 1, when messages are on their way."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        network[0].weight.register_hook(lambda g: do())  # the last gradient to come
+    train(range(2, 6), None, network, optimizer)
+
+
+def killed():
+    """With SIGKILL, as the kernel does when memory runs out."""
+    _on_rank_1_in_backward(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def raises_in_backward():
+    """A hook of the user's."""
+    def fail():
+        raise ArithmeticError("rank 1 has had enough")
+
+    _on_rank_1_in_backward(fail)
+
+
+def out_of_memory():
+    """A tensor that does not fit."""
+    _on_rank_1_in_backward(lambda: torch.empty(1 << 60))
+
+
+def raises_in_schedule():
+    """A schedule that fails on one rank only, between the others' messages."""
+    def sparsity(step):
+        if step == 3 and find().world.rank == 1:  # no power of 2: those are looked at before the first step
+            raise ArithmeticError("rank 1 has had enough")
+        return 0.9
+
+    train(range(5), dgc.Config(sparsity=sparsity))
+
+
+def exits():
+    """Without an error, so that the others wait for it."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        os._exit(3)
+    train(range(2, 4), None, network, optimizer)
+
 
 SECONDS = 60  # in which the whole job has ended, its start included
-
 REASONS = {
-    "raises_in_backward": "ArithmeticError: rank 1 has had enough",
-    "raises_in_schedule": "ArithmeticError: rank 1 has had enough",
-    "out_of_memory": "can't allocate memory: you tried to allocate",
-    "killed": {"horovod": "exit with status code 137", "torch": "SIGKILL"},
-    "exits": {"horovod": "exit with status code 3", "torch": "exitcode  : 3"},
+    raises_in_backward: "ArithmeticError: rank 1 has had enough",
+    raises_in_schedule: "ArithmeticError: rank 1 has had enough",
+    out_of_memory: "can't allocate memory: you tried to allocate",
+    killed: {"horovod": "exit with status code 137", "torch": "SIGKILL"},
+    exits: {"horovod": "exit with status code 3", "torch": "exitcode  : 3"},
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dgc.checkpoint.files import Tree
 
 
@@ -18,8 +20,8 @@ class Residuals:
         optimizer: a :func:`DistributedOptimizer`.
     """
 
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer: Any = optimizer
 
     def state_dict(self) -> Tree:
         """Called by ``torch.distributed.checkpoint``."""

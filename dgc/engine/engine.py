@@ -213,7 +213,7 @@ class Engine:
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    def take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
         loss = None
         if closure is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from dgc.collective import World
 from dgc.config import Average, Config
-from dgc.transport import Transport
+from dgc.transport import ProcessSet, Transport
 
 
 class Role(Enum):
@@ -37,8 +37,8 @@ class Settings:
     gradient_predivide_factor: float = 1.0
     groups: int | list[list[Tensor]] | None = None
     sparse_as_dense: bool = False
-    process_set: Any = None  # as given
-    grad_scaler: Any = None  # a torch.amp.GradScaler that is enabled, or None
+    process_set: ProcessSet = None  # as given
+    grad_scaler: torch.amp.GradScaler | None = None  # one that is enabled
     elastic: bool = field(default_factory=lambda: os.environ.get("HOROVOD_ELASTIC") == "1")
     role: Role = field(init=False)
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.engine.shards import local
-from dgc.transport import find
+from dgc.transport import ProcessSet, find
 
 
-def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int = 0, process_set: Any = None) -> None:
+def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int = 0,
+                         process_set: ProcessSet = None) -> None:
     """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over whatever is initialised.
 
     Args:

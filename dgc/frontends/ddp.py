@@ -21,7 +21,7 @@ from dgc.transport import find
 
 
 def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
-                       config: Config | None = None, *, grad_scaler: Any = None) -> None:
+                       config: Config | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> None:
     """Has a ``DistributedDataParallel`` model exchange compressed gradients, and its optimizer apply the updates.
 
     ::

@@ -16,7 +16,7 @@ from dgc.engine.ledger import Report
 from dgc.engine.parameters import STEP
 from dgc.engine.step import Phase
 from dgc.frontends import checks
-from dgc.transport.protocol import HOROVODS_MODULE
+from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Distributed(torch.optim.Optimizer):
     op = _OfEngine[int]("settings.op")
     gradient_predivide_factor = _OfEngine[float]("settings.gradient_predivide_factor")
     sparse_as_dense = _OfEngine[bool]("settings.sparse_as_dense")
-    process_set = _OfEngine[Any]("settings.transport.process_set")
+    process_set = _OfEngine[ProcessSet]("settings.transport.process_set")
     _compression = _OfEngine[Config]("settings.config")
     _groups = _OfEngine[Any]("settings.groups")
     _parameter_names = _OfEngine[dict[Tensor, str]]("parameters.names")
@@ -90,7 +90,7 @@ class Distributed(torch.optim.Optimizer):
         engine.settings.backward_passes_per_step = passes
         engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
         return engine_of(self).take_step(closure)
 

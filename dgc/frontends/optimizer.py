@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,23 +19,33 @@ from dgc.engine.engine import Engine, GradientSource, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
-from dgc.transport import find
+from dgc.transport import ProcessSet, find
 from dgc.warn import warn
+
+
+class HorovodCompressor(Protocol):
+    """One of ``horovod.torch.Compression``."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]: ...
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor: ...
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: Any = None,
+        compression: Config | HorovodCompressor | None = None,
         backward_passes_per_step: int = 1,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: int | list[list[Tensor]] | None = None,
         sparse_as_dense: bool = False,
-        process_set: Any = None,
+        process_set: ProcessSet = None,
         *,
-        grad_scaler: Any = None) -> Distributed:
+        grad_scaler: torch.amp.GradScaler | None = None) -> Distributed:
     """Wraps an optimizer so that ranks exchange compressed gradients, in place of ``hvd.DistributedOptimizer``.
 
     The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the averaged update.

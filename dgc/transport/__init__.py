@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dgc.transport.protocol import Transport, Wait
+from dgc.transport.protocol import ProcessSet, Transport, Wait
 
-__all__ = ["NotInitializedError", "Transport", "Wait", "find"]
+__all__ = ["NotInitializedError", "ProcessSet", "Transport", "Wait", "find"]
 
 
 class NotInitializedError(RuntimeError, ValueError):
     """Neither Horovod, which raises a ValueError for it, nor torch.distributed is initialised."""
 
 
-def find(process_set: Any = None) -> Transport:
+def find(process_set: ProcessSet = None) -> Transport:
     """The transport of what is initialised: a lockstep rank, else Horovod, else torch.distributed.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective, World
-from dgc.transport.protocol import Wait
+from dgc.transport.protocol import ProcessSet, Wait
 
 T = TypeVar("T")
 _here = threading.local()
@@ -84,7 +84,7 @@ class Lockstep:
         self._by_machine = World(rank, stage.size, machine_size)
         self._begun: dict[str, int] = {}
 
-    process_set = None
+    process_set: ProcessSet = None
     optimizer_module = "dgc.optimizer"
 
     @property

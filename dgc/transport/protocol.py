@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,21 @@ from torch import Tensor
 from dgc.collective import Collective, World
 
 HOROVODS_MODULE = "horovod.torch.optimizer"  # by which hvd.broadcast_optimizer_state tells distributed optimizers
+
+
+class HorovodProcessSet(Protocol):
+    """A ``horovod.torch.ProcessSet``."""
+
+    ranks: list[int]
+
+    def included(self) -> bool: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+ProcessSet: TypeAlias = "HorovodProcessSet | torch.distributed.ProcessGroup | None"  # None: all processes
 
 
 def _at_once() -> bool:
@@ -38,7 +53,7 @@ class Wait:
 class Transport(Protocol):
     """Performs collectives among the ranks of one world."""
 
-    process_set: Any  # what the world is made of: Horovod's, or torch's process group; None for all that there are
+    process_set: ProcessSet  # what the world is made of; None for all that there are
     optimizer_module: str  # the ``__module__`` of optimizers over it
 
     @property

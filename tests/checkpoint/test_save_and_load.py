@@ -1,0 +1,68 @@
+"""Saving and loading in one process."""
+
+import random
+
+import pytest
+import torch
+from laws import difference, model
+from shelves import DOUBLE, in_lockstep, made, pending, trained
+
+import dgc
+
+
+def test_one_process_goes_on_to_the_bit(tmp_path):
+    """A plain optimizer, of any kind."""
+    def worker():
+        import numpy as np
+        results = []
+        for kind in (torch.optim.SGD, torch.optim.AdamW):
+            network, optimizer = made(kind=kind, config=dgc.Config(momentum_correction=False))
+            trained(range(3), network, optimizer)
+            dgc.save_checkpoint(tmp_path, network, optimizer)
+            expected = trained(range(3, 6), network, optimizer), torch.rand(3), random.random(), np.random.rand()
+            network, optimizer = made(kind=kind, config=dgc.Config(momentum_correction=False))
+            assert dgc.load_checkpoint(tmp_path, network, optimizer) == {}
+            got = trained(range(3, 6), network, optimizer), torch.rand(3), random.random(), np.random.rand()
+            results += [torch.equal(got[0], expected[0]), torch.equal(got[1], expected[1]), got[2:] == expected[2:]]
+        return results
+
+    assert in_lockstep(worker, 1) == [[True] * 6]
+
+
+def test_adam_keeps_its_residuals_on_other_numbers_of_ranks_and_says_where_it_cannot(tmp_path):
+    config = dgc.Config(sparsity=0.95, momentum_correction=False)
+
+    def first():
+        network, optimizer = made(kind=torch.optim.Adam, config=config)
+        trained(range(3), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        return optimizer.residual_state_dict()
+
+    def second():
+        network, optimizer = made(kind=torch.optim.Adam, config=config)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        return optimizer.residual_state_dict()
+
+    before, after = in_lockstep(first, 2), in_lockstep(second, 3)
+    assert difference(pending(after, "v", True), pending(before, "v", True)) < 1e-14
+    with pytest.raises(ValueError, match=r"gradients are pending, and Adam keeps no residuals here; accepted: two or"):
+        in_lockstep(second, 1)
+
+
+def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(tmp_path):
+    def worker():
+        network, optimizer = made()
+        for step in range(3):
+            trained([step], network, optimizer)
+            dgc.save_checkpoint(tmp_path / "new" / "folder", network, optimizer, {"step": step})
+            (tmp_path / "new" / "folder" / "rank-9-0123456789abcdef.pt").touch()  # of a larger job
+            (tmp_path / "new" / "folder" / "rank-9.part").touch()
+            (tmp_path / "new" / "folder" / "common-notes.pt").touch()
+        dgc.save_checkpoint(tmp_path / "new" / "folder", network, optimizer, {"step": step})  # the same once more
+        return dgc.load_checkpoint(str(tmp_path / "new" / "folder"), network, optimizer)
+
+    assert in_lockstep(worker, 2) == [{"step": 2}] * 2
+    names = sorted(file.name.split("-")[0] for file in (tmp_path / "new" / "folder").iterdir())
+    assert names == ["common", "common", "manifest.json", "rank", "rank"]
+    common = torch.load(next((tmp_path / "new" / "folder").glob("common-?*[0-9a-f].pt")), weights_only=True)
+    model(dtype=DOUBLE).load_state_dict(common["model"])  # as the module says

@@ -1,0 +1,229 @@
+"""A device that runs asynchronously: nothing asks it within a step, and what it finds is told a step later."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from pairs import DEVICE, Pair, count_beyond, counts_that_cancel, gradients, position_beyond, targets
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dgc
+from dgc.compression import device as devices
+from dgc.compression import kernels
+from dgc.compression.residual import Gradient
+from dgc.compression.wire import seal
+from dgc.config import Config
+from dgc.engine.engine import engine_of
+
+cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+
+@pytest.mark.parametrize("wrong", [position_beyond, count_beyond, counts_that_cancel, None])
+def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
+    """Until then the update is zero, nothing is written anywhere else, and what this rank sent goes back into v."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    shapes = {"a": (30, 41), "b": (66_000,), "d": (5,)}
+    both = Pair(shapes=shapes)
+    message, (bucket, _), (layout, twin) = both.step(gradients(0, shapes=shapes)), both.buckets, both.layouts
+    bad = message.clone() if wrong else twin.nonfinite_message(["a"])
+    if wrong:
+        wrong(twin, bad)
+        seal(bad)
+    received = cuda.Received(layout, torch.stack([message, bad]).to(DEVICE), 2)
+    received.own(bucket, message.to(DEVICE))
+    guarded = torch.full((sum(bucket.numels) + 200,), 7.0, device=DEVICE)
+    parts = list(guarded[100:-100].split(bucket.numels))
+    received.add(parts, [1.0, 1.0, 1.0])
+    assert (guarded == 7).all()
+    received.write(parts)
+    assert (guarded[100:-100] == 0).all() and (guarded[:100] == 7).all() and (guarded[-100:] == 7).all()
+    before = bucket.v.clone()
+    error = cuda.settle(bucket)
+    assert isinstance(error, ValueError if wrong else FloatingPointError) and "rank 1" in str(error)
+    index, values = layout.read(message.to(DEVICE))
+    assert len(index) and torch.equal(bucket.v, before.index_add(0, index, values))
+    cuda.Received(layout, torch.stack([message, message]).to(DEVICE), 2).own(bucket, message.to(DEVICE))
+    assert cuda.settle(bucket) is None and torch.equal(bucket.v, before.index_add(0, index, values))
+
+
+SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  # a layout of its own in each step
+
+
+@pytest.mark.parametrize(("where", "sparsity"), [
+    ("ab", 0.9), ("ab", SHRINKS), ("ab", 0.0), ("ab", 0.3), ("ac", 0.9), ("c", 0.9)])
+def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch):
+    """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
+    what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
+    """
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+    shapes = {"a": (40, 30), "c": (50,), "b": (40, 30)}
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        weights = {name: torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in shapes.items()}
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
+                                             Config(sparsity, min_numel=0), groups=[[p] for p in weights.values()])
+        order = [[optimizer._parameter_names[p] for p in bucket.parameters]
+                 for bucket in engine_of(optimizer).parameters.buckets]
+        assert order == [["a"], ["c"], ["b"]]
+        total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
+        for step in range(5):
+            optimizer.zero_grad()
+            some = {name: g.g for name, g in gradients(3 * step + rank, shapes=shapes).items()}
+            if step == 1 and rank == 1:
+                for name in where:
+                    some[name].view(-1)[3] = torch.nan
+            for name, g in some.items():
+                total[name] += torch.where(g.isfinite(), g, 0)
+            ends.append("")
+            try:
+                sum((p * some[name].to(DEVICE)).sum() for name, p in weights.items()).backward()
+                optimizer.step()
+            except FloatingPointError as error:
+                ends[-1] = str(error)
+            if rank == 0:
+                optimizer.report()
+                optimizer.residual_state_dict()
+        sent = {name: total[name] - v.cpu() for name, v in optimizer.residual_state_dict()["v"].items()}
+        return ends, {name: p.detach().cpu() for name, p in weights.items()}, sent
+
+    ranks = dgc.lockstep.run(worker, 3)
+    ends, weights, _ = ranks[0]
+    assert all(others == ends for others, _, _ in ranks)
+    assert [bool(end) for end in ends] == [step == 2 for step in range(5)]
+    assert ends[2] == f"rank 1 has a gradient that is not finite, in: {where[0]}"
+    assert all(torch.equal(p, same[name]) for _, same, _ in ranks for name, p in weights.items())
+    for name in "ab":
+        assert weights[name].any()
+        assert torch.allclose(-weights[name], sum(sent[name] for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+
+
+aten = torch.ops.aten
+OPERATIONS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select}
+METHODS = "item", "tolist", "__bool__", "__int__", "__float__", "__index__"
+
+
+class Unasked(TorchDispatchMode):
+    """Within it, what would wait for the device raises, also where that is a CPU that stands for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.on, self.heard = threading.local(), set()
+
+    def __enter__(self):
+        self.on.here = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.on.here = False
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        counted = func.overloadpacket is aten.repeat_interleave and "output_size" not in (kwargs or {})
+        chosen = func.overloadpacket is aten.index and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if counted or chosen or func.overloadpacket in OPERATIONS:
+            self.refuse(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self, what, tensor):
+        if tensor.untyped_storage().data_ptr() not in self.heard:
+            raise AssertionError(f"{what} waits for the device")
+
+    def refusing(self, name):
+        method = getattr(torch.Tensor, name)
+
+        def call(tensor):
+            if getattr(self.on, "here", False):
+                self.refuse(name, tensor)
+            return method(tensor)
+
+        return call
+
+    def hearing(self, get):
+        def heard(answer):
+            self.heard.add((tensor := get(answer)).untyped_storage().data_ptr())
+            return tensor
+
+        return heard
+
+
+@pytest.mark.parametrize(("sparsity", "options"), [
+    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.3, {}), (0.0, {})], ids=str)
+def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
+    """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer
+    bytes.
+    """
+    unasked = Unasked()
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+    monkeypatch.setattr(devices.HostCopy, "get", unasked.hearing(devices.HostCopy.get))
+    for name in METHODS:
+        monkeypatch.setattr(torch.Tensor, name, unasked.refusing(name))
+
+    def worker():
+        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 20))
+        dgc.broadcast_parameters((model := model.to(DEVICE)).state_dict())
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4), model.named_parameters(),
+            Config(sparsity, min_numel=100, **options))
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 20, device=DEVICE)).square().mean()
+            if last := step == 2:  # the others have ended the first one, which makes tables
+                waiting_is("error")
+            with unasked if last else nullcontext():
+                loss.backward()
+                optimizer.step()
+
+    try:
+        dgc.lockstep.run(worker, 3)
+    finally:
+        waiting_is("default")
+
+
+def waiting_is(mode):
+    if DEVICE == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeypatch):
+    """And not to another one, which is loaded before that is known."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+
+    def worker():
+        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9))
+        state = optimizer.state_dict(), optimizer.residual_state_dict()
+        for load in (lambda: optimizer.load_residual_state_dict(state[1]), lambda: optimizer.load_state_dict(state[0])):
+            weight.grad = torch.ones_like(weight)
+            weight.grad[3, 3] = torch.nan if dgc.lockstep.current().world.rank == 1 else 1.0
+            optimizer.step()
+            load()
+            assert not optimizer.residual_state_dict()["v"]["a"].any()
+            with pytest.raises(FloatingPointError, match="rank 1"):
+                optimizer.flush()
+
+    dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one")
+def test_a_step_asks_the_device_nothing():
+    both = Pair()
+    bucket, layout = both.buckets[0], both.layouts[0]
+    some = {k: Gradient(g.g.to(DEVICE), g.momentum) for k, g in gradients(0).items()}
+    scale, ours = torch.tensor(0.5, device=DEVICE), targets(torch.float32)[0]
+    for step in range(3):
+        torch.cuda.synchronize()
+        if step:  # the first one makes the layout's tables
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, index, used = cuda.select(bucket, some, scale, layout, False, step)
+            message = cuda.encode(bucket, layout, index, used, True)
+            received = cuda.Received(layout, torch.stack([message, message]), 2)
+            received.write(ours)
+            received.add(ours, [0.1] * len(ours))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,314 @@
+"""Law 5 for CUDA: each Triton kernel equals its twin in torch operations, to the bit.
+
+With a GPU the kernels are compiled and run there; without one Triton interprets them on the CPU, and they are compiled
+for a GPU all the same. The twin runs on the CPU, where torch divides by dividing.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from laws import misleading, worlds
+from pairs import DEVICE, SHAPES, Pair, count_beyond, counts_that_cancel, gradients, position_beyond, targets
+
+from dgc.compression import kernels
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import seal
+from dgc.config import Config
+from dgc.paths.compressed import reduce
+
+cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+
+def assert_same(ours, theirs):
+    for x, y in zip(ours, theirs, strict=True):
+        assert x is y or torch.equal(x.cpu(), y)
+
+
+@pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
+    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.8, True),
+    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
+    (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
+def test_steps(wire, dtype, sparsity, nesterov):
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping, no masking."""
+    both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
+    for step in range(3):
+        some, scale = gradients(step, dtype, nesterov), None
+        if step == 1:
+            del some["b"]
+            scale = torch.tensor(0.7)
+        if step == 2:
+            scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
+        messages.append(both.step(some, step, scale, exact=step == 1, masking=step != 2))
+    updates = both.received(messages, 3)
+    for without in (None, "b"):
+        results = targets(dtype, without)
+        for update, some in zip(updates, results, strict=True):
+            update.add(some, [-0.1 * i for i in range(len(SHAPES))])
+        assert_same(*results)
+        for update, some in zip(updates, results, strict=True):
+            update.write(some)
+        assert_same(*results)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU chooses the order itself")
+def test_the_order_of_programs_plays_no_part(monkeypatch):
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    place = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+    both = Pair()
+    messages = [both.step(gradients(step), step) for step in range(2)]
+    for (update, some) in zip(both.received(messages, 2), results := targets(torch.float32), strict=True):
+        update.write(some)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("layout", ["channels last", "float16", "strided", "unaligned"])
+def test_gradients_of_any_layout(layout):
+    shapes = {"a": (8, 16, 5, 5), "b": (3, 7)}
+    both, some = Pair(shapes=shapes, counts=[30, 2]), gradients(0, shapes=shapes)
+    g = some["a"].g
+    if layout == "channels last":
+        g = g.contiguous(memory_format=torch.channels_last)
+    if layout == "float16":
+        g = g.half()
+    if layout == "strided":
+        g = g.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "unaligned":
+        g = torch.cat([torch.ones(1), g.flatten()])[1:].view(g.shape)
+    both.step({"a": Gradient(g, 0.9), "b": some["b"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [9000, 9004, 9008])
+def test_the_compiler_is_promised_what_is_so(n, dtype, monkeypatch):
+    """Of a multiple of 4 that is none of 8, compiled code took more float16 gradients than there are."""
+    promised = []
+    if DEVICE == "cpu":
+        def set_attr(handle, key, divisors):
+            promised.append(key)
+            assert (handle.data % divisors[0] == 0).all()
+
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        monkeypatch.setattr(interpreter.TensorHandle, "set_attr", set_attr)
+    shapes = {"a": (n,), "b": (32,)}
+    Pair(shapes=shapes).step(gradients(0, dtype, shapes=shapes))
+    assert DEVICE == "cuda" or set(promised) == ({"tt.divisibility"} if n == 9008 else set())
+
+
+@pytest.mark.parametrize("velocity", [True, False])
+def test_accumulate(velocity):
+    both = Pair(velocity=velocity)
+    for step in range(2):
+        some = gradients(step)
+        if step == 1:
+            some["a"].g[3, 3], some["b"].g[65_999] = torch.nan, -torch.inf
+        for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
+            there = {k: Gradient(g.g.to(bucket.v.device), g.momentum) for k, g in some.items()}
+            bad = kernel.accumulate(bucket, there, None, layout) or bucket.not_finite()
+            assert bad == (["a", "b"] if step == 1 else [])
+        both.agree()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_confessed(bad):
+    both, some = Pair(), gradients(0)
+    some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
+    message = both.step(some)
+    error = both.received([both.step(gradients(1), 1), message], 2)
+    assert str(error) == "rank 1 has a gradient that is not finite, in: a, e"
+
+
+def test_what_has_overflowed_in_v_is_confessed():
+    both = Pair(shapes={"a": (50, 50), "b": (20, 20)})
+    g = {"a": Gradient(torch.full((50, 50), 2e38)), "b": Gradient(torch.ones(20, 20))}
+    for bucket in both.buckets:
+        bucket.v[:7] = 3e38
+    for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
+        there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
+        _, index, used = kernel.select(bucket, there, None, layout, False, 0)
+        message = kernel.encode(bucket, layout, index, used, True).cpu()
+        assert layout.sections(message).exponents.tolist() == [32767, -14]
+    assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
+
+
+def test_a_sum_that_overflows_is_infinite():
+    shapes, messages = {"a": (9000,)}, []
+    for _ in range(3):
+        both, g = Pair(shapes=shapes, counts=[2], wire=torch.float32), torch.zeros(9000)
+        g[[3, 8999]] = torch.tensor([3e38, -2e38])
+        messages.append(both.step({"a": Gradient(g)}))
+    updates, results = both.received(messages, 3), targets(torch.float32, shapes=shapes)
+    for update, some in zip(updates, results, strict=True):
+        update.add(some, [-0.1])
+    assert_same(*results)
+    for update, some in zip(updates, results, strict=True):
+        update.write(some)
+    assert_same(*results)
+    assert results[1][0][[3, 8999]].tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize(("n", "density", "zeros", "pattern"), [
+    (1, 1.0, 0.0, ""), (9000, 0.001, 0.999, ""), (9000, 0.4, 0.9, ""), (12_000, 0.01, 0.0, "rows"),
+    (12_000, 0.1, 0.5, "sorted"), (9000, 0.1, 0.0, "few"), (9000, 0.01, 0.3, "few"), (10_000, 0.01, 0.0, "equal"),
+    (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.99, "")])
+def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
+    """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
+    g = misleading(n, n, zeros, pattern)
+    Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (5000, 5000), (8192, 8192), (1, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
+    monkeypatch.setattr(cuda, "_ranks", lambda numel, k: ranks)
+    shapes = {"a": (9000,), "b": (66_000,)}
+    Pair(dtype, shapes, counts=[300, 60]).step(gradients(0, dtype, shapes=shapes))
+
+
+def test_a_message_that_was_changed_is_refused():
+    both = Pair(shapes={"a": (30, 41), "b": (66_000,), "d": (5,)})
+    message = both.step(gradients(0, shapes={"a": (30, 41), "b": (66_000,), "d": (5,)}))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        at, by = (int(torch.randint(high, (1,), generator=generator)) for high in (len(message), 254))
+        changed = message.clone()
+        changed[at] = (int(changed[at]) + 1 + by) % 256
+        assert "the message of rank 1 for bucket 0 is corrupt" in str(both.received([message, changed], 2))
+    layout = both.layouts[1]
+    for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.nonfinite_message(["b", "d"])):
+        if callable(wrong):
+            wrong(layout, changed := message.clone())
+            wrong = seal(changed)
+        error = both.received([message, wrong, message], 3)
+        assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
+    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 has 7 bytes"):
+        cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.95])
+def test_whole_steps_of_four_ranks(sparsity, monkeypatch):
+    """Also where a sum of dense tensors is cheaper, and where a rank's gradient is not finite."""
+    shapes, results = {"a": (30, 41), "b": (7, 9)}, []
+    for kernel, device in ((cuda, DEVICE), (plain, "cpu")):
+        monkeypatch.setattr(kernels, "module_for", lambda kind, dtype, kernel=kernel: kernel)
+        buckets = [Bucket("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()}) for _ in range(4)]
+        for step in range(3):
+            some = [{k: Gradient(g.g.to(device), 0.9) for k, g in gradients(4 * step + rank, shapes=shapes).items()}
+                    for rank in range(4)]
+            if step == 1:
+                some[1]["b"].g[3, 3] = torch.inf
+            paths = [reduce(bucket, g, Config(sparsity=sparsity), step, world)
+                     for bucket, g, world in zip(buckets, some, worlds(4), strict=True)]
+            sent = torch.stack([next(path).tensor.cpu() for path in paths])
+            result = sent if sent.dtype == torch.uint8 else sent.sum(0)
+            results.append(finished(paths, result.to(device), buckets))
+        results.append([torch.stack([bucket.u, bucket.v]).cpu() for bucket in buckets])
+    assert set(results[1]) == {"rank 1 has a gradient that is not finite, in: b"}
+    for ours, theirs in zip(results[:4], results[4:], strict=True):
+        assert all(torch.equal(x, y) if torch.is_tensor(y) else x == y for x, y in zip(ours, theirs, strict=True))
+
+
+def finished(paths, result, buckets):
+    """The updates that paths return, or the errors that they raise sooner or later."""
+    ends, marks = {}, {}
+    for rank, path in enumerate(paths):
+        try:
+            marks[rank] = path.send(result.clone()).tensor  # a sum is not finite: who is to blame?
+        except (StopIteration, FloatingPointError) as end:
+            ends[rank] = end
+    for rank in marks:
+        try:
+            paths[rank].send(torch.stack(list(marks.values())))
+        except FloatingPointError as error:
+            ends[rank] = error
+    return [settled(ends[rank], bucket) for rank, bucket in enumerate(buckets)]
+
+
+def settled(end, bucket):
+    if isinstance(end, FloatingPointError):
+        return str(end)
+    parts = [torch.empty(n, device=bucket.v.device) for n in bucket.numels]
+    end.value.write(parts)
+    error = cuda.settle(bucket)
+    return str(error) if isinstance(error, FloatingPointError) else torch.cat(parts).cpu()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decay(nesterov, dtype):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(100, 133, generator=generator, dtype=dtype)
+    p, w = [start.to(DEVICE, copy=True), start.clone()], [torch.zeros_like(start, device=d) for d in (DEVICE, "cpu")]
+    for _ in range(3):
+        for i, kernel in enumerate((cuda, plain)):
+            kernel.decay(p[i], w[i], 0.9, 0.01, 0.1, nesterov)
+    assert torch.equal(p[0].cpu(), p[1]) and torch.equal(w[0].cpu(), w[1])
+
+
+def test_a_triton_that_is_too_old_counts_as_none(monkeypatch):
+    """That of torch 2.3; dgc.compression.kernels.module_for warns, and does without."""
+    monkeypatch.setattr("triton.__version__", "2.3.1")
+    with pytest.raises(ImportError, match=r"Triton is 2\.3\.1; accepted: 3\.0 or later"):
+        runpy.run_path(cuda.__file__)
+
+
+def test_which_is_found():
+    assert kernels.module_for("cuda", torch.float32) is cuda and kernels.module_for("cuda", torch.float64) is cuda
+    assert kernels.module_for("cuda", torch.bfloat16) is plain
+
+
+def test_the_benchmark_runs(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--numel", "9000", "--warmup", "1", "--steps", "1", "--out",
+               str(tmp_path / "gpu.json"), "--device", DEVICE, "--check-sync"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [(row["entries"], row["energy"]) for row in rows] == 3 * [(9, pytest.approx(1))]
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["30", "kernels"]
+
+
+COMPILE = """
+import re, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dgc.compression.kernels import cuda
+
+doors = [cuda._sample, cuda._accumulate, cuda._narrow, cuda._tally, cuda._choose, cuda._largest, cuda._write,
+         cuda._sums, cuda._check, cuda._receive]
+types = dict.fromkeys("histogram above crowded found larger equal flags message32 messages".split(), "*i32")
+types |= dict.fromkeys("table parameters tiles state blocks index used chunks work slots sums checksum".split(),
+                       "*i64")
+types |= dict.fromkeys(["places", "message16"], "*i16") | {"verdict": "*i32"}
+count = 0
+for real, bits, wire, yes in ((tl.float32, 32, tl.float16, True), (tl.float64, 64, tl.bfloat16, True),
+                              (tl.float32, 32, tl.float32, False)):
+    types |= dict.fromkeys("u v scale like squares total".split(), "*fp%d" % bits) | {"marks": "*i%d" % bits}
+    constants = dict(SCALED=1 + yes, VELOCITY=yes, EXACT=not yes, ROUNDS=4, SELECT=True, ROOM=64,
+                     ALIGNED=True, MASKING=yes, FLAGS=yes, WIRE=wire, ADD=yes)
+    for kernel in doors:
+        here = {n: c for n, c in constants.items() if n in kernel.arg_names}
+        signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
+        compiled = triton.compile(ASTSource(kernel, signature, here, aligned), target=GPUTarget("cuda", 90, 32),
+                                  options={"enable_fp_fusion": False, "num_warps": 8})
+        assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", compiled.asm["ptx"]), kernel
+        if kernel is cuda._accumulate:  # 16 bytes at once
+            assert re.search(r"ld.global[.\\w]*v[24]", compiled.asm["ptx"])
+        count += 1
+print(count, "kernels")
+"""

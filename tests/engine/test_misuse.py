@@ -1,0 +1,167 @@
+"""Mistakes of a script: refused, or told once."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from laws import SPARSE, backward, flat, in_lockstep, rank, train, wrapped
+from torch import nn
+
+import dgc
+from dgc.engine.engine import engine_of
+
+
+def test_one_backward_pass_too_many_is_refused():
+    def worker():
+        network, _ = wrapped()
+        backward(network)
+        backward(network)
+
+    with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step times"):
+        in_lockstep(worker)
+
+
+def test_zero_grad_is_refused_while_gradients_travel():
+    def worker():
+        network, optimizer = wrapped()
+        optimizer.zero_grad(set_to_none=False)
+        backward(network)
+        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in network.parameters())
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in network.parameters())
+
+    in_lockstep(worker)
+
+
+def test_synchronizing_twice_warns_and_does_nothing_more():
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        grads = [p.grad.clone() for p in network.parameters()]
+        v = copy.deepcopy(engine_of(optimizer).pending.views()["v"])
+        if rank() == 0:  # catching warnings is not for several threads
+            with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
+                optimizer.step()
+        assert optimizer.report().steps == 1
+        assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
+        now = engine_of(optimizer).pending.views()["v"]
+        assert all(torch.equal(a, b) for a, b in zip(v.values(), now.values(), strict=True))
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("change", [lambda network: nn.utils.clip_grad_norm_(network.parameters(), 1e-3),
+                                    lambda network: network.zero_grad()])
+def test_changing_gradients_that_were_sent_is_told(change):
+    """As a script does that clips between backward() and step(), which is right where nothing is exchanged."""
+    def worker():
+        network, optimizer = train(range(1), SPARSE)
+        backward(network)
+        change(network)
+        optimizer.step()
+        return flat(network)
+
+    message = r"changed after backward\(\), which had sent it by then.* dgc\.register_comm_hook"
+    with pytest.warns(UserWarning, match=message) as told:
+        results = in_lockstep(worker)
+    assert len(told) == 2 and torch.equal(*results)  # each rank
+
+
+def test_what_was_not_sent_yet_may_be_changed():
+    """A bound on the global norm needs all gradients, so nothing leaves during backward()."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, clip_norm=1e6))
+        backward(network)
+        nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+        optimizer.step()
+        assert optimizer.report().gradient_norm <= 1.001e-3
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_lockstep(worker)
+
+
+def test_a_backward_between_synchronize_and_step_is_refused():
+    """It adds to an update, in which there is momentum already."""
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        with pytest.raises(AssertionError, match=r"between synchronize\(\) and step\(\), and has added to an update"):
+            backward(network, 1)
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_step_left_out_is_left_out(directly, to_none):
+    """After synchronize(); and it is said once that this loses what was sent."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        for step in range(2):
+            backward(network, step)
+            optimizer.synchronize()
+            optimizer.zero_grad(set_to_none=to_none)
+        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).pending.views())
+        backward(network, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is not the second synchronize() before this step
+            optimizer.step()
+        moved = flat(network)
+        other, expected = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        expected.load_residual_state_dict({**expected.residual_state_dict(), **pending})
+        expected.param_groups[0]["dgc_step"] = 2  # which rotates the sample
+        backward(other, 2)
+        expected.step()
+        assert torch.equal(moved, flat(other)) and not torch.equal(moved, before)
+
+    with pytest.warns(UserWarning, match=r"there was no step\(\) after synchronize\(\)") as told:
+        in_lockstep(worker)
+    assert len(told) == 2  # each rank
+
+
+def test_changing_gradients_before_the_step_warns_once():
+    def worker():
+        network, optimizer = wrapped()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(network, step)
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+            if rank() == 0 and step == 0:
+                changed = pytest.warns(UserWarning, match=r"changed between synchronize\(\) and step\(\).*clip_norm")
+                with changed, optimizer.skip_synchronize():
+                    optimizer.step()
+            elif rank() == 0:
+                with warnings.catch_warnings(), optimizer.skip_synchronize():
+                    warnings.simplefilter("error")
+                    optimizer.step()
+
+    in_lockstep(worker)
+
+
+def test_a_skipped_step_that_is_left_out_is_no_synchronize_before_the_next():
+    """nonfinite="skip", and a synchronize() of one's own, no step(): the step after it is an ordinary one."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9, nonfinite="skip"))
+        backward(network)
+        next(network.parameters()).grad.fill_(float("inf"))
+        optimizer.synchronize()
+        assert optimizer.report().skipped == 1
+        backward(network, 1)
+        if rank() == 0:  # catching warnings is not for several threads
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert optimizer.report().steps == 1
+
+    in_lockstep(worker)

@@ -1,0 +1,170 @@
+"""Residuals as a state: saved, loaded, refused, and never mixed with those of another step."""
+
+import contextlib
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, rank, reference, train, wrapped
+
+import dgc
+
+
+def test_loading_a_step_without_its_residuals_warns_once():
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        state, residuals = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
+        del optimizer
+        _, fresh = wrapped(network=network)
+        fresh.load_state_dict(state)
+        assert fresh.param_groups[0]["dgc_step"] == 3
+        if rank() == 0:
+            with pytest.warns(UserWarning, match="training goes on at step 3 without the residuals"):
+                backward(network)
+        else:
+            backward(network)
+        fresh.step()
+        del fresh
+        _, fresh = wrapped(network=network)
+        fresh.load_state_dict(state)
+        fresh.load_residual_state_dict(residuals)
+        if rank() == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                backward(network)
+        else:
+            backward(network)
+        fresh.step()
+
+    in_lockstep(worker)
+
+
+def test_loading_an_earlier_state_forgets_what_came_after():
+    def worker():
+        network, optimizer = wrapped()
+        state = copy.deepcopy(optimizer.state_dict())
+        train(range(3), None, network, optimizer)
+        assert optimizer.report().residual_norm > 0
+        optimizer.load_state_dict(state)
+        assert optimizer.report().residual_norm == 0
+        assert not any(u.any() for u in optimizer.residual_state_dict()["u"].values())
+
+    in_lockstep(worker)
+
+
+def test_a_plain_checkpoint_of_sgd_is_taken_up():
+    """Loaded on every rank: its momentum goes on, as in plain SGD."""
+    plain_network, plain = reference(range(4), 2)
+    file = io.BytesIO()
+    torch.save([plain_network.state_dict(), plain.state_dict()], file)
+
+    def worker():
+        file.seek(0)
+        states = torch.load(file)
+        network, optimizer = wrapped(DENSE, settings={"lr": 1.0, "momentum": 0.1})
+        network.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        train(range(4, 8), None, network, optimizer)
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert difference(results[0], flat(reference(range(8), 2)[0])) < 1e-6
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda s: s.update(size=3), r"residual_state_dict: size is 3; expected 2"),
+    (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank is \d; expected \d"),
+    (lambda s: s.update(version=9), r"residual_state_dict: version is 9; expected 1"),
+    (lambda s: s["v"].pop("6.weight"), r"v lacks \['6\.weight'\] and has unknown \[\]"),
+    (lambda s: s["u"].update(other=torch.zeros(1)), r"u lacks \[\] and has unknown \['other'\]"),
+    (lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}),
+     r"u of 6\.weight has shape \(2, 2\); expected \(40, 144\)"),
+])
+def test_residuals_that_do_not_fit_are_refused_whole(change, message):
+    def worker():
+        _, optimizer = train(range(2), SPARSE)
+        before, changed = optimizer.residual_state_dict(), optimizer.residual_state_dict()
+        change(changed)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_residual_state_dict(changed)
+        after = optimizer.residual_state_dict()
+        assert all(torch.equal(before[x][k], after[x][k]) for x in "uv" for k in before[x])
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("asked", [lambda optimizer: optimizer.residual_state_dict(),
+                                   copy.deepcopy, pickle.dumps])
+def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronized):
+    def worker():
+        network, optimizer = train(range(2), SPARSE)
+        optimizer.zero_grad()
+        backward(network, 2)
+        if synchronized:
+            optimizer.synchronize()
+        with pytest.raises(RuntimeError, match=r"asked for between backward\(\) and step\(\); accepted: after step"):
+            asked(optimizer)
+        with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
+            optimizer.step()
+        asked(optimizer)
+
+    in_lockstep(worker)
+
+
+@pytest.mark.parametrize("residuals_first", [False, True])
+def test_residuals_loaded_between_backward_and_step_are_those_that_were_saved(residuals_first):
+    """To the bit, and so is what follows: nothing of the step that was not finished is added to them."""
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        saved = copy.deepcopy([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()])
+        expected = flat(train(range(3, 6), None, network, optimizer)[0])
+        optimizer.zero_grad()
+        backward(network, 6)
+        network.load_state_dict(saved[0])
+        if residuals_first:
+            optimizer.load_residual_state_dict(saved[2])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        if not residuals_first:
+            optimizer.load_residual_state_dict(saved[2])
+        loaded = optimizer.residual_state_dict()
+        assert all(torch.equal(loaded[letter][name], x) for letter in "uv" for name, x in saved[2][letter].items())
+        return torch.equal(flat(train(range(3, 6), None, network, optimizer)[0]), expected)
+
+    assert in_lockstep(worker) == [True, True]
+
+
+def test_one_process_is_told_that_the_momentum_of_several_is_not_in_their_state():
+    state = in_lockstep(lambda: train(range(2), SPARSE)[1].state_dict())[0]
+
+    def worker():
+        _, optimizer = wrapped()
+        with pytest.warns(UserWarning, match=r"begins without it: .* load by dgc\.load_checkpoint\(\)") as told:
+            for _ in range(2):
+                optimizer.load_state_dict(copy.deepcopy(state))
+        own = copy.deepcopy(train(range(2), SPARSE)[1].state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrapped()[1].load_state_dict(own)
+            wrapped(momentum=0.0)[1].load_state_dict({**state, "param_groups": [
+                {**group, "momentum": 0.0} for group in state["param_groups"]]})
+        return len(told)
+
+    assert in_lockstep(worker, 1) == [1]
+
+
+def test_a_checkpoint_loaded_before_wrapping_lacks_residuals_too():
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        plain.load_state_dict(optimizer.state_dict())
+        again = dgc.DistributedOptimizer(plain, network.named_parameters(), SPARSE)
+        del optimizer
+        train([3], None, network, again)
+
+    with pytest.warns(UserWarning, match="goes on at step 3 without the residuals") as told:
+        in_lockstep(worker)
+    assert len(told) == 2  # each rank

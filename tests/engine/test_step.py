@@ -1,0 +1,95 @@
+"""The road of one step, in lockstep."""
+
+import pytest
+import torch
+from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+
+from dgc.engine.engine import engine_of
+
+
+def test_messages_leave_during_the_backward_pass():
+    def worker():
+        network, optimizer = train(range(1), SPARSE, groups=3)  # the first step begins with a question to all ranks
+        begun = []
+        transport = engine_of(optimizer).settings.transport
+        start = transport.start
+        transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
+        seen = []
+        network[0].weight.register_hook(lambda g: seen.append(len(begun)))  # the last gradient of the backward pass
+        backward(network)
+        assert 0 < seen[0] < len(begun)
+        optimizer.step()
+        return begun
+
+    first, second = in_lockstep(worker)
+    assert first == second
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_backward_passes_add_up(passes):
+    def worker():
+        network, optimizer = wrapped(DENSE, backward_passes_per_step=1)
+        optimizer.set_backward_passes_per_step(passes)
+        for step in range(4):
+            optimizer.zero_grad()
+            for i in range(passes):
+                backward(network, passes * step + i)
+            optimizer.step()
+        return flat(network)
+
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        for i in range(passes):
+            for r in range(2):
+                (loss(network, r, passes * step + i) / 2).backward()
+        optimizer.step()
+    assert difference(in_lockstep(worker)[0], flat(network)) < 1e-6
+
+
+def test_synchronize_then_step():
+    """p.grad is the averaged update, alike everywhere, after synchronize() and after step()."""
+    def worker():
+        network, optimizer = wrapped()
+        backward(network)
+        optimizer.synchronize()
+        between = torch.cat([p.grad.flatten() for p in network.parameters()])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert torch.equal(between, torch.cat([p.grad.flatten() for p in network.parameters()]))
+        return between, flat(network)
+
+    (a, p), (b, q) = in_lockstep(worker)
+    assert torch.equal(a, b) and torch.equal(p, q) and a.any()
+
+
+def test_a_closure_is_evaluated_before_the_exchange():
+    def worker():
+        network, optimizer = wrapped(DENSE)
+
+        def closure():
+            optimizer.zero_grad()
+            value = loss(network, rank(), 0)
+            value.backward()
+            return value
+
+        assert optimizer.step(closure).item() > 0
+        return flat(network)
+
+    results = in_lockstep(worker)
+    assert torch.equal(*results)
+    assert difference(results[0], flat(reference(range(1), 2, weight_decay=0.0)[0])) < 1e-6
+
+
+def test_gradients_set_by_hand_are_exchanged():
+    def worker():
+        network, optimizer = wrapped(DENSE, momentum=0.0, lr=1.0)
+        before = flat(network)
+        for p in network.parameters():
+            p.grad = torch.full_like(p, 1.0 + rank())
+        optimizer.step()
+        return before - flat(network)
+
+    for moved in in_lockstep(worker):
+        assert torch.allclose(moved, torch.full_like(moved, 1.5), atol=1e-6)

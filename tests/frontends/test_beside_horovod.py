@@ -1,0 +1,195 @@
+"""Horovod's contract, beside Horovod in the same processes."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+from launch import ran
+from laws import (
+    difference,
+    flat,
+    loss,
+    model,
+    train,
+)
+from torch import nn
+
+import dgc
+
+VARIANTS = {
+    "heavy-ball": {},
+    "nesterov": {"nesterov": True},
+    "no momentum": {"momentum": 0.0},
+    "sum": {"op": "Sum"},
+    "two passes": {"backward_passes_per_step": 2},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "groups": {"groups": 2},
+    "synchronize": {"synchronize": True},
+}
+
+
+def against_stock():
+    """dgc at density 1 and stock Horovod, from the same seed over the same data: the largest relative difference of
+    the gradients of each step, and of the parameters after 50.
+    """
+    import horovod.torch as hvd
+
+    def run(wrap, steps=50, nesterov=False, momentum=0.9, synchronize=False, op="Average", **arguments):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum, weight_decay=0.01, nesterov=nesterov)
+        optimizer = wrap(optimizer, network.named_parameters(), op=getattr(hvd, op), **arguments)
+        gradients = []
+        passes = arguments.get("backward_passes_per_step", 1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for i in range(passes):
+                loss(network, hvd.rank(), step * passes + i).backward()
+            if synchronize:
+                optimizer.synchronize()
+                gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return flat(network), gradients
+
+    def ours(*positional, **named):
+        return dgc.DistributedOptimizer(*positional, compression=dgc.Config(sparsity=0.0), **named)
+
+    results = {}
+    for name, arguments in VARIANTS.items():
+        (p, gradients), (stock, stock_gradients) = run(ours, **arguments), run(hvd.DistributedOptimizer, **arguments)
+        steps = [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, stock_gradients, strict=True)]
+        results[name] = ((p - stock).norm() / stock.norm()).item(), max(steps, default=0.0), stock
+    return results
+
+
+def gradients_against_stock():
+    """Without momentum, p.grad at density 1 is what stock Horovod leaves there: unused, sparse and frozen ones too."""
+    import horovod.torch as hvd
+    results = {}
+    for name, wrap in {"stock": hvd.DistributedOptimizer, "ours": lambda *a, **kw: dgc.DistributedOptimizer(
+            *a, compression=dgc.Config(sparsity=0.0, min_numel=0), **kw)}.items():
+        torch.manual_seed(4)
+        network = nn.ModuleDict({"words": nn.Embedding(20, 8, sparse=True), "all": nn.Linear(8, 8),
+                                 "some": nn.Linear(8, 8), "none": nn.Linear(8, 8), "frozen": nn.Linear(8, 8)})
+        network["frozen"].requires_grad_(False)
+        network["tied"] = network["all"]
+        network["image"] = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        optimizer = wrap(optimizer, list(network.named_parameters()))
+        for step in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            x = network["words"](torch.randint(0, 20, (5,), generator=generator))
+            x = network["frozen"](network["tied"](network["all"](x)))
+            x = x + network["some"](x) if hvd.rank() == 0 else x
+            y = network["image"](torch.randn(2, 1, 6, 6, generator=generator))
+            (x.square().mean() + y.square().mean()).backward()
+            optimizer.step()
+        results[name] = ({key: None if p.grad is None else p.grad.to_dense() for key, p in network.named_parameters()},
+                         flat(network))
+    return results
+
+
+def broadcast_state():
+    """hvd.broadcast_optimizer_state: fresh, in mid-training, and after loading on rank 0 alone."""
+    import horovod.torch as hvd
+    results = {}
+    for momentum in (0.0, 0.9):
+        network, config = model(seed=hvd.rank()), dgc.Config(sparsity=0.9)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05 if hvd.rank() == 0 else 0.5, momentum=momentum,
+                                    weight_decay=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+        before = flat(network)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        fresh = torch.equal(flat(network), before), optimizer.param_groups[0]["lr"]
+        network, optimizer = train(range(4), config, network, optimizer)
+        before = flat(network)
+        residuals = copy.deepcopy(optimizer.residual_state_dict())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        kept = all(torch.equal(a, optimizer.residual_state_dict()["v"][k]) for k, a in residuals["v"].items())
+        middle = torch.equal(flat(network), before), kept, optimizer.param_groups[0]["dgc_step"]
+        saved = copy.deepcopy(optimizer.state_dict())
+        del optimizer  # two that live would both exchange the gradients of these parameters
+        other = torch.optim.SGD(network.parameters(), lr=0.5, momentum=momentum, weight_decay=0.1)
+        other = dgc.DistributedOptimizer(other, network.named_parameters(), config)
+        if hvd.rank() == 0:
+            other.load_state_dict(saved)
+        hvd.broadcast_optimizer_state(other, root_rank=0)
+        loaded = (torch.equal(flat(network), before), other.param_groups[0]["dgc_step"], other.param_groups[0]["lr"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(range(4, 6), config, network, other)
+        results[momentum] = fresh, middle, loaded, flat(network)
+    return results
+
+
+def stock_compression():
+    """hvd.Compression.none and fp16 give Horovod's own optimizer."""
+    import horovod.torch as hvd
+    results = {}
+    for name in ("none", "fp16"):
+        ends = []
+        for wrap in (dgc.DistributedOptimizer, hvd.DistributedOptimizer):
+            network = model()
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+            optimizer = wrap(optimizer, network.named_parameters(), compression=getattr(hvd.Compression, name))
+            ends.append(flat(train(range(3), None, network, optimizer)[0]))
+        results[name] = torch.equal(*ends), optimizer.__module__
+    return results
+
+
+IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, stock_compression), 3: (against_stock,)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_density_1_is_stock_horovod(size, variant):
+    results = [rank[variant] for rank in ran("horovod", size, IN_PROCESSES[size])[against_stock]]
+    for parameters, gradients, _ in results:
+        print(f"{variant}, {size} ranks: parameters after 50 steps differ by {parameters:.1e}")
+        assert parameters <= 1e-5
+        # With momentum, p.grad is the velocity and not the gradient: only the parameters can be compared then.
+        assert variant != "no momentum" or gradients <= 1e-5
+
+
+def test_gradients_are_those_of_stock_horovod():
+    """Unused, sparse, frozen, tied, channels_last: p.grad after the step, and the parameters."""
+    for rank in ran("horovod", 2, IN_PROCESSES[2])[gradients_against_stock]:
+        (ours, parameters), (stock, stock_parameters) = rank["ours"], rank["stock"]
+        assert ours.keys() == stock.keys()
+        for name, gradient in stock.items():
+            assert (gradient is None) == (ours[name] is None), name
+            assert gradient is None or torch.allclose(ours[name], gradient, rtol=1e-5, atol=1e-7), name
+        assert difference(parameters, stock_parameters) < 1e-6
+
+
+def test_broadcast_optimizer_state():
+    results = ran("horovod", 2, IN_PROCESSES[2])[broadcast_state]
+    for momentum in (0.0, 0.9):
+        ranks = [rank[momentum] for rank in results]
+        for fresh, middle, loaded, parameters in ranks:
+            assert fresh == (True, 0.05)
+            assert middle == (True, True, 4)
+            assert loaded == (True, 4, 0.05)
+            assert torch.equal(parameters, ranks[0][3])
+
+
+def test_horovods_own_compressions_give_horovods_own_optimizer():
+    for rank in ran("horovod", 2, IN_PROCESSES[2])[stock_compression]:
+        assert rank == {"none": (True, "horovod.torch.optimizer"), "fp16": (True, "horovod.torch.optimizer")}
+
+
+def test_the_signature_is_horovods():
+    hvd = pytest.importorskip("horovod.torch")
+    ours = inspect.signature(dgc.DistributedOptimizer).parameters
+    stock = inspect.signature(hvd.DistributedOptimizer).parameters
+    assert [name for name in ours if name != "grad_scaler"] == list(stock)
+    assert ours["grad_scaler"].kind is inspect.Parameter.KEYWORD_ONLY
+    for name in stock.keys() - {"compression", "process_set"}:
+        assert ours[name].default == stock[name].default, name
+    assert (dgc.Average, dgc.Sum) == (hvd.Average, hvd.Sum)

@@ -1,0 +1,74 @@
+"""Errors at the door."""
+
+import pytest
+import torch
+from laws import in_lockstep, model, train, wrapped
+from torch import nn
+
+import dgc
+
+
+def sgd(**settings):
+    return torch.optim.SGD(model().parameters(), **{"lr": 0.1, **settings})
+
+
+class Compressor:
+    """With what Horovod's are told by."""
+
+    compress = decompress = None
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: dgc.DistributedOptimizer(sgd(), compression="fp16"), TypeError,
+     r"compression is 'fp16'; accepted: a dgc\.Config"),
+    (lambda: dgc.DistributedOptimizer(sgd(), compression=Compressor, grad_scaler=torch.amp.GradScaler("cpu")),
+     ValueError, "grad_scaler is given and compression is Horovod's"),
+    (lambda: dgc.DistributedOptimizer("sgd"), TypeError, r"optimizer is 'sgd'; accepted: a torch\.optim\.Optimizer"),
+    (lambda: dgc.DistributedOptimizer(sgd(), op=2), ValueError, r"op is 2; .*accepted: Average \(0\) and Sum \(1\)"),
+    (lambda: dgc.DistributedOptimizer(sgd(momentum=0.9, dampening=0.1)), ValueError, r"dampening is 0\.1; accepted: 0"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters())), TypeError,
+     r"optimizer is Adam, .*accepted: torch\.optim\.SGD, or Config\(momentum_correction=False\)"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.LBFGS(model().parameters())), TypeError, "optimizer is LBFGS"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters()), compression=dgc.Config(
+        momentum_correction=False, local_weight_decay=False)), TypeError, r"local_weight_decay=False\) is accepted"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], 0.1)),
+     TypeError, r"a parameter of shape \(2, 2\) has dtype torch\.complex64"),
+    (lambda: dgc.DistributedOptimizer(sgd(), backward_passes_per_step=0), ValueError,
+     "backward_passes_per_step must be > 0"),
+    (lambda: dgc.DistributedOptimizer(sgd(), op=dgc.Sum, gradient_predivide_factor=2.0), ValueError,
+     "gradient_predivide_factor not supported with op != Average"),
+    (lambda: dgc.DistributedOptimizer(sgd(), groups=-1), ValueError, "groups should be a non-negative integer"),
+    (lambda: dgc.DistributedOptimizer(sgd(), groups=[["a"]]), ValueError, r"groups must consist of torch\.Tensor"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), groups=[opt.param_groups[0]["params"][:2]] * 2), ValueError,
+     "A parameter can only appear once in groups"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), [[n, p] for n, p in enumerate(opt.param_groups[0]["params"])]),
+     ValueError, "named_parameters should be a sequence of tuples"),
+    (lambda: dgc.DistributedOptimizer(opt := sgd(), [("same", p) for p in opt.param_groups[0]["params"]]), ValueError,
+     "Parameter names in named_parameters must be unique. Found duplicates: same"),
+    (lambda: dgc.DistributedOptimizer(sgd(), [("a", nn.Parameter(torch.zeros(1)))]), ValueError,
+     "one or more model parameters were not named"),
+    (lambda: dgc.DistributedOptimizer(dgc.DistributedOptimizer(sgd())), ValueError,
+     "is a DistributedOptimizer already"),
+    (lambda: dgc.DistributedOptimizer(sgd()).set_backward_passes_per_step(0), ValueError, "must be > 0"),
+    (lambda: dgc.DistributedOptimizer(sgd(), process_set="all"), RuntimeError, "nothing to exchange gradients over"),
+    (lambda: dgc.broadcast_parameters("model"), ValueError, "invalid params of type"),
+    (lambda: dgc.broadcast_parameters([torch.zeros(1)], root_rank=2), ValueError, r"root_rank is 2; accepted: 0 to 1"),
+])
+def test_refuses(make, error, message):
+    with pytest.raises(error, match=message):
+        in_lockstep(make)
+
+
+def test_dampening_set_later_is_refused_at_the_step():
+    def worker():
+        network, optimizer = wrapped()
+        optimizer.param_groups[0]["dampening"] = 0.5
+        train(range(1), None, network, optimizer)
+
+    with pytest.raises(ValueError, match=r"dampening is 0\.5"):
+        in_lockstep(worker)
+
+
+def test_num_groups_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
+        in_lockstep(lambda: dgc.DistributedOptimizer(sgd(), num_groups=2), 1)

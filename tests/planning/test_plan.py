@@ -1,0 +1,359 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dgc
+from dgc import planning as plan
+from dgc.cost import Cluster, Link
+from dgc.planning import Local, Method
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+FREE = Local(0, 0, 0)
+RING, GATHER = Method("ring", "float32"), Method("allgather", "dgc")
+# Published: torchvision's documentation (ResNet-50, VGG-16, AlexNet), Keras' and Hugging Face's models (BERT with its
+# pooler, GPT-2, Llama); the others' recipes are in this repository.
+TOTALS = {"resnet50": 25_557_032, "resnet110": 1_727_962, "vgg16": 138_357_544, "alexnet": 61_100_840,
+          "lstm": 51_034_000, "bert-large": 335_141_888, "gpt2": 124_439_808, "llama-7b": 6_738_415_616}
+
+
+def cluster(nodes, gpus=1, network="1gbit"):
+    return Cluster(nodes, gpus, plan.NETWORKS[network], plan.INSIDE["pcie"])
+
+
+@pytest.mark.parametrize("name", plan.MODELS)
+def test_models_have_the_published_number_of_parameters(name):
+    assert plan.load(name).numel == TOTALS[name]
+
+
+def test_models_of_the_recipes_have_their_shapes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    import cifar10
+    import ptb
+    with torch.device("meta"):
+        models = {"resnet110": cifar10.resnet(110), "lstm": ptb.LanguageModel(10_000, *ptb.SIZES["large"])}
+    for name, model in models.items():
+        assert plan.load(name).shapes == tuple(tuple(p.shape) for p in model.parameters()), name
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+SHAPES = ((300, 90), (90,), (300, 200), (50, 3), (64, 64), (2000,))
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.999])
+@pytest.mark.parametrize("ranks", [2, 9])
+def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch):
+    monkeypatch.setattr("dgc.engine.buckets.BUCKET_NUMEL", 1 << 15)
+
+    def train():
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters, 0.1, momentum=0.9),
+                                             compression=dgc.Config(sparsity))
+        torch.manual_seed(0)
+        sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
+        optimizer.step()
+        return optimizer.report()
+
+    report = dgc.lockstep.run(train, ranks)[0]
+    plan.buckets.cache_clear()
+    predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, dgc.Config(sparsity))
+    plan.buckets.cache_clear()
+    assert predicted.port_bytes == pytest.approx(report.bytes_sent)
+    assert predicted.message_bytes == report.message_bytes
+
+
+@pytest.mark.parametrize(("file", "model"), [("network-1gbit", "resnet50"), ("network-lstm", "lstm")])
+def test_bytes_are_those_that_were_measured(file, model):
+    run = json.loads((RESULTS / f"{file}.json").read_text())
+    report = next(case["report"] for case in run["cases"] if (case["model"], case["method"]) == (model, "dgc-horovod"))
+    predicted = plan.predict(plan.load(model).shapes, cluster(run["hosts"]), GATHER, 1.0)
+    assert predicted.port_bytes == report["bytes_sent"] and predicted.message_bytes == report["message_bytes"]
+
+
+def test_defaults_are_what_was_measured():
+    rows = json.loads((RESULTS / "compress-1core.json").read_text())["rows"]
+    row = next(r for r in rows if (r["numel"], r["method"], r["mode"]) == (
+        25_557_032, "fused (numba)", "through p.grad"))
+    assert pytest.approx(1e-3 * row["ms"] / row["numel"], rel=0.01) == Local().compress
+    received = json.loads((RESULTS / "receive.json").read_text())
+    assert pytest.approx(1e-9 * received["ns_per_entry"], rel=0.05) == Local().receive
+    machine = json.loads((RESULTS / "plan.json").read_text())["machine"]
+    assert pytest.approx(machine["convert"], rel=0.05) == Local().convert and plan.LOCAL["gpu"].convert == 0
+
+
+def test_dense_float16_is_as_fast_as_the_best_that_is_offered():
+    """By whose figures it is that DGC pays: as measured, DistributedDataParallel's hook, not Horovod's compression."""
+    cases = json.loads((RESULTS / "network-1gbit.json").read_text())["cases"]
+    seconds = {case["method"]: case["median_seconds"] for case in cases if case["model"] == "resnet50"}
+    link, shapes = Link(50e-6, 1.25e8), plan.load("resnet50").shapes
+    whole, half = (plan.predict(shapes, Cluster(4, 1, link, link), Method("ring", kind), 0.0).step_seconds
+                   for kind in ("float32", "float16"))
+    assert half / whole == pytest.approx(seconds["torch-fp16"] / seconds["torch-dense"], rel=0.05)
+    assert seconds["horovod-fp16"] > 2 * seconds["torch-fp16"]
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+TWO = ((3000, 3000), (3000, 3000))  # two buckets of 36 MB: among 2 workers each sends as many bytes of each
+
+
+def over(seconds):
+    """Two workers on a link over which a bucket takes so long."""
+    link = Link(0.0, 36e6 / seconds)
+    return Cluster(2, 1, link, link)
+
+
+@pytest.mark.parametrize(("exchange", "overlap", "step"), [
+    (0.5, True, 3.5),  # of 3 s: forward 1, backward 2; exchanges from 2 to 2.5 and from 3 to 3.5
+    (2.0, True, 6.0),  # from 2 to 4 and from 4 to 6
+    (0.5, False, 4.0), (2.0, False, 7.0)])
+def test_exchanges_overlap_with_the_backward_pass(exchange, overlap, step):
+    predicted = plan.predict(TWO, over(exchange), RING, 3.0, local=FREE, overlap=overlap)
+    assert predicted.step_seconds == pytest.approx(step) and predicted.efficiency == pytest.approx(3 / step)
+    assert predicted.exchange_seconds == pytest.approx(2 * exchange)
+
+
+def test_half_the_bytes_take_half_the_time_and_conversion_and_start_add_to_it():
+    half = Method("ring", "float16")
+    assert plan.predict(TWO, over(2.0), half, 3.0, local=FREE).step_seconds == pytest.approx(4.0)
+    slow = Local(0, 0, convert=1 / 9e6, start=0.25)  # a second and a quarter for each bucket: 2 + 2 * 2.25
+    assert plan.predict(TWO, over(2.0), half, 3.0, local=slow).step_seconds == pytest.approx(6.5)
+    assert plan.predict(TWO, over(2.0), RING, 3.0, local=slow).step_seconds == pytest.approx(6.5)  # 2 + 2 * 2.25
+
+
+def test_compressing_delays_and_decoding_follows():
+    local = Local(compress=0.1e-6, receive=1e-6)  # 0.9 s for each bucket; 9,000 entries from each of two, for each
+    predicted = plan.predict(TWO, over(1e-9), GATHER, 3.0, local=local)
+    assert predicted.step_seconds == pytest.approx(3.0 + 1.8 + 4 * 9000e-6)
+
+
+def test_global_clipping_waits_for_the_end_of_the_backward_pass():
+    clip, by_tensor = (dgc.Config(0.5, clip_norm=1.0, clip_per_tensor=each) for each in (False, True))
+    early, late = (plan.predict(TWO, over(2.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
+    assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
+
+
+def test_one_worker_computes_and_nothing_else():
+    for method in plan.methods(cluster(1)):
+        assert plan.predict(TWO, cluster(1), method, 3.0).step_seconds == 3.0
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+def test_advice_turns_at_the_bandwidth_that_it_names():
+    shapes = plan.load("resnet50").shapes
+    slow, fast = (plan.advise(shapes, cluster(4, network=network), 0.25) for network in ("1gbit", "infiniband"))
+    assert slow.pays and not fast.pays
+    assert slow.below == pytest.approx(fast.below, rel=0.3)  # another latency
+    for factor, pays in ((0.95, True), (1.06, False)):
+        link = Link(50e-6, factor * slow.below)
+        assert plan.advise(shapes, Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.25).pays is pays
+    assert "DGC pays here" in slow.words[0] and "DGC does not pay here" in fast.words[0]
+    assert f"it pays up to {plan.bits(slow.below)}" in " ".join(slow.words)
+
+
+@pytest.mark.parametrize("sparsity", [None, 0, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize(("nodes", "gpus", "compute"), [(4, 1, 0.25), (4, 4, 0.1), (64, 1, 0.25)])
+def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
+    shapes, config = plan.load("resnet50").shapes, None if sparsity is None else dgc.Config(sparsity)
+
+    def advise(bandwidth):
+        on = Cluster(nodes, gpus, Link(50e-6, bandwidth), plan.INSIDE["pcie"])
+        return plan.advise(shapes, on, compute, config, plan.LOCAL["gpu"])
+
+    turn = advise(0.125e9).below
+    # Dense sums of float16 send as few bytes as 50 %, and fewer than 64 workers' messages at 90 %.
+    assert (turn is None) is (sparsity in (0, 0.5) or (nodes, sparsity) == (64, 0.9))
+    for factor in (0.1, 0.9, 0.97, 1, 1.03, 1.1, 10, 100):
+        bandwidth = factor * (turn or 0.125e9)
+        told = advise(bandwidth)
+        assert told.sparsity == sparsity or (sparsity is None and told.sparsity in plan.SPARSITIES)
+        assert told.pays == (told.below is not None and bandwidth <= told.below)
+        assert told.dense.step_seconds >= plan.WORTH / plan.NEARLY * told.dgc.step_seconds or not told.pays
+        assert told.dense.step_seconds < plan.WORTH * told.dgc.step_seconds or told.pays
+        words = " ".join(told.words)
+        assert ("DGC pays here" in words) == told.pays == ("Recommended" in words)
+        assert ("No lower bandwidth" in words) == (told.below is None)
+        assert turn is None or told.below == pytest.approx(turn, rel=0.02)
+
+
+def test_advice_names_both_ends_of_a_range():
+    """76 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
+    shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.76), Local(convert=24e-9)
+    told = [plan.advise(shapes, Cluster(4, 1, Link(50e-6, 1.25e5 * 2 ** (i / 2)), plan.INSIDE["pcie"]), 0.25, config,
+                        local) for i in range(34)]
+    bandwidths = [1.25e5 * 2 ** (i / 2) for i in range(34)]
+    pays = [t.pays for t in told]
+    first, last = pays.index(True), 33 - pays[::-1].index(True)
+    assert 0 < first < last < 33 and all(pays[first:last])
+    for bandwidth, t in zip(bandwidths, told, strict=True):
+        assert t.pays == (t.below is not None and bandwidth <= t.below)
+        if t.below is None:
+            assert bandwidth < bandwidths[first] and "No lower bandwidth" in " ".join(t.words)
+            continue
+        assert bandwidths[first - 1] < t.above < 1.02 * bandwidths[first]
+        assert bandwidths[last] / 1.02 < t.below < bandwidths[last + 1]
+        assert f"pays from {plan.bits(t.above)} up to {plan.bits(t.below)} between nodes, and not outside" in " ".join(
+            t.words)
+    pair = plan.advise(shapes, cluster(2), 0.25, dgc.Config(0.7))
+    assert "dgc.Config(sparsity=0.7)" in " ".join(pair.words)  # a warm-up would begin with 75 %
+    assert plan.advise(shapes, cluster(4), 0.25).above is None
+
+
+def test_advice_does_not_name_the_end_of_its_search():
+    """A worker whose own node is the bottleneck: DGC pays however fast the network."""
+    slow = Cluster(2, 2, Link(0, 1e9), Link(0, 1e7))
+    told = plan.advise(plan.load("resnet50").shapes, slow, 0.25, local=plan.LOCAL["gpu"])
+    assert told.pays and told.below == plan.MOST
+    assert "10 Tbit/s" in " ".join(told.words) and "not above" not in " ".join(told.words)
+
+
+def test_advice_compares_with_what_can_be_had():
+    """Horovod's and DDP's sums are rings; what is faster in a textbook is named, and decides nothing."""
+    shapes, network = plan.load("resnet50").shapes, Link(50e-6, 1e9)
+    for nodes, gpus, kinds in ((256, 1, ["ring"]), (64, 8, ["ring", "hierarchical ring"])):
+        on = Cluster(nodes, gpus, network, plan.INSIDE["nvlink"])
+        times = {m: plan.predict(shapes, on, m, 0.25, local=plan.LOCAL["gpu"]).step_seconds for m in plan.methods(on)
+                 if m.kind != "dgc"}
+        told = plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"])
+        assert told.dense.step_seconds == min(t for m, t in times.items() if m.name in kinds)
+        assert str(told.dense.method) in told.words[0]
+    dense = plan.advise(shapes, Cluster(1024, 1, network, network), 0.25, dgc.Config(0.0))
+    assert dense.other.method.name == "butterfly" and dense.other.step_seconds < 0.9 * dense.dense.step_seconds
+    assert "butterfly" in dense.words[1] and "would be faster still" in dense.words[1]
+    assert plan.advise(shapes, cluster(4), 0.25).other is None  # DGC is faster than all
+
+
+def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
+    shapes = plan.load("resnet50").shapes
+    assert plan.advise(shapes, cluster(4), 0.25).dgc.method.name == "allgather"
+    nodes = plan.advise(shapes, Cluster(64, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE)
+    assert nodes.dgc.method.name.startswith("hierarchical") and "hierarchical=True" in " ".join(nodes.words)
+    assert plan.advise(shapes, cluster(2), 2.0, local=FREE).sparsity == 0.9  # all hides behind 2 s
+    assert plan.advise(shapes, cluster(4, network="1gbit"), 0.01).sparsity == 0.999
+
+
+def test_advice_names_a_shared_support_with_more_entries():
+    """At 99.9 % it learns less than an all-gather does, so that it is no alternative to that."""
+    shapes = plan.load("resnet50").shapes
+    assert plan.advise(shapes, cluster(16), 0.25, local=FREE).shared is None  # ten times the entries are more bytes
+    crowd = plan.advise(shapes, cluster(256), 0.25, local=FREE)
+    assert (crowd.dgc.method.name, crowd.sparsity) == ("allgather", 0.999)
+    assert (crowd.shared.method.name, crowd.sparsity_shared) == ("shared", 0.99)
+    words = " ".join(crowd.words)
+    assert words.index("exchange=") > words.index("With a shared support it would be")
+    assert 'end=0.99), factor_masking=False, exchange="shared")' in words
+    nodes = plan.advise(shapes, Cluster(512, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE)
+    assert 'factor_masking=False, exchange="shared", hierarchical=True)' in " ".join(nodes.words)
+    config = dgc.Config(0.9)
+    assert plan.advise(shapes, cluster(256), 0.25, config, FREE).sparsity_shared == 0.9
+
+
+def test_advice_for_one_worker_and_one_node():
+    shapes = plan.load("resnet110").shapes
+    assert plan.advise(shapes, cluster(1), 0.1).words[0].startswith("One worker exchanges nothing")
+    inside = plan.advise(shapes, cluster(1, 8), 0.1)
+    assert inside.below is None and not inside.pays
+
+
+def test_report_reaches_65536_workers_and_is_plain_json(tmp_path):
+    report = plan.plan(plan.load("resnet110"), cluster(3, 8, "10gbit"), 0.1)
+    assert min(report.scaling) == 1 and max(report.scaling) == 65_536 and 24 in report.scaling
+    plain = json.loads(json.dumps(report.json()))
+    assert plain["parameters"] == 1_727_962 and len(plain["here"]) == 2 * 9 + 4
+    assert {row["kind"] for row in plain["here"]} == {"float32", "float16", "dgc"}
+    plan.draw(report, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_nodes_are_not_made_up():
+    assert plan.of_size(cluster(3, 4), 2).gpus == 2 and plan.of_size(cluster(3, 4), 8).nodes == 2
+    with pytest.raises(ValueError, match="workers is 6; accepted: 1 to 4, or a multiple of 4"):
+        plan.of_size(cluster(3, 4), 6)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n    return nn.Linear(4, 3), (torch.zeros(2, 4),)\n"
+        "def alone():\n    return nn.Linear(4, 3)\n"
+        "def frozen():\n    return nn.Linear(4, 3).requires_grad_(False)\n"
+        "def nothing():\n    return 7\n"
+        "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
+        "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
+        "def two():\n    return Two(), (torch.zeros(2, 4),)\n"
+        "class Whole(Two):\n    def forward(self, x):\n        return [x.long(), 3]\n"
+        "def whole_numbers():\n    return Whole(), (torch.zeros(2, 4),)\n")
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_a_callable_of_the_users(here):
+    assert plan.load("mine:build").shapes == ((3, 4), (3,)) == plan.load("mine:alone").shapes
+    assert plan.measure(plan.load("mine:build"), 1) > 0 and plan.measure(plan.load("mine:two"), 1) > 0
+    with pytest.raises(ValueError, match=r"to be measured it has to be a module:callable that returns"):
+        plan.measure(plan.load("mine:alone"))
+    with pytest.raises(ValueError, match="the model returned a list without a tensor that has a gradient; accepted"):
+        plan.measure(plan.load("mine:whole_numbers"), 1)
+    (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
+    before = list(sys.path)
+    assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
+    for wrong, message in (("mine:frozen", "model is 'mine:frozen', which has no parameters to train"),
+                           ("mine:nothing", r"which returned a int; accepted: a torch\.nn\.Module"),
+                           ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
+                           ("no.such.module:build", "No module named 'no'"),
+                           ("os:sep", "'os:sep' is a str; accepted: what can be called"),
+                           ("resnet51", r"model is 'resnet51'; accepted: resnet50, .*, module:callable"),
+                           ("mine.py", r"model is 'mine\.py'; accepted: resnet50, .*, module:callable")):
+        with pytest.raises(ValueError, match=message):
+            plan.load(wrong)
+
+
+def test_a_checkpoint(here):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
+    tied = model[0].weight
+    torch.save({"epoch": 3, "model": {**model.state_dict(), "again": tied.data}}, "checkpoint.pt")
+    torch.save(model.state_dict(), "plain.pt")
+    for file in ("checkpoint.pt", "plain.pt"):
+        assert plan.load(file).shapes == ((8, 3, 3, 3), (8,), (8,), (8,))
+    torch.save({"loss": 1.0}, "empty.pt")
+    Path("not.pt").write_text("no")
+    Path("full_disk.pt").touch()  # torch then raises an error without a word
+    torch.save(model, "pickled.pt")
+    torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
+    for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
+                          ("not.pt", "does not read"), ("pickled.pt", "does not read; accepted: a state dict, alone"),
+                          ("full_disk.pt", "does not read; .* It says: EOFError")):
+        with pytest.raises(ValueError, match=message):
+            plan.load(file)
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match=r"compute is 0; accepted: seconds > 0"):
+        plan.plan(plan.load("lstm"), cluster(2), 0)
+    with pytest.raises(ValueError, match=r"dense_dtype is torch\.float16; accepted in a plan: None"):
+        plan.predict(SHAPES, cluster(2), GATHER, 1.0, dgc.Config(dense_dtype=torch.float16))
+
+
+def test_predictions_are_near_the_measurements():
+    """The median error over all cells that were not fitted to is at most 20 %; else it ends with status 1."""
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")], text=True,
+                          capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept, text = json.loads((RESULTS / "plan.json").read_text()), (ROOT / "docs" / "tuning.md").read_text()
+    by_default = kept["defaults"]
+    assert by_default["largest_error"] > by_default["median_error"] > kept["median_error"]  # it knows less
+    told = {kind: f"{100 * by_default[f'median_error{kind}']:.1f} %" for kind in ("", "_dense", "_dgc")}
+    fitted = f"{100 * kept['median_error']:.1f} %"
+    assert f"cells predicted: median error {fitted}," in done.stdout
+    assert f"median error {told['']} ({told['_dense']} of the dense ones, {told['_dgc']} of DGC's)" in done.stdout
+    assert all(error in text for error in (fitted, *told.values()))

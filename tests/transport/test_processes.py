@@ -1,0 +1,229 @@
+"""Collectives between real processes: bytes, process sets, limits, and failing together."""
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import launch, ran
+from laws import difference, flat, loss, model, train
+from torch import nn
+
+import dgc
+from dgc.collective import Collective
+from dgc.transport import find
+
+
+def socket_bytes():
+    """Bytes that this process sent over TCP in 20 steps, and what the report says."""
+    world, results = find().world, {}
+    for sparsity, exchange in ((0.0, "allgather"), (0.9, "allgather"), (0.9, "shared")):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(1000, 1200, bias=False), nn.Linear(1200, 800, bias=False))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        config = dgc.Config(sparsity=sparsity, exchange=exchange)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+        everybody_is_here = torch.zeros(1)
+        # Made beforehand, as Horovod also negotiates by the clock.
+        g = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank))
+              for p in network.parameters()] for step in range(2)]
+        for step in range(22):
+            if step == 2:
+                dgc.broadcast_parameters([everybody_is_here])
+                before, reported = sent_over_tcp(), optimizer.report().total_bytes_sent
+            for p, gradient in zip(network.parameters(), g[step % 2], strict=True):
+                p.grad = gradient.clone()
+            optimizer.step()
+        dgc.broadcast_parameters([everybody_is_here])
+        results[sparsity, exchange] = sent_over_tcp() - before, optimizer.report().total_bytes_sent - reported
+    return results
+
+
+def sent_over_tcp():
+    """What the kernel has counted, over all sockets of this process."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not a TCP socket
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+            total += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent
+    return total
+
+
+def process_set():
+    """Three ranks, of which 1 and 2 exchange gradients; roots are counted within the set."""
+    import horovod.torch as hvd
+    from launch import PROCESS_SETS
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
+                                         process_set=PROCESS_SETS[0])
+    number = torch.tensor([hvd.rank()])
+    dgc.broadcast_parameters([number], root_rank=1, process_set=PROCESS_SETS[0])
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # to all processes, also those outside
+    train(range(5), None, network, optimizer)
+    return flat(network), number.item(), optimizer.report().steps
+
+
+def too_large():
+    """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
+    try:
+        find().start(Collective("gather", torch.empty(1 << 30, dtype=torch.uint8)), "large")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def started_anew():
+    """Horovod shut down and initialised again under a living optimizer, as elastic jobs do.
+
+    By another host name, since the server at which processes look one another up keeps the addresses of a host's
+    processes where one of them was done before another (only elastic jobs clear it), and who reads those finds no one.
+    """
+    import horovod.torch as hvd
+    config = dgc.Config(sparsity=0.9)
+    network, optimizer = train(range(3), config)
+    hvd.shutdown()
+    os.environ["HOROVOD_HOSTNAME"] += "-anew"
+    hvd.init()
+    train(range(3, 6), config, network, optimizer)
+    return flat(network), flat(train(range(6), config)[0])
+
+
+def process_group():
+    """As process_set, with a torch.distributed group of ranks 1 and 2."""
+    group = torch.distributed.new_group([1, 2])
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
+                                         process_set=group)
+    number = torch.tensor([torch.distributed.get_rank()])
+    dgc.broadcast_parameters([number], root_rank=1, process_set=group)
+    train(range(5), None, network, optimizer)
+    return flat(network), number.item(), optimizer.report().steps
+
+
+def shared_in_slices():
+    """More bytes than Horovod broadcasts at once, were these as few as 1,000."""
+    from dgc.transport import horovod
+    limit, horovod.MAX_BYTES = horovod.MAX_BYTES, 1000
+    try:
+        root = find().world.size - 1
+        values = [torch.arange(5003.0, dtype=torch.float64), torch.arange(500.0).view(20, 25).to(torch.bfloat16),
+                  torch.arange(1000) % 3 == 0, torch.arange(250.0)]
+        given = [value if find().world.rank == root else torch.zeros_like(value) for value in values]
+        dgc.broadcast_parameters([given[0]], root)
+        waits = [find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)]
+        return [torch.equal(wait(), value) for wait, value in zip(waits, values, strict=True)]
+    finally:
+        horovod.MAX_BYTES = limit
+
+
+def raises_on_one_rank():
+    """Rank 1 fails between two steps."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if find().world.rank == 1:
+        raise ArithmeticError("rank 1 has had enough")
+    train(range(2, 4), None, network, optimizer)
+
+
+def out_of_data():
+    """Rank 0 runs out of data and calls hvd.join() while the others go on."""
+    import horovod.torch as hvd
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
+    if hvd.rank() == 0:
+        hvd.join()
+        print("joined", file=sys.stderr)
+    else:
+        train(range(2, 4), None, network, optimizer)
+        hvd.join()
+
+
+IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, started_anew),
+                ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set,), ("torch", 3): (process_group,)}
+
+
+@pytest.mark.parametrize("place", [("horovod", 2), ("torch", 2)], ids=lambda place: place[0])
+@pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "shared")])
+def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
+    """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
+    results = [rank[sparsity, exchange] for rank in ran(*place, IN_PROCESSES[place])[socket_bytes]]
+    counted, reported = (sum(column) for column in zip(*results, strict=True))
+    print(f"{place[0]}, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
+    assert counted == pytest.approx(reported, rel=0.05)
+
+
+@pytest.mark.parametrize(("launcher", "case"), [("horovod", process_set), ("torch", process_group)])
+def test_process_sets(launcher, case):
+    """Ranks outside are plain optimizers; the divisor is the size of the set, and root 1 of {1, 2} is rank 2."""
+    outside, *inside = ran(launcher, 3, IN_PROCESSES[launcher, 3])[case]
+    own = torch.optim.SGD((network := model()).parameters(), lr=0.05, momentum=0.9)
+    for step in range(5):
+        own.zero_grad()
+        loss(network, 0, step).backward()
+        own.step()
+    assert torch.equal(outside[0], flat(network)) and outside[1:] == (0, 0)
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in (1, 2):
+            (loss(network, rank, step) / 2).backward()
+        optimizer.step()
+    for parameters, number, steps in inside:
+        assert difference(parameters, flat(network)) < 1e-6
+        assert (number, steps) == (2, 5)
+
+
+def test_more_bytes_than_horovod_counts_are_refused():
+    """Which would write them elsewhere: with 4 GB the process ended by SIGSEGV."""
+    expected = "large: the ranks' messages have 2147483648 bytes together; accepted with Horovod: at most 2147483647"
+    assert all(told.startswith(expected) for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[too_large])
+
+
+def test_more_than_horovod_broadcasts_at_once():
+    assert ran("horovod", 2, IN_PROCESSES["horovod", 2])[shared_in_slices] == [[True] * 4] * 2
+
+
+def test_horovod_may_be_started_anew_under_the_optimizer():
+    for parameters, straight in ran("horovod", 2, IN_PROCESSES["horovod", 2])[started_anew]:
+        assert torch.equal(parameters, straight)
+
+
+@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+def test_an_error_on_one_rank_ends_the_job_with_that_error(launcher):
+    status, output, seconds = launch(launcher, 2, [raises_on_one_rank], limit=90, check=False)
+    assert status != 0 and "rank 1 has had enough" in output
+    print(f"{launcher}: the job ended after {seconds:.0f} s")
+
+
+ENDS_AT_ONCE = """
+import sys
+import torch
+import dgc
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+sys.setswitchinterval(1000)  # so that gloo's thread waits for the interpreter's lock until there is nothing more to do
+for _ in range(3):
+    dgc.broadcast_parameters({"x": torch.ones(1000)})
+"""
+
+
+def test_a_process_may_end_right_after_a_collective(tmp_path):
+    """A quarter of these processes would end by SIGABRT, of plain torch ones too."""
+    for attempt in range(5):
+        pair = [subprocess.Popen([sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / str(attempt)), str(rank)],
+                                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}) for rank in range(2)]
+        try:
+            assert [process.wait(100) for process in pair] == [0, 0]
+        finally:
+            for process in pair:
+                process.kill()
+
+
+def test_join_is_an_error_and_not_a_hang():
+    status, output, _ = launch("horovod", 2, [out_of_data], limit=90, check=False)
+    assert status != 0 and "HorovodInternalError" in output and "Horovod has been shut down" in output

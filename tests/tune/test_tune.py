@@ -1,0 +1,549 @@
+"""The search, on a script whose front is known, run, killed and taken up again."""
+
+import argparse
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import operator
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import end
+from typer.testing import CliRunner
+
+import dgc
+from dgc import cli, tune
+from dgc.tune import command as commands
+from dgc.tune import run, study
+from dgc.tune.trial import is_hopeless
+
+optuna = pytest.importorskip("optuna")
+
+# Better with more bytes, up to a point; worse with clipping below 1. No torch, so that it starts at once.
+SCRIPT = """
+import json, math, os, re, sys, time
+expression, clip, seconds, out = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+found = re.match(r"warmup:epochs=([^,]+),end=([^,]+)", expression)
+warm, end = (float(found[1]), float(found[2])) if found else (0.0, float(expression[9:]))  # constant:
+sent = 1e6 * (1 - end) + 1e3 * warm
+good = 90 - abs(math.log10(1 - end) + 2.3) - (1 if clip < 1 else 0)
+for epoch in range(1, 5):
+    time.sleep(seconds / 4)
+    with open(os.environ["DGC_TUNE_REPORTS"], "a") as file:
+        file.write(json.dumps({"epoch": epoch, "metric": good * epoch / 4, "bytes": sent * epoch / 4}) + "\\n")
+with open(out, "w") as file:
+    json.dump({"accuracy": good, "bytes_sent": sent}, file)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def line(*options, seconds=0.0, script="script.py"):
+    return ["tune", "--epochs", "4", "--maximize", "--metric", "accuracy", *map(str, options), "--", sys.executable,
+            "-S", script, "{sparsity}", "{clip_norm}", str(seconds), "{out}"]
+
+
+def invoke(*arguments, status=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output + str(result.exception)
+    return result
+
+
+def kept(study="tune.db"):
+    """number -> (state, values, attributes), as optuna itself reads the file."""
+    trials = optuna.load_study(study_name=None, storage=f"sqlite:///{study}").trials
+    return {t.number: (t.state.name, t.values, t.user_attrs) for t in trials}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+def test_a_study_ends_with_its_front_and_a_recommendation(place):
+    found = json.loads(invoke(*line("--trials", 9, "--json")).stdout)
+    assert found == json.loads((place / "tune.json").read_text())
+    assert (place / "tune.png").read_bytes().startswith(b"\x89PNG")
+    trials = {t["trial"]: t for t in found["trials"]}
+    complete = {n: t for n, t in trials.items() if t["state"] == "complete"}
+    assert len(trials) == 9 and len(complete) > 4
+    for t in complete.values():  # what was run is what is written down, and as the script has it
+        end = float(re.split("end=|:", t["expression"])[-1].partition(",")[0])
+        good = 90 - abs(math.log10(1 - end) + 2.3) - (t["clip_norm"] is not None and t["clip_norm"] < 1)
+        assert t["metric"] == pytest.approx(good) and 0.9 <= end <= 0.9999 and list(t["reports"]) == list("1234")
+    paper = complete[found["paper"]]
+    assert found["paper"] == 0 and paper["clip_norm"] is None
+    mine, theirs = dgc.schedule.parse(paper["expression"], 4100), dgc.warmup(4, steps_per_epoch=100)
+    assert [mine(step) for step in (0, 99, 100, 200, 300, 399, 401)] == pytest.approx(
+        [theirs(step) for step in (0, 99, 100, 200, 300, 399, 401)])  # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps
+
+    def beaten(t):
+        mine = t["metric"], -t["bytes_sent"]
+        return any(all(map(operator.ge, o, mine)) and o != mine
+                   for o in ((o["metric"], -o["bytes_sent"]) for o in complete.values()))
+
+    clipped = complete[1]  # the same training but for the clipping
+    same = clipped.keys() - {"clip_norm", "trial", "config", "seconds"}
+    assert all(clipped[key] == paper[key] for key in same) and clipped["clip_norm"] == 1
+
+    assert sorted(found["front"]) == [n for n, t in complete.items() if not beaten(t)]
+    fine = [t for t in complete.values() if t["metric"] >= paper["metric"]]
+    best = found["recommended"]
+    assert best["bytes_sent"] == min(t["bytes_sent"] for t in fine) <= paper["bytes_sent"]
+    assert {key: best[key] for key in paper} in fine
+    words = shlex.split(best["line"])
+    assert words[2:4] == ["script.py", best["expression"]]
+    assert dgc.Config(clip_norm=float(words[4])).clip_norm == best["clip_norm"]
+    config = eval(best["config"], {"dgc": dgc, "loader": range(70), "len": len})
+    schedule = dgc.schedule.parse(best["expression"], 70)
+    assert [config.sparsity_at(step) for step in range(300)] == [schedule(step) for step in range(300)]
+    assert config.clip_norm == best["clip_norm"]
+    shown = " ".join(invoke(*line("--trials", 9)).stdout.split())  # nothing is left to run
+    assert f"Recommended: trial {best['trial']}, the fewest bytes" in shown and best["config"] in shown
+    if schedule(0) != schedule(299):  # of 4 epochs of 70 steps
+        last = max(step for step in range(300) if schedule(step) != schedule(299))
+        told, = re.findall(r"Its warm-up is (\S+) % of these 4 epochs; of a training of 100 it would be epochs=", shown)
+        assert float(told) == pytest.approx(100 * (last + 1) / (4 * 70), abs=100 * 0.51 / (4 * 70))
+    else:
+        assert "Its warm-up" not in shown
+
+
+def test_trials_are_given_up_by_the_rule(place):
+    """Each one that was given up was worse than the median of at least three that send no more, in two epochs."""
+    reached = {}
+
+    def objective(setting):
+        good = -abs(math.log10(setting.density) + 2.3) + 0.1 * (setting.trial % 3)
+        for epoch in range(1, 5):
+            reached[setting.trial] = epoch
+            tune.report(epoch, good * (1 + 1 / epoch), setting.density * epoch)
+
+    found = tune.search(objective, epochs=4, maximize=True, trials=16)
+    pruned = [t for t in found.trials if t.state == "pruned"]
+    assert 2 < len(pruned) < 12 and found.trials[0] is found.paper
+    for t in found.trials:
+        assert sorted(t.reports) == list(range(1, reached[t.setting.trial] + 1))
+        rivals = [o for o in found.trials[:t.setting.trial] if o.state == "complete"
+                  and o.setting.density <= t.setting.density]
+        worse = [len(rivals) >= 3 and t.reports[epoch] < statistics.median(o.reports[epoch] for o in rivals)
+                 for epoch in t.reports]
+        asked = [a and b for a, b in itertools.pairwise(worse)]
+        assert asked == ([False] * (len(asked) - 1) + [True] if t in pruned else [False] * 3)
+        assert ("is worse than the median of those that send no more" in t.why) == (t in pruned)
+
+
+@pytest.mark.parametrize(("reports", "rivals", "maximize", "expected"), [
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 3, False, False),
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}] * 2, True, False), ({1: 5}, [{1: 6, 2: 6}] * 3, True, False),
+    ({1: 5, 2: 6}, [{1: 6, 2: 6}] * 3, True, False), ({1: 6, 2: 5}, [{1: 6, 2: 6}] * 3, True, False),
+    ({1: 5, 2: 5}, [{1: 6, 2: 6}, {1: 4, 2: 4}, {1: 4, 2: 4}], True, False), ({1: math.nan}, [], True, True),
+    ({1: 9, 2: 5, 3: 5}, [{1: 6, 2: 6, 3: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6}] * 3, True, False)])
+def test_the_rule(reports, rivals, maximize, expected):
+    assert is_hopeless(reports, rivals, maximize) is expected
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+def started(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "dgc", *arguments], stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def until(condition, seconds=30):
+    ends = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    return found
+
+
+def alive(pids):
+    """Those that still are, and are no zombies of this test's own making."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_study_that_is_killed_goes_on(place, number):
+    """Nothing finished is lost or repeated, what was running is run again with its setting, and no process is left."""
+    process = started(*line("--trials", 99, "--jobs", 2, seconds=1))
+
+    def two_more():  # after the first, which the study has: each has somebody who watches over it
+        children = psutil.Process(process.pid).children(recursive=True)
+        return any(place.glob("tune.db-trials/*/out.json")) and len(children) == 4 and any(
+            state == "COMPLETE" for state, *_ in kept().values()) and children
+
+    try:
+        family = [child.pid for child in until(two_more)]
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+        until(lambda: not alive(family), 15)
+    finally:
+        end(process.pid)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130) and "Traceback" not in output
+    before = kept()
+    finished = {n: t for n, t in before.items() if t[0] in ("COMPLETE", "PRUNED")}
+    cut = {n: t for n, t in before.items() if t[0] == "RUNNING"}
+    assert finished and cut
+    if number == signal.SIGINT:
+        assert "dgc tune: stopped; the same line again goes on with tune.db" in output
+        return  # the rest is alike
+    enough = len(finished) + 3  # the two that were cut, and another one
+    found = json.loads(invoke(*line("--trials", enough, "--jobs", 2, "--json", seconds=1)).stdout)
+    after = kept()
+    assert {n: after[n] for n in finished} == finished and len(found["trials"]) == enough
+    settings = [json.dumps({**t, "trial": 0, "epochs": 0, "state": 0, "metric": 0, "bytes_sent": 0, "reports": 0,
+                            "seconds": 0, "why": 0}) for t in found["trials"]]
+    assert len(set(settings)) == enough
+    for n, trial in cut.items():
+        assert after[n][0] == "FAIL" and n not in [t["trial"] for t in found["trials"]]
+        again, = [t for t in after.values() if t[2].get("again") == n]
+        assert again[0] in ("COMPLETE", "PRUNED")
+        if "setting" in trial[2]:
+            assert {**again[2]["setting"], "trial": n} == trial[2]["setting"]
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_no_lock_taken(place, monkeypatch):
+    """It comes while the search is within a lock that the trials' threads take, too."""
+    def pressed(workers, timeout):
+        workers[0]._condition.acquire()
+        os.kill(os.getpid(), signal.SIGINT)
+        workers[0]._condition.release()
+        return wait(workers, timeout)
+
+    wait = run.wait
+    monkeypatch.setattr(run, "wait", pressed)
+    command = [sys.executable, "-S", "script.py", "{sparsity}", "inf", "1", "{out}"]
+    with pytest.raises(KeyboardInterrupt):
+        tune.search(command, epochs=4, maximize=True, metric="accuracy", trials=99, study="tune.db")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [state for state, *_ in kept().values()] == ["RUNNING"]
+
+
+def test_a_study_that_ends_while_a_trial_is_written_down_goes_on(place, monkeypatch):
+    """Its result is known by then, and its state is not: it is run again, and counts once."""
+    ran, tell = [], optuna.study.Study.tell
+
+    def objective(setting):
+        ran.append(setting.expression)
+        return 1.0, 2.0
+
+    def ended(study, trial, *arguments, **more):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return tell(study, trial, *arguments, **more)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(optuna.study.Study, "tell", ended)
+        tune.search(objective, epochs=1, maximize=True, trials=4)
+    found = tune.search(objective, epochs=1, maximize=True, trials=4)
+    assert [(t.setting.trial, t.state) for t in found.trials] == [(n, "complete") for n in (0, 2, 3, 4)]
+    assert ran[1] == ran[2] and len(ran) == 5
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+other = subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session=True)
+with open(sys.argv[4] + ".pids", "w") as file:
+    file.write(f"{os.getpid()} {other.pid}\\n")
+bad = sys.argv[1] != "warmup:epochs=0.0976,end=0.999,stages=4"
+with open(os.environ["DGC_TUNE_REPORTS"], "a") as file:
+    file.write('{"epoch": %d, "metric": %s, "bytes": 1}\\n' % ((1, "NaN") if bad else (4, "3")))
+time.sleep(100 if bad else 0)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
+    """Its metric is NaN; it ignores SIGTERM, as does what it started in a session of its own. So does the good one's,
+    which ends and leaves that behind."""
+    monkeypatch.setattr(commands, "GRACE", 0.3)
+    (place / "stubborn.py").write_text(STUBBORN)
+    command = [sys.executable, "-S", "stubborn.py", "{sparsity}", "", "", "{trial}"]
+    found = tune.search(command, epochs=4, maximize=True, trials=2)
+    assert [t.state for t in found.trials] == ["complete", "pruned"] and found.trials[1].why == "nan at epoch 1"
+    assert found.recommended is found.paper is found.trials[0] and found.paper.metric == 3
+    pids = [int(pid) for trial in "01" for pid in (place / f"{trial}.pids").read_text().split()]
+    assert len(pids) == 4 and not alive(pids)
+
+
+def test_one_search_at_a_time(place):
+    with study.locked(place / "tune.db"), pytest.raises(ValueError, match=r"tune\.db, which another search has open"):
+        tune.search(os.cpu_count, epochs=1, maximize=True)
+    with pytest.raises(ValueError, match=r"objective is 'true {sparsity}'; accepted: a list of words"):
+        tune.search("true {sparsity}", epochs=1, maximize=True)
+
+
+def test_a_file_system_without_locks_is_told(place, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(sys, "argv", ["dgc", *line("--trials", 1)])
+    assert cli.run() == 2
+    told = capsys.readouterr().err
+    assert "tune.db, on a file system without locks ([Errno 38] Function not implemented); accepted: on another" in told
+
+
+@pytest.mark.parametrize("name", ["a?b.db", "a%20b.db", "a{b}.db", "a b#c.db"])
+def test_a_study_is_the_file_that_was_named(place, name):
+    tune.search(lambda setting: (1.0, 2.0), epochs=1, maximize=True, trials=1, study=name)
+    assert (place / name).read_bytes().startswith(b"SQLite format 3")
+    with pytest.raises(ValueError, match="its epochs is 1, asked is 2"):
+        tune.search(lambda setting: (1.0, 2.0), epochs=2, maximize=True, study=name)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+def test_a_function_is_searched(place):
+    """With clipping around what it is today; it may be given up by report, return its result, or have reported it."""
+    seen = []
+
+    def objective(setting):
+        seen.append(setting)
+        for epoch in range(1, 5):
+            tune.report(epoch, math.nan if setting.trial in (2, 5) else 3.0, 100.0 * epoch - setting.trial)
+        return (3.0, 400.0 - setting.trial) if setting.trial % 2 else None
+
+    found = tune.search(objective, epochs=4, maximize=False, trials=8, clip_norm=0.5, metric="loss")
+    assert [s.trial for s in seen] == list(range(8)) and [t.setting for t in found.trials] == seen
+    assert [t.state for t in found.trials] == ["complete", "complete", "pruned"] * 2 + ["complete"] * 2
+    assert [len(t.reports) for t in found.trials] == [4, 4, 1] * 2 + [4] * 2
+    assert all((t.metric, t.bytes_sent) == (3.0, 400.0 - n) for n, t in enumerate(found.trials) if n not in (2, 5))
+    assert found.recommended is found.trials[7] and found.line(found.trials[7]) == seen[7].line
+    assert seen[0].clip_norm == 0.5 and seen[0].expression.endswith("end=0.999,stages=4")
+    assert all(s.clip_norm is None or 0.005 <= s.clip_norm <= 50 for s in seen)
+    searched = optuna.load_study(study_name=None, storage="sqlite:///tune.db").trials[0].distributions
+    assert searched["clip_norm"] == optuna.distributions.FloatDistribution(0.005, 50.0, log=True)
+    assert searched["density"] == optuna.distributions.FloatDistribution(1e-4, 0.1, log=True)
+
+
+def test_the_first_trial_has_todays_bound_as_it_was_given(place):
+    seen = []
+
+    def objective(setting):
+        seen.append(setting)
+        return 1.0, 1e6
+
+    tune.search(objective, epochs=1, maximize=True, trials=4, clip_norm=0.33333333)
+    assert seen[0].clip_norm == 0.33333333 and "clip_norm=0.33333333)" in seen[0].line
+    assert all(s.clip_norm is None or float(f"{s.clip_norm:.3g}") == s.clip_norm for s in seen[1:])
+
+
+def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
+    def objective(setting):
+        if setting.trial == 1:
+            raise RuntimeError("out of luck")
+        return 1.0, 2.0
+
+    found = tune.search(objective, epochs=1, maximize=True, trials=3)
+    assert [t.state for t in found.trials] == ["complete", "failed", "complete"]
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
+
+
+def test_a_function_from_the_command_line(place):
+    (place / "mine_to_tune.py").write_text("print('loading')\ndef run(setting):\n    print('training')\n"
+                                           "    return 1 - setting.density, 1e6 * setting.density\n")
+    found = json.loads(invoke("tune", "--epochs", 3, "--maximize", "--trials", 3, "--json", "mine_to_tune:run").stdout)
+    assert found["task"]["command"] == "mine_to_tune.run" and found["recommended"]["line"].startswith("dgc.Config(")
+    for t in found["trials"]:
+        schedule = dgc.schedule.parse(t["expression"], 1000)
+        assert t["bytes_sent"] / 1e6 == pytest.approx(sum(1 - schedule(s) for s in range(3000)) / 3000, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", study.FORMS)
+def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
+    """A plain number is to them what follows a warm-up of their own."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes")
+    import job
+    drawn = optuna.trial.FixedTrial({"density": 0.001, "warmup": form, "warmup_length": 1.0})
+    setting = study.suggest(drawn, tune.Task(("x",), "metric", True, 5, None))
+    given = argparse.Namespace(sparsity=job.sparsity(setting.expression))
+    schedule, expected = job.schedule(given, 390, 2.0), setting.schedule(390)
+    assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
+    assert (schedule(0) == 0.999) == (form == "none")
+    assert (setting.line == "dgc.Config(sparsity=0.999)") == (form == "none")
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "gold")
+    tune.report(1, 2.0, 3.0)  # nobody listens
+    monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
+    tune.report(6, 2.0, 3.0)  # that is no rank's number
+    monkeypatch.delenv("RANK")
+    for name in ("HOROVOD_RANK", "RANK"):
+        monkeypatch.setenv(name, "1")
+        tune.report(1, 2.0, 3.0)
+        monkeypatch.setenv(name, "0")
+        tune.report(1, 2.0, 3.0)
+        monkeypatch.delenv(name)
+    dgc.lockstep.run(lambda: tune.report(7, 8, 9), 3)
+    lines = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [6, 1, 1, 7] and lines[-1] == {"epoch": 7, "metric": 8.0, "bytes": 9.0}
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
+def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monkeypatch):
+    """As under srun, whose variables are others; and whatever another launcher's say."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
+    monkeypatch.setenv("RANK", str(1 - rank))
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        tune.report(1, 2.0, 3.0)
+    finally:
+        distributed.destroy_process_group()
+    assert (tmp_path / "reports").exists() == said
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["python", "x.py"], "the command is 'python x.py'; accepted: one with {sparsity} where it takes a schedule's"),
+    (["python", "{sparsity}", "{lr}"], "the command has {lr}; accepted: {sparsity}, {clip_norm}, {epochs}, {out}"),
+    (["nowhere/python", "{sparsity}"], "the command is 'nowhere/python', which cannot be run"),
+    (["os:getcwd"], "give either --maximize or --minimize"),
+    (["nowhere:run"], "COMMAND: 'nowhere:run'; No module named 'nowhere'"),
+    (["os:nothing"], "COMMAND: 'os:nothing'; module 'os' has no attribute 'nothing'"),
+    (["--clip-norm", "1", "true", "{sparsity}"], "clip_norm is 1.0; accepted: with {clip_norm} in the command"),
+    (["--jobs", "2", "os:getcwd"], "jobs is 2; accepted for a function, which trains within this process: 1"),
+    (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
+    (["--study", "a.json", "os:getcwd"], "study is a.json, its picture a.png and its summary a.json; accepted: a name"),
+    (["--png", "tune.db", "os:getcwd"], "study is tune.db, its picture tune.db and its summary tune.json; accepted: a"),
+])
+def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
+    direction = [] if arguments == ["os:getcwd"] else ["--minimize"]
+    monkeypatch.setattr(sys, "argv", ["dgc", "tune", "--epochs", "2", *direction, *arguments])
+    assert cli.run() == 2
+    output, told = capsys.readouterr()
+    assert message in told and told.count("\n") == 1 and not output
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    ("", "the command ended well and reported nothing; accepted: dgc.tune.report(epoch, metric, bytes_sent) after"),
+    ("open(sys.argv[2], 'w')", "the command ended well and left no"),
+    ("open(out, 'w').write('no')", "out.json, which the command had as {out}, is no JSON: Expecting value"),
+    ("open(out, 'w').write('{\"loss\": 1, \"sent\": 2}')", "had as {out}, has loss, sent; accepted: an object with "
+     "numbers as 'accuracy', which the argument metric names, and as 'bytes_sent'"),
+    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 0}')", "the bytes sent are 0; accepted: a number > 0. "
+     "One worker alone sends nothing"),
+    ("open(reports, 'a').write('{\"epoch\": Infinity, \"metric\": 1, \"bytes\": 1}')", "has the line '{\"epoch\": Inf"),
+    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 1' + '0' * 400 + '}')", "has accuracy, bytes_sent; acce"),
+    ("open(reports, 'a').write('{\"epoch\": 3, \"metric\": 1, \"bytes\": 1}')", "the last report is of epoch 3, and "
+     "epochs is 4; accepted: as many reports as epochs, which the command has as {epochs}"),
+    ("open(reports, 'a').write('epoch 1: 63 %')", "has the line 'epoch 1: 63 %'; accepted: {\"epoch\": 1, \"metric\""),
+])
+def test_a_script_that_leaves_no_result_is_told_at_once(place, code, message, monkeypatch, capsys):
+    (place / "broken.py").write_text(
+        f"import os, sys\nout, reports = sys.argv[4], os.environ['DGC_TUNE_REPORTS']\nsys.argv[2] += '.x'\n{code}\n")
+    arguments = line("--trials", 3, script="broken.py")
+    if not code or "reports" in code:
+        arguments[-1] = "nothing"
+    monkeypatch.setattr(sys, "argv", ["dgc", *arguments])
+    assert cli.run() == 1
+    told = capsys.readouterr().err
+    first, second = told.splitlines()
+    assert message in second and first.startswith("trial 0 begins: warmup:")
+
+
+def test_what_is_mended_goes_on_in_the_same_study(place, capsys):
+    """Another task in its place, and the paper's setting once more, until there is something to lose."""
+    with pytest.raises(tune.NoResultError):
+        tune.search(lambda setting: "good", epochs=4, maximize=True, trials=3)
+
+    def objective(setting):
+        if len(mended) == 1:
+            raise RuntimeError("the disk is full")
+        return 1.0, 2.0
+
+    mended = [0]
+    assert tune.search(objective, epochs=4, maximize=False, trials=1).paper is None
+    mended.append(1)
+    mended.append(2)
+    assert tune.search(objective, epochs=4, maximize=False, trials=1).paper is not None  # one more than has failed
+    found = tune.search(objective, epochs=4, maximize=False, trials=3)
+    assert [(t.state, t.paper) for t in found.trials] == [("failed", True), ("complete", True), ("complete", False)]
+    assert found.recommended is found.paper is found.trials[1]
+    with pytest.raises(ValueError, match="else: its maximize is False, asked is True; its epochs is 4, asked is 5"):
+        tune.search(objective, epochs=5, maximize=True, trials=3)
+
+
+def test_three_failures_at_first_end_a_study(place, monkeypatch, capsys):
+    (place / "broken.py").write_text("print('line\\n' * 99); raise SystemExit('no luck here')\n")
+    monkeypatch.setattr(sys, "argv", ["dgc", *line("--trials", 9, script="broken.py")])
+    assert cli.run() == 1
+    told = capsys.readouterr().err
+    assert told.count("no luck here") == told.count("failed, status 1; the end of") == 3
+    assert told.endswith(f"dgc: RuntimeError: the first 3 trials failed; what they said is above, and in "
+                         f"{place}/tune.db-trials\n") and told.count("    line\n") == 3 * 13
+
+
+def test_of_a_flood_the_end_is_told(place):
+    (place / "flood.py").write_text("print('x' * 10**7); print('y' * 10**6, 'no luck'); raise SystemExit(3)\n")
+    found = tune.search([sys.executable, "-S", "flood.py", "{sparsity}"], epochs=1, maximize=True, trials=1)
+    assert len(found.trials[0].why) < 10_000 and found.trials[0].why.endswith("yyy no luck")
+
+
+def test_without_optuna_it_says_how_to_get_it(place):
+    code = ("import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
+            "'true', '{sparsity}']; from dgc.__main__ import main; main()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert (done.returncode, done.stderr) == (1, "dgc: tune needs optuna: pip install optuna\n")
+
+
+def test_an_optuna_that_lacks_something_says_what(tmp_path, monkeypatch):
+    (tmp_path / "optuna.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "optuna")
+    with pytest.raises(ImportError, match="No module named 'no_such_package'"):
+        study.import_optuna()
+
+
+def test_a_result_is_read_in_any_locale(tmp_path):
+    (tmp_path / "out.json").write_text('{"précision": 91.5, "bytes_sent": 7}', encoding="utf-8")
+    code = ("import sys; from pathlib import Path; from dgc.tune.command import result_file; "
+            "print(result_file(Path(sys.argv[1]), 'pr\\xe9cision'))")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.json")], capture_output=True, text=True,
+                          timeout=60, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert done.stdout == "(91.5, 7.0)\n", done.stderr
+
+
+@pytest.mark.parametrize(("options", "told"), [((), "Recommended: trial 0"), (("--json",), '"recommended": {')])
+def test_what_was_found_is_told_also_where_it_cannot_be_drawn(place, options, told):
+    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "no/such/folder.png", *options))
+    assert isinstance(found.exception, FileNotFoundError) and told in found.stdout
+    assert json.loads((place / "tune.json").read_text())["recommended"]["trial"] == 0
+
+
+def test_help_teaches_by_example():
+    shown = invoke("tune", "--help").stdout
+    assert "python recipes/cifar10.py" in shown and "{sparsity}" in shown and "train:objective" in shown
