@@ -24,7 +24,7 @@ from dgc.paths.update import DenseUpdate
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
-import reproduce
+import experiments
 
 
 def sum_at_the_means_support(task: Task) -> Path:
@@ -44,7 +44,7 @@ def main(data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py
          seed: Annotated[int, typer.Option(min=0, max=1, help="Of those of the row.")] = 0,
          out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
     """Trains so."""
-    row = reproduce.by_exchange(reproduce.BUDGETS["cpu"])["shared, 99 %, no masking"]
+    row = experiments.by_exchange(experiments.BUDGETS["cpu"])["shared, 99 %, no masking"]
     compressed.PATHS["shared"] = sum_at_the_means_support
     cifar10.main(**{**row[16][seed].options, "data": data, "out": out})
     if out:

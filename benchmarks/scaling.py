@@ -30,7 +30,7 @@ COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:green", "tab:red"), st
 
 def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
-    by_node = name.startswith("hierarchical")
+    by_node = cost.EXCHANGES[name].hierarchical
     exchange = "shared" if name.endswith("shared") else "auto" if name == "auto" else "allgather"
     config = dgc.Config(exchange=exchange, hierarchical=by_node)
 
@@ -47,7 +47,7 @@ def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
 
 def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
     """By the cost model: what passes a machine's port, for each of its workers."""
-    gpus = NODE if name.startswith("hierarchical") else 1
+    gpus = NODE if cost.EXCHANGES[name].hierarchical else 1
     return cost.port_bytes(cost.exchange(name, sizes, workers // gpus, gpus)) / gpus
 
 
@@ -61,7 +61,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]
     rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
              "predicted": predicted(name, n, sizes)}
-            for name in NAMES for n in WORKERS if not name.startswith("hierarchical") or n > NODE]
+            for name in NAMES for n in WORKERS if not cost.EXCHANGES[name].hierarchical or n > NODE]
     every = range(2, WORKERS[-1] + 1)
     auto = {n: counted("auto", n, gradients) for n in every}
     turns = next(n for n in every if predicted("shared", n, sizes) < predicted("allgather", n, sizes))
@@ -86,7 +86,7 @@ def draw(rows: list[dict[str, object]], auto: dict[int, float], numel: int, out:
     figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     for name, colour in COLOURS.items():
         mine = [row for row in rows if row["exchange"] == name]
-        label = name + (f" (machines of {NODE})" if name.startswith("hierarchical") else "")
+        label = name + (f" (machines of {NODE})" if cost.EXCHANGES[name].hierarchical else "")
         axis.plot([r["workers"] for r in mine], [r["predicted"] for r in mine], "-", color=colour, label=label)
         axis.plot([r["workers"] for r in mine], [r["counted"] for r in mine], "o", color=colour)
     axis.plot(list(auto), list(auto.values()), ".", color="black", markersize=3, label="auto, counted")

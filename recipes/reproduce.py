@@ -1,4 +1,4 @@
-"""The paper's experiments: what to run, running what is missing, and the tables and figures of what has been run.
+"""Runs what is missing of the paper's experiments (experiments.py), and draws the tables and figures (tables.py).
 
     python recipes/reproduce.py --data DIR --ptb DIR        # all of it; stop it at any moment, and start it again
     python recipes/reproduce.py --list                      # what is done, what is missing, about how long it takes
@@ -7,10 +7,6 @@
 
 Each run is a child process of ``cifar10.py`` or ``ptb.py`` that goes on from its checkpoints, and leaves one JSON. A
 run whose JSON is there is done. Several of these commands may work on one folder: a run's log is also its lock.
-
-The rows are those of the authors' talk. On CIFAR-10 the paper does not clip, so there is no row for it. The language
-model is trained without momentum, as in the paper, so momentum correction and momentum factor masking change nothing
-there: those rows would be other rows once more. Seeds were fixed before anything was run, and none is left out.
 """
 
 from __future__ import annotations
@@ -23,9 +19,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -35,246 +30,15 @@ import ptb
 import report
 import torch
 import typer
-from report import RECIPES, Result, Row
+from experiments import BUDGETS, CONFIG, Budget, Run, chosen
+from report import RECIPES, Result
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.table import Column, Table
+from tables import draw
 
-HERE = Path(__file__).resolve().parent
-MAIN, BETWEEN = ("dense", "naive", "dgc"), ("topk", "momentum", "clipping", "masking")
-
-# Row -> its title, what differs from the study's options, and what the paper gives as the difference to dense training:
-# the authors' talk, at 99.9 %; in brackets, the paper's table for ResNet-110 and four workers.
-ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
-    "cifar10": {
-        "dense": ("dense", {"method": "dense"}, ""),
-        "naive": ("naive top-k", {"method": "naive"}, "-1.6"),
-        "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, "(-1.00)"),
-        "momentum": ("+ momentum correction", {"method": "dgc", "factor_masking": False, "warmup_epochs": 0.0}, "-0.3"),
-        "masking": ("+ momentum factor masking", {"method": "dgc", "warmup_epochs": 0.0}, "-0.1"),
-        "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "+0.37 (+0.12)"),
-    },
-    "ptb": {  # of perplexity, where less is better; the talk's row of masking, 0.5 worse than dense, is no row here
-        "dense": ("dense", {"method": "dense"}, ""),
-        "naive": ("naive top-k", {"method": "naive"}, "+3.3"),
-        "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, ""),
-        "clipping": ("+ local clipping", {"method": "dgc", "warmup_epochs": 0.0}, "+2.0"),
-        "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "-0.4"),
-    },
-}
-SOURCE = {"cifar10": "The paper's are of the authors' talk and, in brackets, of its table for ResNet-110.",
-          "ptb": "The paper's are of the authors' talk."}
-WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
-PAPER = {"dense": {4: 93.75, 8: 92.92, 16: 93.14, 32: 93.10},  # of ResNet-110, with these workers
-         "topk": {4: 92.75, 8: 93.02, 16: 92.93, 32: 92.10},
-         "dgc": {4: 93.87, 8: 93.28, 16: 93.20, 32: 93.18}}
 # For glibc: activations stay with the process, instead of being mapped and zeroed anew in each step.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26)}
-CONFIG = ("sparsity", "warmup_epochs", "selection", *report.PARTS)  # settings of which all is in the Config
 
-
-@dataclass(frozen=True)
-class Study:
-    """A recipe with the options that all of its runs have, but where a row or a table says otherwise."""
-
-    recipe: str
-    name: str  # with which the files begin
-    title: str
-    dataset: str
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What there is to run, and where it goes."""
-
-    results: Path
-    figures: Path
-    work: Path  # checkpoints and logs
-    cifar10: Study
-    ptb: Study
-    seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
-    lengths: tuple[int, ...]  # in epochs, with warm-ups in proportion
-    workers: tuple[int, ...]
-    sparsities: tuple[float, ...]
-    warmups: tuple[float, ...]  # in epochs
-    exchange: Study
-    crowds: tuple[int, ...]  # workers, with each exchange
-    pair: tuple[int, ...]  # seeds of these
-
-
-def _options(warmup: float, **options: Any) -> dict[str, Any]:
-    return {**options, "virtual_workers": 4, "sparsity": 0.999, "warmup_epochs": warmup, "threads": 1}
-
-
-def _exchange(dataset: str, **options: Any) -> Study:
-    return Study("cifar10", "cifar10-exchange", "ResNet-20", dataset, _options(
-        1.0, depth=20, batch_size=128, exchange="allgather", hierarchical=False, virtual_node=1, **options))
-
-
-_FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
-                         "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
-                         "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
-                         "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
-                         "crowds": (4, 16, 64), "pair": (0, 1)}
-BUDGETS = {
-    "cpu": Budget(**_FULL, lengths=(5, 25),
-                  cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
-                  ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "ptb", _options(0.2, size="small", epochs=8))),
-    "gpu": Budget(**_FULL, lengths=(41, 164),
-                  cifar10=Study("cifar10", "cifar10-resnet110", "ResNet-110", "cifar10",
-                                _options(4.0, depth=110, epochs=164)),
-                  ptb=Study("ptb", "ptb-large", "LSTM of 2 x 1500", "ptb", _options(1.0, size="large", epochs=40))),
-    "quick": Budget(
-        results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
-        cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
-        ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
-        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
-        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
-}
-
-
-# -- what to run -------------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Run:
-    name: str
-    study: Study
-    options: Mapping[str, Any]  # of the recipe's command line, as its main() names them
-
-    def command(self, budget: Budget, data: str | None) -> list[str]:
-        where = {"data": data, "checkpoints": budget.work / self.name, "resume": True, "out": self.out(budget)}
-        options = {key: value for key, value in {**self.options, **where}.items() if value is not None}
-        words = [sys.executable, str(HERE / f"{self.study.recipe}.py")]
-        for key, value in options.items():
-            option = key.replace("_", "-")
-            words += [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [
-                f"--{option}", str(value)]
-        return words
-
-    def out(self, budget: Budget) -> Path:
-        return budget.results / f"{self.name}.json"
-
-
-def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
-    """A row's run; what is changed beyond the row is in its name."""
-    options = {**study.options, **ROWS[study.recipe][row][1]}
-    marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
-             "sparsity": lambda x: f"sparsity{100 * x:.6g}", "factor_masking": lambda _: "nomasking",
-             "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
-             "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
-    words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
-    return Run("-".join([study.name, row, *words, str(seed)]), study, {**options, **changed, "seed": seed})
-
-
-def ablation(study: Study, seeds: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Run]]:
-    """Row -> seed -> run."""
-    return {row: {seed: run(study, row, seed) for seed in seeds[row]} for row in ROWS[study.recipe]}
-
-
-def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
-    """Recipe -> row -> seed -> run."""
-    first, second, between = budget.seeds
-    return {study.recipe: ablation(study, {**dict.fromkeys(BETWEEN, between), **dict.fromkeys(MAIN, seeds)})
-            for study, seeds in ((budget.cifar10, first), (budget.ptb, second))}
-
-
-def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
-    """Epochs -> dense, or with momentum factor masking, or without it -> sparsity -> seed -> run."""
-    study = budget.cifar10
-
-    def at(epochs: int, sparsity: float, seed: int, **switched: Any) -> Run:
-        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
-        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity, **switched)
-
-    seeds, sparsities = budget.seeds[0], (0.9, 0.99, study.options["sparsity"])
-    return {n: {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n) for seed in seeds}},
-                "masking": {x: {seed: at(n, x, seed) for seed in seeds} for x in sparsities},
-                "no masking": {x: {seed: at(n, x, seed, factor_masking=False) for seed in seeds} for x in sparsities}}
-            for n in budget.lengths}
-
-
-def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
-    """Row -> workers, each of batch 32 -> run."""
-    return {row: {n: run(budget.cifar10, row, 0, virtual_workers=n) for n in budget.workers} for row in WORKERS}
-
-
-def warmed(budget: Budget, warmup: float, sparsity: float, seed: int) -> Run:
-    """DGC with a warm-up of so many epochs; with none it is the parts' row before the last."""
-    if warmup == 0:
-        return run(budget.cifar10, "masking", seed, sparsity=sparsity)
-    return run(budget.cifar10, "dgc", seed, sparsity=sparsity, warmup_epochs=warmup)
-
-
-def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
-    """Epochs of warm-up -> sparsity -> run."""
-    return {warmup: {sparsity: warmed(budget, warmup, sparsity, 0) for sparsity in budget.sparsities}
-            for warmup in budget.warmups}
-
-
-def by_warmup(budget: Budget) -> dict[float, dict[int, Run]]:
-    """Epochs of warm-up -> seed -> run, at the usual sparsity."""
-    return {warmup: {seed: warmed(budget, warmup, budget.cifar10.options["sparsity"], seed)
-                     for seed in budget.seeds[0]} for warmup in budget.warmups}
-
-
-def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
-    """Exchange -> workers -> seed -> run. All train with 128 images a step, whatever the number of workers."""
-    def at(workers: int, seed: int, **options: Any) -> Run:
-        return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
-
-    shared, denser = {"exchange": "shared"}, {"sparsity": 0.99, "factor_masking": False}
-
-    def machines(workers: int) -> dict[str, Any]:
-        return {"hierarchical": True, "virtual_node": 2 if workers == 4 else 4}
-
-    ways: dict[str, Any] = {
-        "all-gather": lambda n: {}, "shared": lambda n: shared, "hierarchical": machines,
-        "shared, 99.6 %": lambda n: {**shared, "sparsity": 0.996},
-        "shared, 99 %, no masking": lambda n: {**shared, **denser},
-        "hierarchical shared, 99 %, no masking": lambda n: {**shared, **denser, **machines(n)},
-        "all-gather, 99 %, no masking": lambda n: denser}
-    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
-            for name, way in ways.items()}
-
-
-def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
-    """Table -> name -> run; in the order of their importance. A run may be in several tables."""
-    rows = ablations(budget)
-    # The main rows seed by seed, so that what is cut short compares methods.
-    main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
-    lengths, exchanges = by_length(budget), list(by_exchange(budget).values())
-    workers, grid = by_workers(budget), by_sparsity(budget)
-    usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
-    cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
-                   for warmup in budget.warmups for sparsity in budget.sparsities)
-    tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
-              "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
-                         for line in lengths[n].values() for at in line.values()],
-              "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
-              "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
-              "warmup": list(by_warmup(budget).values()),
-              "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
-    return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
-
-
-def chosen(budget: Budget, only: list[str]) -> list[Run]:
-    """The runs of these tables, of these names, and those whose names contain one of these words, where they are no
-    run's name; all of them if there are no words.
-    """
-    tables = matrix(budget)
-    runs = {name: run for table in tables.values() for name, run in table.items()}
-    names: set[str] = set()
-    for word in only:
-        found = tables[word] if word in tables else [word] if word in runs else [name for name in runs if word in name]
-        if not found:
-            raise typer.BadParameter(f"--only {word} is in no run; accepted: {', '.join(tables)}, or a part of a name "
-                                     "as --list gives it")
-        names.update(found)
-    return [run for name, run in runs.items() if not only or name in names]
-
-
-# -- what is done ------------------------------------------------------------------------------------------------------
 
 def finished(budget: Budget) -> dict[str, Result]:
     """Name -> result of all runs that are done, each checked to be what the matrix asks for."""
@@ -340,8 +104,6 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
             out.add_row(run.name, "missing", "?" if guess is None else f"about {guess:.2f}")
     return out
 
-
-# -- running what is missing -------------------------------------------------------------------------------------------
 
 @dataclass
 class Job:
@@ -460,146 +222,6 @@ def find_folders(runs: list[Run], data: Path | None, text: Path | None) -> dict[
         ptb.load(text)
         folders["ptb"] = str(text)
     return folders
-
-
-# -- tables and figures ------------------------------------------------------------------------------------------------
-
-def draw(budget: Budget, done: Mapping[str, Result]) -> None:
-    """Tables to the screen and to Markdown, figures beside them, of what is done; what is missing is said."""
-    for study in (budget.cifar10, budget.ptb):
-        rows = [Row(title, {seed: done[run.name] for seed, run in runs.items() if run.name in done}, len(runs), paper)
-                for runs, (title, _, paper) in zip(ablations(budget)[study.recipe].values(),
-                                                   ROWS[study.recipe].values(), strict=True)]
-        if not any(row.results for row in rows):
-            print(f"No results of {study.name} yet", flush=True)
-            continue
-        recipe = RECIPES[study.recipe]
-        texts = [f"**The parts.** {conditions(study, rows)}\n\n{report.ablation(recipe, rows)}"]
-        report.ablation_picture(recipe, rows, budget.figures / f"{study.name}-ablation.png")
-        curves = [done[name] for row in MAIN if (name := run(study, row, 0).name) in done]
-        if curves:
-            report.picture(curves, budget.figures / f"{study.name}.png")
-        if study is budget.cifar10:
-            texts += [draw_table(budget, done)
-                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
-        path = budget.results / f"{study.name}.md"
-        path.write_text("\n".join(filter(None, texts)))
-        Console(width=140).print(Markdown(path.read_text()))
-        print(f"{path}, and figures in {budget.figures}/{study.name}*.png", flush=True)
-
-
-def conditions(study: Study, rows: list[Row]) -> str:
-    """In words, from what the results say."""
-    results = [result for row in rows for result in row.results.values()]
-    made: dict[str, set[str]] = {}
-    for machine in (result["machine"] for result in results):
-        made.setdefault(f"{machine['device']}, torch {machine['torch']}", set()).add(
-            machine.get("dgc", "a commit that was not recorded"))
-    return (f"{study.title} on {' and '.join(sorted({result['dataset'] for result in results}))}, "
-            f"{study.options['epochs']} epochs, {study.options['virtual_workers']} workers, "
-            f"{100 * study.options['sparsity']:.5g} %, warm-up of {study.options['warmup_epochs']:g} epochs; "
-            + "; ".join(f"{where}; dgc {' | '.join(sorted(commits))}" for where, commits in sorted(made.items()))
-            + f". Differences to dense training are between runs of one seed, their 95 % interval is Student's. "
-              f"{SOURCE[study.recipe]}")
-
-
-def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table and the figure, or nothing."""
-    runs, recipe = by_length(budget), RECIPES["cifar10"]
-    if not adds(budget, [at for lines in runs.values() for line in lines.values() for at in line.values()], done):
-        return ""
-    panes = {f"{n} epochs": by_seed(lines, done) for n, lines in runs.items()}
-    report.differences_picture(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
-    seeds = ", ".join(map(str, budget.seeds[0]))
-    return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
-            "in proportion; in brackets the difference to dense training. "
-            f"{sum(map(count, panes.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
-                report.differences(title, lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
-                for title, lines in panes.items()))
-
-
-def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:
-    """Of those that are done, what was measured."""
-    return {name: {x: {seed: report.measured(done[run.name]) for seed, run in at.items() if run.name in done}
-                   for x, at in line.items()} for name, line in runs.items()}
-
-
-def count(lines: Mapping[str, Mapping[Any, Mapping[int, Any]]]) -> int:
-    return sum(len(at) for line in lines.values() for at in line.values())
-
-
-def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table and the figure, or nothing."""
-    runs = by_workers(budget)
-    if not adds(budget, runs.values(), done):
-        return ""
-    lines = {WORKERS[row]: {n: done.get(run.name) for n, run in line.items()} for row, line in runs.items()}
-    paper = {WORKERS[row]: PAPER[row] for row in WORKERS}
-
-    def cell(name: str, workers: float, result: Result | None) -> str:
-        return f"{report.shown(result) if result else '-'} ({paper[name][int(workers)]:.2f})"
-
-    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-workers.png", "workers",
-                         lambda n: n, str)
-    return (f"**More workers**, each of batch 32, seed 0; in brackets the paper's, of ResNet-110 and 164 epochs. "
-            f"{found(lines)}\n\n{report.grid('workers', lines, str, cell)}")
-
-
-def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table and the figure, or nothing."""
-    runs = by_sparsity(budget)
-    if not adds(budget, runs.values(), done):
-        return ""
-    lines = {f"warm-up of {warmup:g}": {sparsity: done.get(run.name) for sparsity, run in line.items()}
-             for warmup, line in runs.items()}
-
-    def cell(name: str, sparsity: float, result: Result | None) -> str:
-        return f"{report.shown(result)} ({report.times(report.ratios(result)[0])})" if result else "-"
-
-    dense = done.get(run(budget.cifar10, "dense", 0).name)
-    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-sparsity.png",
-                         "entries sent (%)", lambda sparsity: 100 * (1 - sparsity),
-                         lambda sparsity: f"{100 * (1 - sparsity):.2g}", dense)
-    return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
-            f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
-            f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
-
-
-def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table, or nothing."""
-    runs = by_warmup(budget)
-    if not adds(budget, runs.values(), done):
-        return ""
-    lines = {"dense": {seed: run(budget.cifar10, "dense", seed) for seed in budget.seeds[0]},
-             **{f"warm-up of {warmup:g}": at for warmup, at in runs.items()}}
-    rows = [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
-            for title, at in lines.items()]
-    return (f"**Warm-up** in epochs, at {100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
-            f"{report.ablation(RECIPES['cifar10'], rows)}")
-
-
-def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table, or nothing."""
-    runs, study = by_exchange(budget), budget.exchange
-    lines = by_seed(runs, done)
-    if not count(lines):
-        return ""
-    return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
-            f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
-            f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
-            f"all-gather. {count(lines)} of {count(runs)} runs.\n\n"
-            f"{report.differences('', lines, lambda n: f'{n} workers', RECIPES['cifar10'])}")
-
-
-def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:
-    """Whether a table says more than that of the parts, with which it shares some runs."""
-    parts = {run.name for rows in ablations(budget).values() for runs in rows.values() for run in runs.values()}
-    return any(run.name in done and run.name not in parts for line in lines for run in line.values())
-
-
-def found(lines: Mapping[str, Mapping[float, Result | None]]) -> str:
-    results = [result for line in lines.values() for result in line.values()]
-    return f"{sum(result is not None for result in results)} of {len(results)} runs."
 
 
 def main(

@@ -86,11 +86,11 @@ def test_what_is_counted_and_predicted_of_an_exchange_agree():
     """The mean of the workers and the busiest one, which with a shared support is the leader."""
     import scaling
 
-    (shipment,) = scaling.plan.shipments(scaling.SHAPES, scaling.dgc.Config())
+    (bucket,) = scaling.plan.buckets(scaling.SHAPES, scaling.dgc.Config())
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in scaling.SHAPES]
     for name in scaling.NAMES:
         workers = 2 * scaling.NODE if name.startswith("hierarchical") else 2
-        counted, busiest = scaling.counted(name, workers, gradients), scaling.predicted(name, workers, shipment.sizes)
+        counted, busiest = scaling.counted(name, workers, gradients), scaling.predicted(name, workers, bucket.sizes)
         assert 0.7 * busiest < counted < busiest if name.endswith("shared") else counted == pytest.approx(busiest), name
 
 

@@ -232,7 +232,7 @@ def test_agreement(place, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transports_give_the_same(place, name):
     """Law 7, beside lockstep. With two ranks to the bit; with three, the order in which a ring adds up is its own."""
-    got, expected = (ran(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1])))
+    got, expected = (results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1])))
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < 1e-5
 
 

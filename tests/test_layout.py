@@ -107,6 +107,11 @@ def test_nothing_has_outgrown_its_room():
     assert statistics.median(lengths) <= 5 and lengths[int(0.9 * len(lengths))] <= 15
 
 
+def test_no_test_file_is_longer_than_can_be_read():
+    for file in Path(__file__).parent.rglob("*.py"):
+        assert len(file.read_text().splitlines()) <= 600, file
+
+
 def test_importing_brings_no_optional_package():
     code = ("import sys, dgc, dgc.tune; "
             "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna') "

@@ -1,4 +1,4 @@
-"""A job for test_checkpoint.py under torchrun --max-restarts: one worker kills itself in an exchange, and after the
+"""A job for test_files.py under torchrun --max-restarts: one worker kills itself in an exchange, and after the
 restart all go on from the last checkpoint.
 """
 

@@ -59,11 +59,6 @@ def saved(size, op, folder, **changed):
     return in_lockstep(worker, size)
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
 def pending(residuals, letter, average):
     """What counts in the update, float64."""
     total = {k: sum(r[letter][k].double() for r in residuals) for k in residuals[0][letter]}

@@ -14,7 +14,7 @@ class Custom:
 
 
 @pytest.mark.parametrize(("extras", "message"), [
-    ({"a": [Custom()]}, r"extras holds test_checkpoint\.Custom; accepted: plain data"),
+    ({"a": [Custom()]}, r"extras holds test_fits\.Custom; accepted: plain data"),
     ({"a": torch.tensor([1.0]).numpy()[0]}, r"extras holds numpy\S*; accepted: plain data"),
     ({"a": lambda: 0}, r"extras holds .*lambda.*; accepted: plain data"),
 ])
@@ -29,7 +29,7 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize(("odd", "message"), [
-    (lambda: torch.ones(2).as_subclass(Marked), r"holds test_checkpoint\.Marked; accepted: plain data"),
+    (lambda: torch.ones(2).as_subclass(Marked), r"holds test_fits\.Marked; accepted: plain data"),
     (lambda: torch.eye(5).to_sparse_csr(), r"holds a tensor of layout torch\.sparse_csr at \['odd'\]; accepted: plain"),
     (lambda: torch.ones(2, device="meta"), r"holds a tensor on meta at \['odd'\]; accepted: plain data"),
 ])

@@ -361,13 +361,13 @@ def test_the_report_tells_the_sparsity(sparsity):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"least": -0.1}, r"adapting: least is -0\.1; accepted: a number in \[0, 1\)"),
-    ({"most": 1.0}, r"adapting: most is 1\.0; accepted: a number in \[0, 1\)"),
-    ({"least": 0.99, "most": 0.9}, r"adapting: least is 0\.99 and most is 0\.9; accepted: least < most"),
-    ({"start": 0.5}, r"adapting: start is 0\.5; accepted: from least, 0\.99, to most, 0\.9999"),
-    ({"most": 0.995, "start": 0.999}, r"adapting: start is 0\.999; accepted: from least, 0\.99, to most, 0\.995"),
-    ({"every": 2}, r"adapting: every is 2; accepted: an integer >= 3"),
-    ({"every": 10.0}, r"adapting: every is 10\.0")])
+    ({"least": -0.1}, r"adaptive: least is -0\.1; accepted: a number in \[0, 1\)"),
+    ({"most": 1.0}, r"adaptive: most is 1\.0; accepted: a number in \[0, 1\)"),
+    ({"least": 0.99, "most": 0.9}, r"adaptive: least is 0\.99 and most is 0\.9; accepted: least < most"),
+    ({"start": 0.5}, r"adaptive: start is 0\.5; accepted: from least, 0\.99, to most, 0\.9999"),
+    ({"most": 0.995, "start": 0.999}, r"adaptive: start is 0\.999; accepted: from least, 0\.99, to most, 0\.995"),
+    ({"every": 2}, r"adaptive: every is 2; accepted: an integer >= 3"),
+    ({"every": 10.0}, r"adaptive: every is 10\.0")])
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         dgc.adaptive(**arguments)

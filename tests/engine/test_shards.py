@@ -29,11 +29,11 @@ SHARDED["applied directly"] = dgc.Config(sparsity=0.9, min_numel=1, apply_direct
 @cache
 def mesh():
     from torch.distributed.device_mesh import init_device_mesh
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=(across, "shard"))
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "shard"))
 
 
 def across():
-    return mesh()[across].get_group()
+    return mesh()["across"].get_group()
 
 
 def uneven(seed=0):

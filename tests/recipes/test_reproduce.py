@@ -19,6 +19,7 @@ from launch import end
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
+import experiments  # noqa: E402
 import report  # noqa: E402
 import reproduce  # noqa: E402
 
@@ -58,8 +59,8 @@ MAIN = '''
 import sys
 from pathlib import Path
 sys.path.insert(0, {recipes!r})
-import reproduce, typer
-reproduce.HERE = Path({stubs!r})
+import experiments, reproduce, typer
+experiments.HERE = Path({stubs!r})
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(reproduce.main)
 app()
@@ -74,7 +75,7 @@ def stubs(tmp_path, monkeypatch):
     folder.mkdir()
     for name in ("cifar10", "ptb"):
         (folder / f"{name}.py").write_text(STUB)
-    monkeypatch.setattr(reproduce, "HERE", folder)
+    monkeypatch.setattr(experiments, "HERE", folder)
     return folder
 
 
@@ -109,8 +110,8 @@ def starts(work):
 # -- what to run -------------------------------------------------------------------------------------------------------
 
 def test_the_matrix_is_complete_and_has_no_run_twice():
-    tables = reproduce.matrix(reproduce.BUDGETS["cpu"])
-    runs = reproduce.chosen(reproduce.BUDGETS["cpu"], [])
+    tables = experiments.matrix(experiments.BUDGETS["cpu"])
+    runs = experiments.chosen(experiments.BUDGETS["cpu"], [])
     names = [run.name for run in runs]
     main, between = ("dense", "naive", "dgc"), ("topk", "momentum", "masking")
     assert names[:9] == [f"cifar10-{row}-{seed}" for seed in range(3) for row in main]
@@ -150,13 +151,13 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[70:75]} == {
         (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
     assert [run.options["seed"] for run in runs[-42:]] == [0] * 21 + [1] * 21
-    for budget in reproduce.BUDGETS.values():
+    for budget in experiments.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
-                    for run in reproduce.chosen(budget, [])]
+                    for run in experiments.chosen(budget, [])]
         assert len(settings) == len(set(settings))
 
 
-@pytest.mark.parametrize("budget", reproduce.BUDGETS.values(), ids=reproduce.BUDGETS)
+@pytest.mark.parametrize("budget", experiments.BUDGETS.values(), ids=experiments.BUDGETS)
 def test_the_recipes_understand_what_they_are_told(budget):
     """Each command line gives the settings that the matrix holds."""
     parsers = {}
@@ -164,7 +165,7 @@ def test_the_recipes_understand_what_they_are_told(budget):
         app = typer.Typer()
         app.command()(recipe.main)
         parsers[name] = typer.main.get_command(app)
-    for run in reproduce.chosen(budget, []):
+    for run in experiments.chosen(budget, []):
         words = run.command(budget, "folder")
         assert words[0] == sys.executable and words[1] == str(ROOT / "recipes" / f"{run.study.recipe}.py")
         given = parsers[run.study.recipe].make_context("recipe", words[2:]).params
@@ -178,10 +179,10 @@ def test_the_recipes_understand_what_they_are_told(budget):
 def test_each_row_has_the_parts_that_its_title_says():
     def rows(study):
         return {row: report.settings({"recipe": study.recipe, "steps_per_epoch": 390,
-                                      "settings": reproduce.run(study, row, 0).options})
-                for row in reproduce.ROWS[study.recipe]}
+                                      "settings": experiments.run(study, row, 0).options})
+                for row in experiments.ROWS[study.recipe]}
 
-    budget = reproduce.BUDGETS["cpu"]
+    budget = experiments.BUDGETS["cpu"]
     dropping = dgc.Config(0.999, momentum_correction=False, factor_masking=False)  # of these, the method tells
     assert rows(budget.cifar10) == {
         "dense": dgc.Config(0.0), "naive": dropping, "topk": dropping,
@@ -191,17 +192,17 @@ def test_each_row_has_the_parts_that_its_title_says():
         "dense": dgc.Config(0.0, momentum_correction=False), "naive": dropping, "topk": dropping,
         "clipping": dgc.Config(0.999, clip_norm=0.25),
         "dgc": dgc.Config(dgc.warmup(4, steps_per_epoch=round(0.2 * 390 / 4)), clip_norm=0.25)}
-    assert [run.options["method"] for run in (reproduce.run(budget.ptb, row, 0) for row in ("naive", "topk"))] == [
+    assert [run.options["method"] for run in (experiments.run(budget.ptb, row, 0) for row in ("naive", "topk"))] == [
         "naive", "topk"]
 
 
 def test_only_names_tables_and_parts_of_names():
-    budget = reproduce.BUDGETS["cpu"]
-    assert {run.name for run in reproduce.chosen(budget, ["workers", "ptb-dense"])} == {
-        *reproduce.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
-    assert [run.name for run in reproduce.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
+    budget = experiments.BUDGETS["cpu"]
+    assert {run.name for run in experiments.chosen(budget, ["workers", "ptb-dense"])} == {
+        *experiments.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
+    assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
     with pytest.raises(typer.BadParameter, match="ablation, length, workers, sparsity, warmup, exchange, or a part"):
-        reproduce.chosen(budget, ["imagenet"])
+        experiments.chosen(budget, ["imagenet"])
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_only_names_tables_and_parts_of_names():
 @pytest.fixture
 def kept(tmp_path):
     """The budget of CPUs with a folder of its own for results and figures; writes a result into it."""
-    budget = dataclasses.replace(reproduce.BUDGETS["cpu"], results=tmp_path / "results", figures=tmp_path / "docs",
+    budget = dataclasses.replace(experiments.BUDGETS["cpu"], results=tmp_path / "results", figures=tmp_path / "docs",
                                  work=tmp_path / "work")
     budget.results.mkdir()
 
@@ -267,7 +268,7 @@ def test_the_list_estimates_from_what_is_done(kept):
     write("cifar10-dgc-0", history=history[:1], steps_per_epoch=2000)
     write("cifar10-dgc-1", history=history, steps_per_epoch=2000, settings={"seed": 1})  # four
     write("cifar10-dgc-8workers-0", history=history, steps_per_epoch=4500, settings={"virtual_workers": 8})  # nine
-    done, runs = reproduce.finished(budget), {run.name: run for run in reproduce.chosen(budget, [])}
+    done, runs = reproduce.finished(budget), {run.name: run for run in experiments.chosen(budget, [])}
     assert [reproduce.estimate(runs[name], done, runs) for name in (
         "cifar10-dense-1", "cifar10-dgc-2", "cifar10-dgc-16workers-0", "cifar10-naive-0", "ptb-dgc-0")] == [
             2.0, 3.0, 5.0, pytest.approx(17 / 4), None]
@@ -280,7 +281,7 @@ def test_the_list_gives_names_whole(tmp_path):
     """As --only takes them."""
     status, output = ended(started(tmp_path, "--list"), 60)
     assert status == 0 and {line.split()[1] for line in output.splitlines() if line.startswith("│")} == {
-        run.name for run in reproduce.chosen(reproduce.BUDGETS["cpu"], [])}
+        run.name for run in experiments.chosen(experiments.BUDGETS["cpu"], [])}
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def test_the_list_gives_names_whole(tmp_path):
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_nothing_is_lost_and_two_at_once_run_nothing_twice(stubs, tmp_path):
     folder, words = tmp_path / "runs" / "quick", ("--quick", "--only", "cifar10-d", "--jobs", "2")
-    names = {run.name for run in reproduce.chosen(reproduce.BUDGETS["quick"], ["cifar10-d"])}
+    names = {run.name for run in experiments.chosen(experiments.BUDGETS["quick"], ["cifar10-d"])}
 
     def results():
         return {file.stem: file.stat().st_mtime_ns for file in (folder / "results").glob("*.json")}
@@ -360,7 +361,7 @@ def test_a_job_that_fails_is_told_and_the_others_go_on(stubs, monkeypatch, capsy
     ({"only": ["ptb-dense-1"], "text": Path("/nowhere")}, r"/nowhere lacks ptb\.train\.txt"),
 ], ids=str)
 def test_refuses(options, message, kept, monkeypatch):
-    monkeypatch.setitem(reproduce.BUDGETS, "cpu", kept[0])
+    monkeypatch.setitem(experiments.BUDGETS, "cpu", kept[0])
     with pytest.raises((typer.BadParameter, SystemExit), match=message):
         reproduce.main(**options)
 
@@ -405,7 +406,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
         name, mine = "cifar10-exchange-dgc-16workers-batch8-", {**same, "seed": seed}
         write(f"{name}{seed}", settings=mine, accuracy=gathered, **rest)
         write(f"{name}shared-{seed}", settings={**mine, "exchange": "shared"}, accuracy=shared, **rest)
-    monkeypatch.setitem(reproduce.BUDGETS, "cpu", budget)
+    monkeypatch.setitem(experiments.BUDGETS, "cpu", budget)
     monkeypatch.setattr(reproduce, "work", None)
     reproduce.main(report_only=True)
     assert "No results of ptb yet" in capsys.readouterr().out

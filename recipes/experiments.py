@@ -1,0 +1,240 @@
+"""The paper's experiments as data: studies, rows, seeds and budgets, and the runs that they ask for.
+
+The rows are those of the authors' talk. On CIFAR-10 the paper does not clip, so there is no row for it. The language
+model is trained without momentum, as in the paper, so momentum correction and momentum factor masking change nothing
+there: those rows would be other rows once more. Seeds were fixed before anything was run, and none is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+import typer
+
+HERE = Path(__file__).resolve().parent
+MAIN, BETWEEN = ("dense", "naive", "dgc"), ("topk", "momentum", "clipping", "masking")
+# Row -> its title, what differs from the study's options, and what the paper gives as the difference to dense training:
+# the authors' talk, at 99.9 %; in brackets, the paper's table for ResNet-110 and four workers.
+ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
+    "cifar10": {
+        "dense": ("dense", {"method": "dense"}, ""),
+        "naive": ("naive top-k", {"method": "naive"}, "-1.6"),
+        "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, "(-1.00)"),
+        "momentum": ("+ momentum correction", {"method": "dgc", "factor_masking": False, "warmup_epochs": 0.0}, "-0.3"),
+        "masking": ("+ momentum factor masking", {"method": "dgc", "warmup_epochs": 0.0}, "-0.1"),
+        "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "+0.37 (+0.12)"),
+    },
+    "ptb": {  # of perplexity, where less is better; the talk's row of masking, 0.5 worse than dense, is no row here
+        "dense": ("dense", {"method": "dense"}, ""),
+        "naive": ("naive top-k", {"method": "naive"}, "+3.3"),
+        "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, ""),
+        "clipping": ("+ local clipping", {"method": "dgc", "warmup_epochs": 0.0}, "+2.0"),
+        "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "-0.4"),
+    },
+}
+WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
+CONFIG = ("sparsity", "warmup_epochs", "selection", *report.PARTS)  # settings of which all is in the Config
+
+
+@dataclass(frozen=True)
+class Study:
+    """A recipe with the options that all of its runs have, but where a row or a table says otherwise."""
+
+    recipe: str
+    name: str  # with which the files begin
+    title: str
+    dataset: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What there is to run, and where it goes."""
+
+    results: Path
+    figures: Path
+    work: Path  # checkpoints and logs
+    cifar10: Study
+    ptb: Study
+    seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
+    lengths: tuple[int, ...]  # in epochs, with warm-ups in proportion
+    workers: tuple[int, ...]
+    sparsities: tuple[float, ...]
+    warmups: tuple[float, ...]  # in epochs
+    exchange: Study
+    crowds: tuple[int, ...]  # workers, with each exchange
+    pair: tuple[int, ...]  # seeds of these
+
+
+def _options(warmup: float, **options: Any) -> dict[str, Any]:
+    return {**options, "virtual_workers": 4, "sparsity": 0.999, "warmup_epochs": warmup, "threads": 1}
+
+
+def _exchange(dataset: str, **options: Any) -> Study:
+    return Study("cifar10", "cifar10-exchange", "ResNet-20", dataset, _options(
+        1.0, depth=20, batch_size=128, exchange="allgather", hierarchical=False, virtual_node=1, **options))
+
+
+_FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
+                         "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
+                         "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
+                         "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
+                         "crowds": (4, 16, 64), "pair": (0, 1)}
+BUDGETS = {
+    "cpu": Budget(**_FULL, lengths=(5, 25),
+                  cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
+                  ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "ptb", _options(0.2, size="small", epochs=8))),
+    "gpu": Budget(**_FULL, lengths=(41, 164),
+                  cifar10=Study("cifar10", "cifar10-resnet110", "ResNet-110", "cifar10",
+                                _options(4.0, depth=110, epochs=164)),
+                  ptb=Study("ptb", "ptb-large", "LSTM of 2 x 1500", "ptb", _options(1.0, size="large", epochs=40))),
+    "quick": Budget(
+        results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
+        cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
+        ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
+        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
+        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    study: Study
+    options: Mapping[str, Any]  # of the recipe's command line, as its main() names them
+
+    def command(self, budget: Budget, data: str | None) -> list[str]:
+        where = {"data": data, "checkpoints": budget.work / self.name, "resume": True, "out": self.out(budget)}
+        options = {key: value for key, value in {**self.options, **where}.items() if value is not None}
+        words = [sys.executable, str(HERE / f"{self.study.recipe}.py")]
+        for key, value in options.items():
+            option = key.replace("_", "-")
+            words += [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [
+                f"--{option}", str(value)]
+        return words
+
+    def out(self, budget: Budget) -> Path:
+        return budget.results / f"{self.name}.json"
+
+
+def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
+    """A row's run; what is changed beyond the row is in its name."""
+    options = {**study.options, **ROWS[study.recipe][row][1]}
+    marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
+             "sparsity": lambda x: f"sparsity{100 * x:.6g}", "factor_masking": lambda _: "nomasking",
+             "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
+             "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
+    words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
+    return Run("-".join([study.name, row, *words, str(seed)]), study, {**options, **changed, "seed": seed})
+
+
+def ablation(study: Study, seeds: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, Run]]:
+    """Row -> seed -> run."""
+    return {row: {seed: run(study, row, seed) for seed in seeds[row]} for row in ROWS[study.recipe]}
+
+
+def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
+    """Recipe -> row -> seed -> run."""
+    first, second, between = budget.seeds
+    return {study.recipe: ablation(study, {**dict.fromkeys(BETWEEN, between), **dict.fromkeys(MAIN, seeds)})
+            for study, seeds in ((budget.cifar10, first), (budget.ptb, second))}
+
+
+def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
+    """Epochs -> dense, or with momentum factor masking, or without it -> sparsity -> seed -> run."""
+    study = budget.cifar10
+
+    def at(epochs: int, sparsity: float, seed: int, **switched: Any) -> Run:
+        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
+        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity, **switched)
+
+    seeds, sparsities = budget.seeds[0], (0.9, 0.99, study.options["sparsity"])
+    return {n: {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n) for seed in seeds}},
+                "masking": {x: {seed: at(n, x, seed) for seed in seeds} for x in sparsities},
+                "no masking": {x: {seed: at(n, x, seed, factor_masking=False) for seed in seeds} for x in sparsities}}
+            for n in budget.lengths}
+
+
+def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
+    """Row -> workers, each of batch 32 -> run."""
+    return {row: {n: run(budget.cifar10, row, 0, virtual_workers=n) for n in budget.workers} for row in WORKERS}
+
+
+def warmed(budget: Budget, warmup: float, sparsity: float, seed: int) -> Run:
+    """DGC with a warm-up of so many epochs; with none it is the parts' row before the last."""
+    if warmup == 0:
+        return run(budget.cifar10, "masking", seed, sparsity=sparsity)
+    return run(budget.cifar10, "dgc", seed, sparsity=sparsity, warmup_epochs=warmup)
+
+
+def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
+    """Epochs of warm-up -> sparsity -> run."""
+    return {warmup: {sparsity: warmed(budget, warmup, sparsity, 0) for sparsity in budget.sparsities}
+            for warmup in budget.warmups}
+
+
+def by_warmup(budget: Budget) -> dict[float, dict[int, Run]]:
+    """Epochs of warm-up -> seed -> run, at the usual sparsity."""
+    return {warmup: {seed: warmed(budget, warmup, budget.cifar10.options["sparsity"], seed)
+                     for seed in budget.seeds[0]} for warmup in budget.warmups}
+
+
+def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
+    """Exchange -> workers -> seed -> run. All train with 128 images a step, whatever the number of workers."""
+    def at(workers: int, seed: int, **options: Any) -> Run:
+        return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
+
+    shared, denser = {"exchange": "shared"}, {"sparsity": 0.99, "factor_masking": False}
+
+    def machines(workers: int) -> dict[str, Any]:
+        return {"hierarchical": True, "virtual_node": 2 if workers == 4 else 4}
+
+    ways: dict[str, Any] = {
+        "all-gather": lambda n: {}, "shared": lambda n: shared, "hierarchical": machines,
+        "shared, 99.6 %": lambda n: {**shared, "sparsity": 0.996},
+        "shared, 99 %, no masking": lambda n: {**shared, **denser},
+        "hierarchical shared, 99 %, no masking": lambda n: {**shared, **denser, **machines(n)},
+        "all-gather, 99 %, no masking": lambda n: denser}
+    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
+            for name, way in ways.items()}
+
+
+def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
+    """Table -> name -> run; in the order of their importance. A run may be in several tables."""
+    rows = ablations(budget)
+    # The main rows seed by seed, so that what is cut short compares methods.
+    main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
+    lengths, exchanges = by_length(budget), list(by_exchange(budget).values())
+    workers, grid = by_workers(budget), by_sparsity(budget)
+    usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
+    cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
+                   for warmup in budget.warmups for sparsity in budget.sparsities)
+    tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
+              "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
+                         for line in lengths[n].values() for at in line.values()],
+              "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
+              "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
+              "warmup": list(by_warmup(budget).values()),
+              "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
+    return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
+
+
+def chosen(budget: Budget, only: list[str]) -> list[Run]:
+    """The runs of these tables, of these names, and those whose names contain one of these words, where they are no
+    run's name; all of them if there are no words.
+    """
+    tables = matrix(budget)
+    runs = {name: run for table in tables.values() for name, run in table.items()}
+    names: set[str] = set()
+    for word in only:
+        found = tables[word] if word in tables else [word] if word in runs else [name for name in runs if word in name]
+        if not found:
+            raise typer.BadParameter(f"--only {word} is in no run; accepted: {', '.join(tables)}, or a part of a name "
+                                     "as --list gives it")
+        names.update(found)
+    return [run for name, run in runs.items() if not only or name in names]

@@ -1,0 +1,170 @@
+"""The tables and figures of what has been run, from the results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import report
+from experiments import (
+    MAIN,
+    ROWS,
+    WORKERS,
+    Budget,
+    Run,
+    Study,
+    ablations,
+    by_exchange,
+    by_length,
+    by_sparsity,
+    by_warmup,
+    by_workers,
+    run,
+)
+from report import RECIPES, Result, Row
+from rich.console import Console
+from rich.markdown import Markdown
+
+SOURCE = {"cifar10": "The paper's are of the authors' talk and, in brackets, of its table for ResNet-110.",
+          "ptb": "The paper's are of the authors' talk."}
+PAPER = {"dense": {4: 93.75, 8: 92.92, 16: 93.14, 32: 93.10},  # of ResNet-110, with these workers
+         "topk": {4: 92.75, 8: 93.02, 16: 92.93, 32: 92.10},
+         "dgc": {4: 93.87, 8: 93.28, 16: 93.20, 32: 93.18}}
+
+
+def draw(budget: Budget, done: Mapping[str, Result]) -> None:
+    """Tables to the screen and to Markdown, figures beside them, of what is done; what is missing is said."""
+    for study in (budget.cifar10, budget.ptb):
+        rows = [Row(title, {seed: done[run.name] for seed, run in runs.items() if run.name in done}, len(runs), paper)
+                for runs, (title, _, paper) in zip(ablations(budget)[study.recipe].values(),
+                                                   ROWS[study.recipe].values(), strict=True)]
+        if not any(row.results for row in rows):
+            print(f"No results of {study.name} yet", flush=True)
+            continue
+        recipe = RECIPES[study.recipe]
+        texts = [f"**The parts.** {conditions(study, rows)}\n\n{report.ablation(recipe, rows)}"]
+        report.ablation_picture(recipe, rows, budget.figures / f"{study.name}-ablation.png")
+        curves = [done[name] for row in MAIN if (name := run(study, row, 0).name) in done]
+        if curves:
+            report.picture(curves, budget.figures / f"{study.name}.png")
+        if study is budget.cifar10:
+            texts += [draw_table(budget, done)
+                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
+        path = budget.results / f"{study.name}.md"
+        path.write_text("\n".join(filter(None, texts)))
+        Console(width=140).print(Markdown(path.read_text()))
+        print(f"{path}, and figures in {budget.figures}/{study.name}*.png", flush=True)
+
+
+def conditions(study: Study, rows: list[Row]) -> str:
+    """In words, from what the results say."""
+    results = [result for row in rows for result in row.results.values()]
+    made: dict[str, set[str]] = {}
+    for machine in (result["machine"] for result in results):
+        made.setdefault(f"{machine['device']}, torch {machine['torch']}", set()).add(
+            machine.get("dgc", "a commit that was not recorded"))
+    return (f"{study.title} on {' and '.join(sorted({result['dataset'] for result in results}))}, "
+            f"{study.options['epochs']} epochs, {study.options['virtual_workers']} workers, "
+            f"{100 * study.options['sparsity']:.5g} %, warm-up of {study.options['warmup_epochs']:g} epochs; "
+            + "; ".join(f"{where}; dgc {' | '.join(sorted(commits))}" for where, commits in sorted(made.items()))
+            + f". Differences to dense training are between runs of one seed, their 95 % interval is Student's. "
+              f"{SOURCE[study.recipe]}")
+
+
+def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table and the figure, or nothing."""
+    runs, recipe = by_length(budget), RECIPES["cifar10"]
+    if not adds(budget, [at for lines in runs.values() for line in lines.values() for at in line.values()], done):
+        return ""
+    panes = {f"{n} epochs": by_seed(lines, done) for n, lines in runs.items()}
+    report.differences_picture(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
+    seeds = ", ".join(map(str, budget.seeds[0]))
+    return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
+            "in proportion; in brackets the difference to dense training. "
+            f"{sum(map(count, panes.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
+                report.differences(title, lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
+                for title, lines in panes.items()))
+
+
+def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:
+    """Of those that are done, what was measured."""
+    return {name: {x: {seed: report.measured(done[run.name]) for seed, run in at.items() if run.name in done}
+                   for x, at in line.items()} for name, line in runs.items()}
+
+
+def count(lines: Mapping[str, Mapping[Any, Mapping[int, Any]]]) -> int:
+    return sum(len(at) for line in lines.values() for at in line.values())
+
+
+def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table and the figure, or nothing."""
+    runs = by_workers(budget)
+    if not adds(budget, runs.values(), done):
+        return ""
+    lines = {WORKERS[row]: {n: done.get(run.name) for n, run in line.items()} for row, line in runs.items()}
+    paper = {WORKERS[row]: PAPER[row] for row in WORKERS}
+
+    def cell(name: str, workers: float, result: Result | None) -> str:
+        return f"{report.shown(result) if result else '-'} ({paper[name][int(workers)]:.2f})"
+
+    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-workers.png", "workers",
+                         lambda n: n, str)
+    return (f"**More workers**, each of batch 32, seed 0; in brackets the paper's, of ResNet-110 and 164 epochs. "
+            f"{found(lines)}\n\n{report.grid('workers', lines, str, cell)}")
+
+
+def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table and the figure, or nothing."""
+    runs = by_sparsity(budget)
+    if not adds(budget, runs.values(), done):
+        return ""
+    lines = {f"warm-up of {warmup:g}": {sparsity: done.get(run.name) for sparsity, run in line.items()}
+             for warmup, line in runs.items()}
+
+    def cell(name: str, sparsity: float, result: Result | None) -> str:
+        return f"{report.shown(result)} ({report.times(report.ratios(result)[0])})" if result else "-"
+
+    dense = done.get(run(budget.cifar10, "dense", 0).name)
+    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-sparsity.png",
+                         "entries sent (%)", lambda sparsity: 100 * (1 - sparsity),
+                         lambda sparsity: f"{100 * (1 - sparsity):.2g}", dense)
+    return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
+            f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
+            f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
+
+
+def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    runs = by_warmup(budget)
+    if not adds(budget, runs.values(), done):
+        return ""
+    lines = {"dense": {seed: run(budget.cifar10, "dense", seed) for seed in budget.seeds[0]},
+             **{f"warm-up of {warmup:g}": at for warmup, at in runs.items()}}
+    rows = [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
+            for title, at in lines.items()]
+    return (f"**Warm-up** in epochs, at {100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
+            f"{report.ablation(RECIPES['cifar10'], rows)}")
+
+
+def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    runs, study = by_exchange(budget), budget.exchange
+    lines = by_seed(runs, done)
+    if not count(lines):
+        return ""
+    return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
+            f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
+            f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
+            f"all-gather. {count(lines)} of {count(runs)} runs.\n\n"
+            f"{report.differences('', lines, lambda n: f'{n} workers', RECIPES['cifar10'])}")
+
+
+def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:
+    """Whether a table says more than that of the parts, with which it shares some runs."""
+    parts = {run.name for rows in ablations(budget).values() for runs in rows.values() for run in runs.values()}
+    return any(run.name in done and run.name not in parts for line in lines for run in line.values())
+
+
+def found(lines: Mapping[str, Mapping[float, Result | None]]) -> str:
+    results = [result for line in lines.values() for result in line.values()]
+    return f"{sum(result is not None for result in results)} of {len(results)} runs."
