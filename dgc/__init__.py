@@ -11,10 +11,9 @@ from dgc.frontends.ddp import register_comm_hook
 from dgc.frontends.optimizer import DistributedOptimizer
 from dgc.schedule import adaptive, constant, dense_until, piecewise, warmup
 from dgc.transport import lockstep
+from dgc.version import __version__
 
-__version__ = "0.1.0"
-
-__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "adaptive",
+__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "__version__", "adaptive",
            "broadcast_parameters", "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise",
            "register_comm_hook", "save_checkpoint", "warmup"]
 

@@ -72,7 +72,7 @@ def run() -> int:
 
 @contextmanager
 def usage(option: str) -> Iterator[None]:
-    """What is wrong with an argument is told as a usage error."""
+    """Tells what is wrong with an argument as a usage error."""
     try:
         yield
     except ValueError as error:
@@ -86,7 +86,7 @@ def importable(name: str) -> None:
 
 
 def aside(as_json: bool) -> AbstractContextManager[object]:
-    """What the user's own code prints is no part of the JSON."""
+    """Keeps what the user's own code prints out of the JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 

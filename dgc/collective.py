@@ -1,12 +1,14 @@
-"""What a path asks of a transport: collectives among the ranks of a world."""
+"""Collectives among the ranks of a world: the requests of a path to a transport."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class World:
 
     @property
     def node(self) -> int:
-        """Which of them this rank belongs to."""
+        """The contributor that this rank belongs to."""
         return self.rank // self.node_size
 
     @property
@@ -58,7 +60,7 @@ class World:
         return World(self.rank, self.size)
 
     def divisor(self, average: bool) -> float:
-        """Of the sum over nodes; where ranks are to be added up, a node's average counts as often as it has ranks."""
+        """The divisor of the sum over nodes; where ranks are added up, a node's average counts once for each rank."""
         return self.nodes if average else 1 / self.node_size
 
     def members(self, group: str) -> range:
@@ -74,7 +76,7 @@ class World:
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
 
 
-Path = Generator[Collective, Tensor, Any]  # the way of a bucket; returns an update (dgc.paths.update)
+Path = Generator[Collective, Tensor, T]  # the way of a bucket; most return an update (dgc.paths.update)
 
 
 class AbandonedError(Exception):

@@ -1,4 +1,4 @@
-"""What the user chose: a frozen Config. Every error about it is raised here, at construction."""
+"""The user's choices: a frozen Config. Every error about it is raised here, at construction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs: each way of adding up gradients as rounds of messages, and the time that they take on given links.
+"""The cost of each way to add up gradients: rounds of messages, and the time that they take on given links.
 
 The model is Hockney's: a message of n bytes takes alpha + n beta, alpha being a link's latency and 1 / beta its
 bandwidth; a worker sends one message and receives one at a time. Bytes and rounds of dense collectives are those of
@@ -323,7 +323,7 @@ def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Ten
 
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:
-    """Which workers send, and to whom, in one round."""
+    """The workers that send in one round, and those that they send to."""
     rank = torch.arange(workers)
     if pattern == "tree":
         sender = rank[(rank % (2 * distance) == 0) & (rank + distance < workers)]

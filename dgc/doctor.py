@@ -1,4 +1,4 @@
-"""What works here: what is installed and built, which kernels will run, and a few steps between two local processes."""
+"""The self-test: packages and builds, the kernels that will run, and a few steps between two local processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HOROVOD = ("gloo_built", "mpi_built", "nccl_built", "cuda_built", "rocm_built", 
 
 
 def examine(limit: float = LIMIT) -> dict[str, Any]:
-    """All of it, as plain values. ``problems`` names what is installed and does not work; it is empty if all does.
-    ``advice`` is what would make it faster.
+    """Examines all of it, as plain values. ``problems`` names what is installed and does not work; it is empty if all
+    does. ``advice`` is what would make it faster.
 
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.

@@ -1,4 +1,4 @@
-"""What is kept: u and v of the parameters of one bucket; clip, accumulate, take, restore.
+"""The residual: u and v of the parameters of one bucket; clip, accumulate, take, restore.
 
 The letters are the paper's (Algorithm 1 and section 3): g is the local gradient, u the velocity, v what has been
 accumulated and not yet sent, m the momentum.
@@ -186,7 +186,7 @@ def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool,
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What u and v of a parameter are kept in: float32 for float16 and bfloat16, else its own dtype."""
+    """The dtype of u and v of a parameter: float32 for float16 and bfloat16, else its own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

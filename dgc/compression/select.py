@@ -1,4 +1,4 @@
-"""What is sent: the k largest of |v|, by sorting or from a sampled threshold."""
+"""Selection of the k largest of |v|, by sorting or from a sampled threshold."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def exact(v: Tensor, k: int) -> Tensor:
 
 
 def stride(k: int) -> int:
-    """Of how many lines one is sampled to find the k largest; odd, so that it has no common period with the shapes
-    that parameters have.
+    """The distance between two sampled lines, to find the k largest; odd, so that it has no common period with the
+    shapes that parameters have.
     """
     return k // max(HITS, math.isqrt(k) // 4) | 1
 

@@ -1,4 +1,4 @@
-"""How it is written down: the entries of one bucket <-> one message of fixed size.
+"""The wire format: the entries of one bucket <-> one message of fixed size.
 
 A message has k slots for each parameter, whether they are all used or not, so that its size is known to every rank
 beforehand. Positions are counted within blocks of 65,536 entries of a parameter, so that 16 bits hold them. In bytes,
@@ -172,7 +172,7 @@ class Layout:
             raise self.corrupt(sender)
 
     def read_places(self, counts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each entry, int64 (E,): its slot, its position in the bucket, and how many entries of its block follow."""
+        """Each entry's slot, its position in the bucket, and how many entries of its block follow: int64 (E,) each."""
         slot = self.uses(self.used(counts)).nonzero().flatten()
         block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
         local = positions[slot].to(torch.int64) & (BLOCK - 1)
@@ -190,7 +190,7 @@ class Layout:
         check(message, self.nbytes, self.bucket, self.named(sender))
 
     def named(self, sender: int) -> str:
-        """What errors call it."""
+        """The sender's name in errors."""
         return sender_name(sender, self.node_size)
 
     def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
@@ -297,7 +297,7 @@ def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
 
 
 def sender_name(sender: int, node_size: int = 1) -> str:
-    """What errors call a contributor: a rank, or the ranks of a node."""
+    """The name of a contributor in errors: a rank, or the ranks of a node."""
     first = sender * node_size
     return f"rank {sender}" if node_size == 1 else f"ranks {first} to {first + node_size - 1}"
 

@@ -71,7 +71,7 @@ class AdaptiveSparsity:
         self._ended, self._exposed = now, []
 
     def _exposed_share(self, now: Any) -> float | None:
-        """Of computing time that exchanges are exposed for; None if most steps were not measured on all ranks."""
+        """The exposed time of exchanges / computing time; None if most steps were not measured on all ranks."""
         if self._device.type == "cuda":
             now.synchronize()
         own = torch.full((self._schedule.every, 2), torch.nan, dtype=torch.float64)

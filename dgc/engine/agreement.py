@@ -17,6 +17,7 @@ from dgc.engine.shards import local, shard
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport
 from dgc.transport.bytes import gather_bytes
+from dgc.version import __version__
 from dgc.warn import warn
 
 LINE = 256  # bytes of a line that an error shows
@@ -51,7 +52,6 @@ class Agreement:
 
     def _needed(self) -> dict[str, list[str]]:
         """Section -> lines that must be alike."""
-        from dgc import __version__
         parameters, table, config = self._parameters.all(), self._parameters, self._settings.config
         return {
             "the version of dgc": [__version__],
@@ -132,7 +132,7 @@ def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]]
 
 
 def _differing_lines(text: bytes, transport: Transport, device: torch.device) -> list[tuple[str, str]]:
-    """Of each rank, the first line in which it differs from rank 0, and rank 0's."""
+    """The first line in which each rank differs from rank 0, and rank 0's."""
     length = torch.tensor([len(text)], device=device)
     longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
     padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)

@@ -16,7 +16,7 @@ from dgc.engine.buckets import DTYPES
 
 
 class Exchanging(Protocol):
-    """What the source of gradients asks of the engine."""
+    """The engine, as a source of gradients sees it."""
 
     def exchange(self) -> None:
         """Ends the step's exchange."""

@@ -1,4 +1,4 @@
-"""Which parameters travel together, and in which order they leave."""
+"""Buckets of parameters that travel together, in the order in which they leave."""
 
 from __future__ import annotations
 

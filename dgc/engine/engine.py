@@ -30,7 +30,7 @@ from dgc.warn import warn
 
 
 class GradientSource(Protocol):
-    """What brings the gradients, and so decides when a step's exchange ends."""
+    """Brings the gradients, and so decides when a step's exchange ends."""
 
     ends_with_backward: bool  # the exchange does, rather than with synchronize() or step()
 

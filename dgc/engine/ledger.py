@@ -37,7 +37,7 @@ class Report:
 
 
 class Ledger:
-    """What this rank has sent."""
+    """Counts what this rank sends."""
 
     def __init__(self) -> None:
         self._last: Any = Counter()  # bytes are fractions, by the formulas, and entries are integers
@@ -83,7 +83,7 @@ class Ledger:
         return before
 
     def end_flush(self, before: Any) -> None:
-        """What is reported is the last step's, but totals have the flush."""
+        """A flush has ended: totals have it, and the report is again of the last step."""
         self._totals["bytes_sent"] += self._last["bytes_sent"]
         self._last = before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from dgc.engine.shards import shard
 from dgc.engine.step import Step
 from dgc.paths.finite import who_is_not_finite
 from dgc.paths.nodes import average_in_node
+from dgc.paths.update import Update
 
 
 class Nodes:
@@ -92,7 +92,7 @@ class Nodes:
             step.node_means.update({p: means[name].to(bucket.dtype) for name, p in of_name.items()})
 
     def path(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
-             onward: Callable[[ParameterBucket, list[Tensor], Step], Path]) -> Generator[Collective, Tensor, Any]:
+             onward: Callable[[ParameterBucket, list[Tensor], Step], Path[Update]]) -> Path[Update]:
         """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is.
 
         Args:

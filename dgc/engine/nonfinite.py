@@ -22,7 +22,7 @@ Count = Callable[[Collective], None]  # told each collective that begins
 
 
 class NonFinite:
-    """What was found, and has still to be raised on all ranks.
+    """Keeps what was found until it is raised, on all ranks.
 
     Args:
         settings: of the optimizer.

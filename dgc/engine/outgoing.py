@@ -22,14 +22,15 @@ from dgc.engine.step import Step
 from dgc.paths.compressed import reduce
 from dgc.paths.dense import reduce_dense, reduce_rounded
 from dgc.paths.sparse import reduce_sparse
+from dgc.paths.update import SparseUpdate, Update
 
 
 class Departure(NamedTuple):
-    """What leaves together."""
+    """Gradients that leave together."""
 
     name: str  # of the exchange
     parameters: list[Tensor]
-    path: Path
+    path: Path[Update | SparseUpdate]
 
 
 class Outgoing:
@@ -47,7 +48,7 @@ class Outgoing:
 
     def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step, config: Config,
                    refuse: bool) -> Iterator[Departure]:
-        """What leaves of a bucket: one exchange of what is dense in memory, and one of each sparse gradient.
+        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
 
         Args:
             taking_part: the parameters of the bucket that are exchanged in this step.
@@ -57,7 +58,7 @@ class Outgoing:
         alone = self.sparse_among(taking_part)
         dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
         if dense:
-            def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path:
+            def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
                 if bucket.compressed:
                     return self._compressed(bucket, parameters, step, config)
                 return self._dense(bucket, parameters, step, refuse)
@@ -102,7 +103,8 @@ class Outgoing:
                 dtype=parameter.dtype, device=parameter.device, check_invariants=False)
         return g if g.is_sparse else g.to_sparse(dimensions)
 
-    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, config: Config) -> Path:
+    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
+                    config: Config) -> Path[Update]:
         """The path of a bucket that travels compressed."""
         assert bucket.kept is not None
         if self._nodes.single or step.world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
@@ -120,7 +122,7 @@ class Outgoing:
         return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
                       average=self._settings.average, scale=scale)
 
-    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, refuse: bool) -> Path:
+    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, refuse: bool) -> Path[Update]:
         """The path of a bucket that travels dense."""
         rounded = bucket.kept is not None and step.world.size > 1
         taking_part = set(parameters)

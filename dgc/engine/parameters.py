@@ -19,7 +19,7 @@ STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadca
 
 
 class Parameters:
-    """What is known of each parameter, from when the optimizer was made.
+    """Knows each parameter's name, bucket and way of travelling, from when the optimizer was made.
 
     The optimizer is asked for its groups and its state each time, as loading replaces both, and is not kept alive.
 

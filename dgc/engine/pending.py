@@ -1,4 +1,4 @@
-"""What is pending: u and v as a state that is saved, loaded, and shared anew when ranks come and go."""
+"""Residuals as a state: saved, loaded, and shared anew when ranks come and go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pending:
         return {**self._identity(), **kept}
 
     def _identity(self) -> dict[str, Any]:
-        """Whose residuals they are."""
+        """The rank, world size and shard that the residuals belong to."""
         world = self._settings.world
         part = shard(self._parameters.all()[0])
         return {"version": 1, "rank": world.rank, "size": world.size, **({} if part is None else {"shard": part})}

@@ -15,7 +15,7 @@ from dgc.engine.step import Inverse, Step
 
 
 class Scaling:
-    """What is accumulated of a gradient.
+    """Scales gradients before they are accumulated.
 
     Args:
         settings: of the optimizer.
@@ -48,9 +48,7 @@ class Scaling:
         return g.detach() if g.requires_grad else g
 
     def gradient(self, parameter: Tensor, step: Step) -> Tensor:
-        """What is exchanged of a parameter: its local gradient, or the mean of the node's, and the decay if that is
-        sent.
-        """
+        """The gradient that is exchanged: the local one, or the mean of the node's, and the decay if that is sent."""
         if (g := step.node_means.get(parameter)) is None:
             g = self.own(parameter)
         if not self._settings.config.local_weight_decay and self._parameters.bucket_of[parameter].compressed:

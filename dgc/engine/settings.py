@@ -1,4 +1,4 @@
-"""What an optimizer was made with."""
+"""The arguments that an optimizer was made with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgc.transport import ProcessSet, Transport
 
 
 class Role(Enum):
-    """What this process is in the exchange."""
+    """The part of this process in the exchange."""
 
     MEMBER = "exchanges gradients with others"
     ALONE = "is the only process, so that the plain optimizer does"

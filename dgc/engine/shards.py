@@ -27,7 +27,7 @@ def local(tensor: Any) -> Any:
 
 
 def shard(parameter: Tensor) -> tuple[int, int] | None:
-    """Which shard of a parameter this rank has, and of how many; None if the parameter is whole."""
+    """The number of this rank's shard, and how many there are; None if the parameter is whole."""
     mesh = getattr(parameter, "device_mesh", None)
     return None if mesh is None else (mesh.get_local_rank(), mesh.size())
 

@@ -1,4 +1,4 @@
-"""What is known of one training step."""
+"""The state of one training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
-from dgc.paths.update import Update
+from dgc.paths.update import SparseUpdate, Update
 from dgc.transport.streams import StreamedExchange
 
 
@@ -31,7 +31,7 @@ class Flight:
 
     bucket: ParameterBucket
     parameters: list[Tensor]  # those of the bucket that take part
-    exchange: StreamedExchange
+    exchange: StreamedExchange[Update | SparseUpdate]
 
 
 @dataclass(frozen=True)

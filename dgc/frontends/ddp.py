@@ -68,7 +68,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
 
 
 def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
-    """What DDP calls with each of its buckets, in the same order on every rank."""
+    """The hook that DDP calls with each of its buckets, in the same order on every rank."""
     engine = engine_of(state)
     return engine.source.receive(bucket, engine)  # type: ignore[attr-defined]  # of an optimizer that is registered
 

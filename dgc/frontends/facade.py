@@ -38,8 +38,8 @@ class _OfEngine(Generic[T]):
 
 
 class Distributed(torch.optim.Optimizer):
-    """What :func:`dgc.DistributedOptimizer` returns is an instance of a class that inherits from the wrapped
-    optimizer's, and has these methods.
+    """The type of what :func:`dgc.DistributedOptimizer` returns: a torch optimizer with these methods. Its class is
+    made at run time and inherits from the wrapped optimizer's.
     """
 
     _inner: type[torch.optim.Optimizer]

@@ -159,7 +159,7 @@ class _Hooked(Distributed):
 
 
 def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
-    """What a pickle has of any distributed optimizer: the class within, its state, names, residuals, sparse ones."""
+    """The parts of any distributed optimizer's pickle: inner class, state, names, residuals, sparse dimensions."""
     engine = engine_of(optimizer)
     state = {"defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
     names = [(name, p) for p, name in engine.parameters.names.items()]
@@ -174,7 +174,7 @@ def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapp
 
 @dataclass(frozen=True)
 class Shared:
-    """What a deep copy has in common with its original: a process set cannot be copied."""
+    """A value that a deep copy has in common with its original: a process set cannot be copied."""
 
     value: Any
 

@@ -16,12 +16,13 @@ from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.gathered import gather
 from dgc.paths.shared import sum_at_support
 from dgc.paths.task import Task, clipping, kernel_of, layout_of
+from dgc.paths.update import Update
 
-PATHS: dict[str, Callable[[Task], Path]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
+PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
-           average: bool = True, scale: Tensor | None = None) -> Path:
+           average: bool = True, scale: Tensor | None = None) -> Path[Update]:
     """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and 4).
 
     At density 1 everything is sent, u is not masked, and the update is exactly that of momentum SGD, because
@@ -55,7 +56,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
 
 
-def _sum_all(task: Task) -> Path:
+def _sum_all(task: Task) -> Path[Update]:
     """Density 1: all of v, as one sum."""
     bucket = task.bucket
     verdict = local_verdict(bucket, task.accumulate())
@@ -64,7 +65,7 @@ def _sum_all(task: Task) -> Path:
     return (yield from summed(bucket, None, taken, task.world, task.average, verdict))
 
 
-def _sum_chosen(task: Task) -> Path:
+def _sum_chosen(task: Task) -> Path[Update]:
     """The chosen entries as one dense sum, which is fewer bytes than the messages."""
     bad, index, used = task.select()
     bucket, verdict = task.bucket, local_verdict(task.bucket, bad)
@@ -76,7 +77,7 @@ def _sum_chosen(task: Task) -> Path:
     return (yield from summed(bucket, index, values, task.world, task.average, verdict))
 
 
-def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path:
+def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path[Update]:
     """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is left alone."""
     bucket.total_entries += sum(n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names)
     taken = bucket.take_all(names)

@@ -20,7 +20,7 @@ _wholes: WeakKeyDictionary[Bucket, Whole] = WeakKeyDictionary()
 
 
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
-                 predivide: float = 1.0, refuse: bool = True) -> Path:
+                 predivide: float = 1.0, refuse: bool = True) -> Path[DenseUpdate]:
     """The path of parameters that always travel dense: their gradients, summed by one ring allreduce.
 
     Args:
@@ -61,7 +61,7 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
 
 
 def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World, *,
-                   average: bool = True) -> Path:
+                   average: bool = True) -> Path[DenseUpdate]:
     """The path of parameters that always travel dense, rounded to ``dtype``; v of the bucket keeps what that drops.
 
     Args:
@@ -104,7 +104,7 @@ def _whole(bucket: Bucket, dtype: torch.dtype) -> Whole:
 
 
 def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool,
-           verdict: LocalVerdict) -> Path:
+           verdict: LocalVerdict) -> Path[DenseUpdate]:
     """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad gradient takes part to say
     so.
 

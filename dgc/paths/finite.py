@@ -20,7 +20,7 @@ from dgc.compression.wire import not_finite, sender_name
 
 @dataclass(frozen=True)
 class LocalVerdict:
-    """What this rank's host knows of its own gradients.
+    """The host's knowledge of this rank's own gradients.
 
     Args:
         names: the parameters whose gradient is not finite.

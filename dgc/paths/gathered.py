@@ -8,7 +8,7 @@ from dgc.paths.task import Task
 from dgc.paths.update import Update
 
 
-def gather(task: Task) -> Path:
+def gather(task: Task) -> Path[Update]:
     """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and 4)."""
     bad, index, used = task.select()
     bucket, layout, kernel = task.bucket, task.layout, task.kernel

@@ -12,7 +12,7 @@ from dgc.paths.task import Task
 from dgc.paths.update import DenseUpdate
 
 
-def sum_at_support(task: Task) -> Path:
+def sum_at_support(task: Task) -> Path[DenseUpdate]:
     """The leader of this step names the positions, and all ranks' values there are summed, in the residual's dtype:
     bytes that do not grow with their number (Chen et al., "ScaleCom", 2020). A last value says whose gradient is not
     finite.

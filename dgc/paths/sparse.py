@@ -11,7 +11,7 @@ from dgc.paths.update import SparseUpdate
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
-                  refuse: bool = True) -> Path:
+                  refuse: bool = True) -> Path[SparseUpdate]:
     """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
 
     The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded.

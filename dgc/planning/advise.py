@@ -20,7 +20,7 @@ MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 
 
 class Advice(NamedTuple):
-    """What to do on a cluster."""
+    """Advice for a cluster."""
 
     pays: bool
     dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer

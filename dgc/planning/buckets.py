@@ -1,4 +1,4 @@
-"""What a training sends in one step, bucket by bucket, as the optimizer packs them.
+"""The bytes that a training sends in one step, bucket by bucket, as the optimizer packs them.
 
 The bytes of compressed messages are those of :class:`dgc.compression.wire.Layout`.
 """

@@ -117,7 +117,7 @@ class Loaded(NamedTuple):
 
     @property
     def caveat(self) -> str:
-        """What a count of bytes leaves out; nothing where it is exact."""
+        """A sentence on what a count of bytes leaves out; "" where it is exact."""
         return "" if self.dtypes == ("float32",) else (
             f"Bytes are those of float32 parameters; those of {self.name} are {' and '.join(self.dtypes)}.")
 
@@ -159,7 +159,7 @@ def load(model: str) -> Loaded:
 
 
 def callable_named(name: str) -> Callable[..., Any]:
-    """What ``module:name`` means, with modules of the current folder.
+    """The object that ``module:name`` means, with modules of the current folder.
 
     Raises:
         ValueError: there is none, or it cannot be called.
@@ -187,7 +187,7 @@ def callable_named(name: str) -> Callable[..., Any]:
 
 
 class TheirError(Exception):
-    """What the user's own code raised, and where."""
+    """An error of the user's own code, and where it was raised."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ INSIDE = {"pcie": Link(10e-6, 12e9), "nvlink": Link(5e-6, 300e9)}  # PCIe 3.0 x1
 
 @dataclass(frozen=True)
 class Local:
-    """What a worker does itself, in seconds.
+    """A worker's own work, in seconds.
 
     Args:
         compress: for each entry of a compressed parameter: accumulate, select, take, encode, write the update.

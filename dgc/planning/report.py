@@ -14,7 +14,7 @@ from dgc.planning.predict import CPU, DGC, Local, Method, Prediction, methods, o
 
 
 class Plan(NamedTuple):
-    """What ``dgc plan`` tells."""
+    """The answer of ``dgc plan``."""
 
     model: str
     numel: int

@@ -18,7 +18,7 @@ FORGET = 16  # decisions, after which an exchange that did not hide is tried onc
 
 
 class Found(NamedTuple):
-    """What an adaptive schedule knows, alike on all ranks."""
+    """The knowledge of an adaptive schedule, alike on all ranks."""
 
     sparsity: float  # in force
     hides: float = 1.0  # the least sparsity at which the exchange was seen to hide; 1: at none

@@ -114,7 +114,7 @@ def _number(expression: str, argument: _Argument) -> float:
 
 
 def _named(expression: str, make: Callable[[], T]) -> T:
-    """What it makes, or its error with the expression in front."""
+    """The schedule that a function makes, or its error with the expression in front."""
     try:
         return make()
     except ValueError as error:

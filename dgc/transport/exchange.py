@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Generic, TypeVar
 
 from dgc.collective import AbandonedError, Collective, Path
 from dgc.transport.protocol import Transport, Wait
 
+T = TypeVar("T")
 
-class Exchange:
+
+class Exchange(Generic[T]):
     """A path on its way: its collective has begun, and :meth:`finish` takes it to its end."""
 
-    def __init__(self, path: Path, transport: Transport, name: str, on_start: Callable[[Collective], None]):
+    def __init__(self, path: Path[T], transport: Transport, name: str, on_start: Callable[[Collective], None]):
         self._path, self._transport, self._name, self._on_start = path, transport, name, on_start
-        self._rounds, self._result = 0, None
+        self._rounds = 0
+        self._result: list[T] = []
         self._wait = self._start(next(path))
 
     def _start(self, collective: Collective) -> Wait:
@@ -35,7 +38,7 @@ class Exchange:
         try:
             collective = self._path.send(result)
         except StopIteration as end:
-            self._result = end.value
+            self._result.append(end.value)
             return False
         self._wait = self._start(collective)
         return True
@@ -45,11 +48,11 @@ class Exchange:
         """Whether to :meth:`advance` during a backward pass; see :class:`dgc.transport.protocol.Wait`."""
         return self._wait.ready()
 
-    def finish(self) -> Any:
+    def finish(self) -> T:
         """Waits for the collectives that the path asks for, and returns its result."""
         while self.advance():
             pass
-        return self._result
+        return self._result[0]
 
     def abandon(self, wait: bool) -> None:
         """Gives up; what was taken is put back.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from dgc.collective import Collective, Path
 from dgc.transport.exchange import Exchange
 from dgc.transport.protocol import Transport
+
+T = TypeVar("T")
 
 
 @cache
@@ -49,7 +51,7 @@ def wait_for_own_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
-class StreamedExchange:
+class StreamedExchange(Generic[T]):
     """An exchange in our own stream.
 
     Args:
@@ -57,7 +59,7 @@ class StreamedExchange:
         path, transport, name, on_start: as for :class:`dgc.transport.exchange.Exchange`.
     """
 
-    def __init__(self, device: torch.device, path: Path, transport: Transport, name: str,
+    def __init__(self, device: torch.device, path: Path[T], transport: Transport, name: str,
                  on_start: Callable[[Collective], None]):
         self._device = device
         with own_stream(device):
@@ -73,7 +75,7 @@ class StreamedExchange:
             with own_stream(self._device):
                 self._exchange.advance()
 
-    def finish(self) -> Any:
+    def finish(self) -> T:
         """Waits for the path's end; what is launched next finds its result, which is returned."""
         with own_stream(self._device):
             result = self._exchange.finish()

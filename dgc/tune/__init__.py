@@ -1,4 +1,4 @@
-"""Which schedule, and which clipping: a search over trainings by somebody's own script, or by a Python function.
+"""A search for a schedule and a clipping, over trainings by somebody's own script or by a Python function.
 
 A script says what it has reached by calling :func:`report` after each epoch, which does nothing where no search runs.
 Scripts that are not Python append lines such as ``{"epoch": 1, "metric": 63.5, "bytes": 201234}`` to the file that the

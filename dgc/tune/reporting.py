@@ -1,4 +1,4 @@
-"""What a training says of itself after each epoch."""
+"""Reports of a training after each epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study has found: the front, the recommendation, JSON, and a picture."""
+"""The result of a study: the front, the recommendation, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dgc.tune.trial import Task, Trial
 
 @dataclass(frozen=True)
 class Result:
-    """What a study has found so far."""
+    """The result of a study so far."""
 
     task: Task
     tolerance: float

@@ -50,7 +50,7 @@ def end_with_parent(group: int, seconds: float) -> None:
 
 
 def children() -> list[int]:
-    """Of this process, adopted ones included; nowhere but on Linux."""
+    """The children of this process, adopted ones included; on Linux alone."""
     with suppress(OSError):
         return [int(pid) for thread in Path("/proc/self/task").iterdir()
                 for pid in (thread / "children").read_text().split()]

@@ -39,7 +39,7 @@ class FailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What one trial is to train with."""
+    """The settings of one trial."""
 
     trial: int
     epochs: int
@@ -77,7 +77,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is known of a trial. Its bytes are those that one worker sent in all."""
+    """A finished trial. Its bytes are those that one worker sent in all."""
 
     setting: Setting
     state: str  # complete, pruned, failed
@@ -91,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Task:
-    """What is the same in all trials of a study."""
+    """The task of a study, which is the same in all of its trials."""
 
     command: tuple[str, ...] | str  # or the name of a function
     metric: str

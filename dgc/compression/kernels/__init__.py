@@ -36,7 +36,7 @@ class ReceivedMessages(Protocol):
 
 
 class Kernel(Protocol):
-    """What each module here has; :mod:`dgc.compression.kernels.plain` says what the functions do."""
+    """A module of kernels; :mod:`dgc.compression.kernels.plain` says what the functions do."""
 
     __name__: str
     Received: Callable[[Layout, Tensor, float], ReceivedMessages]

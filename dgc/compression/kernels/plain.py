@@ -107,8 +107,8 @@ class Received:
 
 
 def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
-    """What is wrong with the messages that this bucket received, where that is known later than they are received: not
-    here. It is told once, and then what this rank had taken out of v for them is back there.
+    """The error in the messages that this bucket received, where it is known later than they are received: not here. It
+    is told once, and then what this rank had taken out of v for them is back there.
     """
     return None
 
