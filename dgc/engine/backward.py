@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from dgc.engine.buckets import DTYPES
 
 class Exchanging(Protocol):
     """The engine, as a source of gradients sees it."""
+
+    def arrived(self, parameter: Tensor) -> None:
+        """A backward pass has added to a parameter's gradient."""
 
     def exchange(self) -> None:
         """Ends the step's exchange."""
@@ -37,21 +40,21 @@ class Hooks:
         self._lock = threading.RLock()
         self._task = -1  # torch's number of the last backward pass
 
-    def watch(self, parameters: Iterable[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
+    def watch(self, parameters: Iterable[Tensor], engine: Exchanging) -> None:
         """See :class:`dgc.engine.engine.GradientSource`."""
-        method, lock = WeakMethod(on_gradient), self._lock  # the parameters outlive the optimizer
+        reference, lock = ref(engine), self._lock  # the parameters outlive the optimizer
 
         def call(parameter: Tensor) -> None:
-            if (alive := method()) is not None:
+            if (alive := reference()) is not None:
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
-                    alive(parameter)
+                    alive.arrived(parameter)
 
         for parameter in parameters:
             add_hook(parameter, call)
 
     def arrived(self, engine: Exchanging) -> None:
         """See :class:`dgc.engine.engine.GradientSource`."""
-        if self.ends_with_backward and (task := backward_task()) != self._task:
+        if (task := backward_task()) != self._task:
             self._task = task
             at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
 

@@ -34,12 +34,11 @@ class GradientSource(Protocol):
 
     ends_with_backward: bool  # the exchange does, rather than with synchronize() or step()
 
-    def watch(self, parameters: Iterable[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
-        """Has this method of the engine called with each parameter when a backward pass has added to its gradient."""
+    def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
+        """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to its gradient."""
 
     def arrived(self, engine: Engine) -> None:
-        """Is told of each such gradient; has :meth:`Engine.backward_ends` called where that ends the step's exchange.
-        """
+        """Is told of each such gradient, where ``ends_with_backward``: has :meth:`Engine.backward_ends` called then."""
 
     def synchronize(self, engine: Engine) -> None:
         """Ends the step's exchange, if that has not been done."""
@@ -94,7 +93,7 @@ class Engine:
         if self.settings.exchanges:
             refuse_gradients_of_others(param_groups)
             self.parameters.register(param_groups, groups)
-            self.source.watch(parameters, self.arrived)
+            self.source.watch(parameters, self)
 
     def go_on(self) -> None:
         """Goes on with a training that was loaded into the optimizer."""
@@ -115,25 +114,26 @@ class Engine:
         self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step, phase, before)
         self.misuse.forget()
 
-    # -- the backward pass -----------------------------------------------------------------------------------------
-
     def arrived(self, parameter: Tensor) -> None:
         """A backward pass has added to a parameter's gradient."""
-        self.misuse.refuse_backward(parameter, self.step)
+        step = self.step
+        if (delay := step.delays[parameter]) <= 0:
+            self.misuse.refuse_backward()
         assert parameter.grad is not None and not parameter.grad.requires_grad
-        if self.step.phase is not Phase.COLLECTING:
-            self.misuse.refuse_addition(parameter, self.step)
-            self._open()
-        if self.step.arrive(parameter, self.parameters.bucket_of[parameter]) and self.agreement.reached:
-            self.launcher.launch_ready(self.step)
-        self.source.arrived(self)
+        if step.phase is not Phase.COLLECTING:
+            self.misuse.refuse_addition(parameter, step)
+            step = self._open()
+        if step.arrive(parameter, delay, self.parameters.bucket_of) and self.agreement.reached:
+            self.launcher.launch_ready(step)
+        if self.source.ends_with_backward:
+            self.source.arrived(self)
 
     def backward_ends(self) -> None:
         """A backward pass has ended, and with it the step's exchange, if a gradient is complete."""
         if any(self.step.delays[parameter] == 0 for parameter in self.step.fired):
             self.exchange()
 
-    def _open(self) -> None:
+    def _open(self) -> Step:
         """The first gradient of a step has come."""
         if self.step.phase is Phase.EXCHANGED:
             self.misuse.tell_of_dropped_update()
@@ -146,8 +146,7 @@ class Engine:
         self.pending.loaded = False
         self.ledger.open(self.parameters.dense_bytes(world.size))
         self.pending.tell_of_missing()
-
-    # -- the exchange ----------------------------------------------------------------------------------------------
+        return self.step
 
     def exchange(self) -> None:
         """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
@@ -210,8 +209,6 @@ class Engine:
         self.ledger.close(self.parameters.numel, self.parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
         self.misuse.note(self.parameters.listed)
-
-    # -- the update ------------------------------------------------------------------------------------------------
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""

@@ -48,18 +48,17 @@ class Misuse:
         else:
             self._versions.pop(parameter, None)
 
-    def refuse_backward(self, parameter: Tensor, step: Step) -> None:
+    def refuse_backward(self) -> None:
         """Refuses one backward pass too many.
 
         Raises:
             AssertionError: as stock's.
         """
-        if step.delays[parameter] <= 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
-                "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
-                "DistributedOptimizer of them is still held, by its scheduler or trainer.")
+        raise AssertionError(
+            "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+            "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
+            "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
+            "DistributedOptimizer of them is still held, by its scheduler or trainer.")
 
     def refuse_addition(self, parameter: Tensor, step: Step) -> None:
         """Refuses a first gradient that was added to an update.

@@ -36,7 +36,7 @@ class Parameters:
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
         self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
-        self.listed: list[Tensor] = []
+        self.listed: dict[Tensor, None] = {}  # in order
         self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
         self.frozen: set[Tensor] = set()  # at first; as those once they thaw
 
@@ -71,7 +71,7 @@ class Parameters:
 
     def add(self, parameters: list[Tensor]) -> None:
         """Notes which parameters there are, as stock's class does."""
-        self.listed += parameters
+        self.listed.update(dict.fromkeys(parameters))
         if self._settings.exchanges:
             self.requires_update.update(p for p in parameters if p.requires_grad)
             self.frozen.update(p for p in parameters if not p.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ class Step:
     """One training step of this rank. It is made anew for each, so that nothing is ever reset.
 
     Args:
-        parameters: all that may have a gradient.
+        parameters: all that may have a gradient; of a dict, torch is not asked for their hashes.
         passes: how many backward passes add up to this step.
         phase: IDLE, or how the last exchange ended, until step() has been called.
         before: that exchange's step: its updates and the loss's scale are still wanted.
@@ -92,14 +92,20 @@ class Step:
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
         self.missing = {bucket: len(bucket.parameters) for bucket in buckets}
 
-    def arrive(self, parameter: Tensor, bucket: ParameterBucket) -> bool:
-        """A backward pass has added to a parameter's gradient. Returns whether that completes its bucket."""
+    def arrive(self, parameter: Tensor, delay: int, bucket_of: Mapping[Tensor, ParameterBucket]) -> bool:
+        """A backward pass has added to a parameter's gradient. Returns whether that completes its bucket.
+
+        Args:
+            delay: the backward passes that were missing before.
+            bucket_of: parameter -> its bucket.
+        """
         self.fired.add(parameter)
         if parameter.is_cuda:
             self.streams.add(torch.cuda.current_stream(parameter.device))
-        self.delays[parameter] -= 1
-        if self.delays[parameter]:
+        self.delays[parameter] = delay - 1
+        if delay > 1:
             return False
+        bucket = bucket_of[parameter]
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -169,7 +169,7 @@ class DDPBuckets:
         self._updates: list[tuple[Tensor, Tensor | None, int, Tensor]] = []  # parameter, p.grad, its version, update
         self._failed: FloatingPointError | None = None  # what the last backward pass found, until step() raises it
 
-    def watch(self, parameters: Iterable[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
+    def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """DDP has hooks of its own."""
 
     def arrived(self, engine: Engine) -> None:
