@@ -24,6 +24,7 @@ from dgc import doctor as health
 from dgc import planning
 from dgc import schedule as schedules
 from dgc import tune as tuning
+from dgc.collective import dense_bytes
 from dgc.config import Config
 from dgc.cost import Cluster, Link
 from dgc.extras import missing_extra
@@ -290,7 +291,7 @@ def schedule(
     steps = epochs * steps_per_epoch
     values = [chosen(step) for step in range(steps)]
     sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
-    dense = 2 * (workers - 1) / workers * 4 * loaded.numel
+    dense = dense_bytes(loaded.numel, workers)
     rows, total = [], 0.0
     for step, value in enumerate(values):
         total += sent_at[value]

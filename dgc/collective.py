@@ -93,3 +93,8 @@ def sent_bytes(collective: Collective, world: World) -> float:
     """
     n = len(world.members(collective.group))
     return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": (n - 1) / n}[collective.op] * collective.tensor.nbytes
+
+
+def dense_bytes(numel: int, size: int) -> float:
+    """Bytes that one of so many ranks puts on the wire for a ring allreduce of so many entries in float32."""
+    return 2 * (size - 1) / size * 4 * numel

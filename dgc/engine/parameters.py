@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgc.collective import dense_bytes
 from dgc.compression import kernels
 from dgc.compression.residual import Bucket
 from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
@@ -123,7 +124,7 @@ class Parameters:
 
     def dense_bytes(self, size: int) -> float:
         """Bytes that a ring allreduce of all gradients in float32 would send, among so many ranks."""
-        return 2 * (size - 1) / size * 4 * sum(n for p, n in self.numels.items() if p.requires_grad)
+        return dense_bytes(sum(n for p, n in self.numels.items() if p.requires_grad), size)
 
     def taking_part(self, parameters: Iterable[Tensor], fired: set[Tensor]) -> list[Tensor]:
         """The parameters that are exchanged in a step: all that have had a gradient, and those that are not frozen."""
