@@ -17,7 +17,7 @@ setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' \
-	  || { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); accepted: Python 3.10 to 3.13 (make setup PYTHON=python3.11)"; exit 1; }
+	  || { echo "$(PYTHON) must be Python 3.10 to 3.13, got $$($(PYTHON) -V 2>&1) (make setup PYTHON=python3.11)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
 	  || { echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
 	rm -rf $(VENV)

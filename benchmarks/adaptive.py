@@ -132,7 +132,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(f"--schedule: {error}") from None
     if not isinstance(chosen, Adaptive):
-        raise typer.BadParameter(f"--schedule is {schedule!r}; accepted: an adaptive one")
+        raise typer.BadParameter(f"--schedule must be an adaptive one, got {schedule!r}")
     clean_leftovers()
     rates, change = (rate, rate / 2 if then is None else then), steps // 2
     with Network(hosts) as network:

@@ -328,7 +328,7 @@ def parse(values: str, accepted: Any, option: str) -> list[str]:
     names = values.split(",")
     for name in names:
         if name not in accepted:
-            raise typer.BadParameter(f"{option} has {name!r}; accepted: {', '.join(accepted)}")
+            raise typer.BadParameter(f"{option} must be of {', '.join(accepted)}, got {name!r}")
     return names
 
 

@@ -153,7 +153,8 @@ def plan(
     with usage("--sparsity"):
         config = None if sparsity is None else Config(sparsity)
     if (compute is None) != measure:
-        raise typer.BadParameter("give either --compute SECONDS or --measure")
+        raise typer.BadParameter("one of --compute SECONDS and --measure must be given, got "
+                                 f"{'neither' if compute is None else 'both'}")
     if compute is None:
         with usage("--measure"), aside(as_json):
             compute = planning.measure(loaded)
@@ -187,15 +188,15 @@ def link(text: str, presets: dict[str, Link]) -> Link:
     if name in presets:
         return presets[name]
     if re.search("[0-9] ?[kmgtKMGT]?i?B(?!it|IT)", text.partition(",")[0]):
-        raise ValueError(f"{text!r}, of which the rate is in bytes; accepted: bits a second, eight times as many, as "
-                         "in 2.5gbit or 300mbit")
+        raise ValueError(f"the rate must be in bits a second, eight times the bytes, as in 2.5gbit or 300mbit, "
+                         f"got {text!r}")
     rate, comma, latency = (part.strip() for part in name.partition(","))
     bandwidth = _quantity(rate, {"mbit": 1.25e5, "gbit": 1.25e8, "mbps": 1.25e5, "gbps": 1.25e8})
     microseconds = _quantity(latency, {"us": 1, "ms": 1e3}) if comma else 50.0
     if not bandwidth or microseconds is None:
         part = f"its latency, {latency!r}" if bandwidth else f"its rate, {rate!r}"
-        raise ValueError(f"{text!r}, of which {part}, is wrong; accepted: {', '.join(presets)}, or a rate such as "
-                         "2.5gbit or 300mbit, and a latency if it is not 50us: 40gbit,15us")
+        raise ValueError(f"a link must be {', '.join(presets)}, or a rate such as 2.5gbit or 300mbit, and a latency if "
+                         f"it is not 50us, as in 40gbit,15us; got {text!r}, of which {part} is wrong")
     return Link(microseconds / 1e6, bandwidth)
 
 
@@ -277,8 +278,8 @@ def schedule(
     with usage("EXPR"):
         chosen = schedules.parse(expression, steps_per_epoch)
         if isinstance(chosen, schedules.Adaptive):
-            raise ValueError(f"{expression!r} goes by the network's speed, so nobody knows it beforehand; accepted: "
-                             f"any other schedule, say one of its bounds, {chosen.least:g} and {chosen.most:g}")
+            raise ValueError(f"the schedule must be known beforehand, got {expression!r}, which goes by the network's "
+                             f"speed (show one of its bounds, {chosen.least:g} and {chosen.most:g})")
     importable(model)
     with usage("--model"), aside(as_json):
         loaded = planning.load(model)
@@ -286,8 +287,8 @@ def schedule(
         last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
         epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
         if epochs > EPOCHS and epochs * steps_per_epoch > STEPS:
-            raise typer.BadParameter(f"EXPR: {expression!r} changes as late as at step {last:,}; accepted: with "
-                                     "--epochs, how far to look")
+            raise typer.BadParameter(f"EXPR must change for the last time before step {STEPS:,}, got {expression!r}, "
+                                     f"which changes at step {last:,} (or say by --epochs how far to look)")
     steps = epochs * steps_per_epoch
     values = [chosen(step) for step in range(steps)]
     sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
@@ -419,8 +420,8 @@ def tune(
             objective = planning.callable_named(command[0])
     png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
     if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
-        raise typer.BadParameter(f"study is {study}, its picture {png} and its summary {summary}; accepted: a name for "
-                                 "each, such as tune.db, of which the others are tune.png and tune.json")
+        raise typer.BadParameter(f"the study, its picture and its summary must be three files, got {study}, {png} and "
+                                 f"{summary} (name the study such as tune.db, whose others are tune.png and tune.json)")
     try:
         with aside(as_json):
             found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study,

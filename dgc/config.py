@@ -90,30 +90,32 @@ class Config:
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
         if self.selection not in get_args(Selection):
-            raise ValueError(f"Config: selection is {self.selection!r}; accepted: {', '.join(get_args(Selection))}")
+            raise ValueError(f"Config: selection must be one of {', '.join(get_args(Selection))}, got "
+                             f"{self.selection!r}")
         for name, accepted in (("exchange", get_args(ExchangeName)), ("nonfinite", get_args(NonFinite))):
             if getattr(self, name) not in accepted:
-                raise ValueError(f"Config: {name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
+                raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay",
                      "apply_directly"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"Config: {name} is {getattr(self, name)!r}; accepted: True or False")
+                raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
-            raise ValueError(f"Config: hierarchical is {self.hierarchical!r}; accepted: True, False or 'auto'")
+            raise ValueError(f"Config: hierarchical must be True, False or 'auto', got {self.hierarchical!r}")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
-            raise ValueError(f"Config: clip_norm is {self.clip_norm!r}; accepted: None or a number > 0")
+            raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
         if self.clip_per_tensor and self.clip_norm is None:
-            raise ValueError("Config: clip_per_tensor is True but clip_norm is None; give the bound as clip_norm")
+            raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
         if self.apply_directly and not self.momentum_correction:
-            raise ValueError("Config: apply_directly is True but momentum_correction is False; without it the wrapped "
-                             "optimizer needs p.grad")
+            raise ValueError("Config: momentum_correction must be True where apply_directly is, got False (without it "
+                             "the wrapped optimizer needs p.grad)")
         if self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"Config: wire_dtype is {self.wire_dtype!r}; accepted: {', '.join(map(str, WIRE_DTYPES))}")
+            raise ValueError(f"Config: wire_dtype must be one of {', '.join(map(str, WIRE_DTYPES))}, "
+                             f"got {self.wire_dtype!r}")
         if self.dense_dtype not in DENSE_DTYPES:
-            raise ValueError(f"Config: dense_dtype is {self.dense_dtype!r}; "
-                             f"accepted: {', '.join(map(str, DENSE_DTYPES))}")
+            raise ValueError(f"Config: dense_dtype must be one of {', '.join(map(str, DENSE_DTYPES))}, "
+                             f"got {self.dense_dtype!r}")
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
-            raise ValueError(f"Config: min_numel is {self.min_numel!r}; accepted: an integer >= 0")
+            raise ValueError(f"Config: min_numel must be an integer >= 0, got {self.min_numel!r}")
 
     @property
     def clips_globally(self) -> bool:
@@ -145,9 +147,9 @@ def check_sparsity(value: float, where: str) -> float:
     try:
         sparsity = float(value)
     except (TypeError, ValueError):
-        expression = "; dgc.schedule.parse reads an expression" if isinstance(value, str) else ""
-        raise TypeError(f"{where} is {value!r}; accepted: a number in [0, 1){expression}") from None
+        expression = " (dgc.schedule.parse reads an expression)" if isinstance(value, str) else ""
+        raise TypeError(f"{where} must be a number in [0, 1), got {value!r}{expression}") from None
     if not 0.0 <= sparsity < 1.0:
-        per_cent = f"; {sparsity:g} % is {sparsity / 100:g}" if 1 <= sparsity < 100 else ""
-        raise ValueError(f"{where} is {value!r}; accepted: a number in [0, 1), 0 meaning dense{per_cent}")
+        per_cent = f" ({sparsity:g} % is {sparsity / 100:g})" if 1 <= sparsity < 100 else ""
+        raise ValueError(f"{where} must be a number in [0, 1), 0 meaning dense, got {value!r}{per_cent}")
     return sparsity

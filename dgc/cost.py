@@ -46,8 +46,8 @@ class Link:
         for name in ("latency", "bandwidth", "copying"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
-                raise ValueError(f"Link: {name} is {value!r}; accepted: a finite number "
-                                 f"{'> 0' if name == 'bandwidth' else '>= 0'}")
+                raise ValueError(f"Link: {name} must be a finite number {'> 0' if name == 'bandwidth' else '>= 0'}, "
+                                 f"got {value!r}")
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes / self.bandwidth + nbytes * self.copying
@@ -75,7 +75,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Cluster: {name} is {getattr(self, name)!r}; accepted: an integer >= 1")
+                raise ValueError(f"Cluster: {name} must be an integer >= 1, got {getattr(self, name)!r}")
 
     @property
     def workers(self) -> int:

@@ -82,7 +82,7 @@ def conv3x3(inputs: int, outputs: int, stride: int) -> nn.Conv2d:
 def resnet(depth: int, last: int = 64) -> nn.Module:
     """The CIFAR ResNet of 6n + 2 layers (He et al. 2016, section 4.2), whose last stage has 64 channels there."""
     if depth not in (20, 32, 44, 56, 110):
-        raise typer.BadParameter(f"--depth is {depth}; accepted: 20, 32, 44, 56, 110")
+        raise typer.BadParameter(f"--depth must be 20, 32, 44, 56 or 110, got {depth}")
     layers: list[nn.Module] = [conv3x3(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
     for outputs in (16, 32, last):

@@ -52,7 +52,8 @@ def load(data: str) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     missing = [name for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
                if not (folder / name).is_file()]
     if missing:
-        raise SystemExit(f"{folder} lacks {', '.join(missing)}; accepted: a folder with cifar-10-batches-bin")
+        raise SystemExit(f"{folder} must be a folder with all of cifar-10-batches-bin, got one without "
+                         f"{', '.join(missing)}")
 
     def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
         records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))

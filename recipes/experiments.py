@@ -234,7 +234,7 @@ def chosen(budget: Budget, only: list[str]) -> list[Run]:
     for word in only:
         found = tables[word] if word in tables else [word] if word in runs else [name for name in runs if word in name]
         if not found:
-            raise typer.BadParameter(f"--only {word} is in no run; accepted: {', '.join(tables)}, or a part of a name "
-                                     "as --list gives it")
+            raise typer.BadParameter(f"--only must be {', '.join(tables)}, or a part of a name as --list gives it, "
+                                     f"got {word}, which is in no run")
         names.update(found)
     return [run for name, run in runs.items() if not only or name in names]

@@ -63,10 +63,11 @@ def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
     if a.resume and a.checkpoints is None:
         raise typer.BadParameter("--resume needs --checkpoints")
     if isinstance(a.sparsity, str) and a.warmup_epochs is not None:
-        raise typer.BadParameter(f"--sparsity {a.sparsity} is a whole schedule; accepted: without --warmup-epochs")
+        raise typer.BadParameter(f"--warmup-epochs must be left out where --sparsity is a whole schedule, got "
+                                 f"--sparsity {a.sparsity}")
     if a.virtual_workers % a.virtual_node:
-        raise typer.BadParameter(f"--virtual-node is {a.virtual_node}; accepted: a divisor of --virtual-workers, "
-                                 f"which is {a.virtual_workers}")
+        raise typer.BadParameter(f"--virtual-node must be a divisor of --virtual-workers, which is "
+                                 f"{a.virtual_workers}, got {a.virtual_node}")
     if a.threads:
         torch.set_num_threads(a.threads)
     launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
@@ -117,7 +118,7 @@ def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, met
         compression = hvd.Compression.fp16 if method == "fp16" else hvd.Compression.none
         return hvd.DistributedOptimizer(optimizer, named, compression)
     if method == "fp16":
-        raise typer.BadParameter("--method fp16 is Horovod's compression; accepted under horovodrun")
+        raise typer.BadParameter(f"--method fp16 must run under horovodrun, whose compression it is, got {launcher}")
     wrapped = dgc.DistributedOptimizer(optimizer, named, config)
     if method == "naive":
         nothing = wrapped.residual_state_dict()
@@ -148,8 +149,8 @@ def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, schedu
     was = extras.get("training", {})
     if wrong := [f"{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in {**was, **now}
                  if was.get(key) != now.get(key) and key != "threads"]:
-        raise typer.BadParameter(f"--resume: in the checkpoint in {a.checkpoints}, {'; '.join(wrong)}; accepted: the "
-                                 "same settings, or another folder")
+        raise typer.BadParameter(f"--resume must have the settings of the checkpoint in {a.checkpoints}, got others: "
+                                 f"{'; '.join(wrong)} (give those, or another folder)")
     scheduler.load_state_dict(extras["scheduler"])
     return extras["history"]
 

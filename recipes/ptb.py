@@ -55,7 +55,8 @@ def load(data: Path | None) -> tuple[str, int, dict[str, Tensor]]:
     else:
         files = {part: data / f"ptb.{part}.txt" for part in PARTS}
         if missing := [file.name for file in files.values() if not file.is_file()]:
-            raise SystemExit(f"{data} lacks {', '.join(missing)}; accepted: a folder with ptb.{{train,valid,test}}.txt")
+            raise SystemExit(f"{data} must be a folder with ptb.{{train,valid,test}}.txt, got one without "
+                             f"{', '.join(missing)}")
         name, texts = "ptb", {part: [line.split() for line in file.read_text("utf-8").splitlines()]
                               for part, file in files.items()}
     numbers: dict[str, int] = {}
@@ -96,7 +97,7 @@ def columns(words: Tensor, batch: int) -> Tensor:
     """The text cut into ``batch`` columns of equal length, each to be read downwards: (length, batch)."""
     length = len(words) // batch
     if length < 2:
-        raise SystemExit(f"a text of {len(words)} words; accepted: at least {2 * batch}, for a batch of {batch}")
+        raise SystemExit(f"a text must have at least {2 * batch} words for a batch of {batch}, got {len(words)}")
     return words[:length * batch].view(batch, length).t().contiguous()
 
 
@@ -178,8 +179,8 @@ def train(a: Any) -> dict[str, Any]:
         raise SystemExit(f"rank {rank} has another text than rank 0 (the documentation is that of the Python version): "
                          "give --data on all of them")
     if a.batch_size % size:
-        raise typer.BadParameter(f"--batch-size {a.batch_size} is divided over the workers; accepted with {size} of "
-                                 f"them: a multiple of {size}")
+        raise typer.BadParameter(f"--batch-size must be a multiple of the {size} workers, over which it is divided, "
+                                 f"got {a.batch_size}")
     share = a.batch_size // size
     text = columns(parts["train"], a.batch_size)[:, rank * share:(rank + 1) * share].contiguous().to(device)
     valid, test = (columns(parts[part], BATCH).to(device) for part in ("valid", "test"))

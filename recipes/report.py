@@ -313,7 +313,7 @@ def main(files: Annotated[list[Path], typer.Argument(help="JSON files that a rec
     results = [json.loads(file.read_text()) for file in files]
     for key in ("recipe", "dataset"):
         if len(values := {result[key] for result in results}) > 1:
-            raise typer.BadParameter(f"their {key} is {', '.join(sorted(values))}; accepted: results of one {key}")
+            raise typer.BadParameter(f"the results must be of one {key}, got {', '.join(sorted(values))}")
     Console(width=120).print(table(results))
     picture(results, out)
     print(f"Curves: {out}")

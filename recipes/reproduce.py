@@ -242,7 +242,8 @@ def main(
         ) -> None:
     """Runs what is missing of the paper's experiments, then draws tables and figures of all that is done."""
     if quick and (gpu or data or text):
-        raise typer.BadParameter("--quick has its own data and budget; accepted: without --data, --ptb and --gpu")
+        raise typer.BadParameter("--quick must be without --data, --ptb and --gpu, got one of them (it has its own "
+                                 "data and budget)")
     budget = BUDGETS["quick" if quick else "gpu" if gpu else "cpu"]
     runs, done = chosen(budget, only or []), finished(budget)
     jobs = jobs or len(gpus()) or len(os.sched_getaffinity(0))
@@ -252,7 +253,8 @@ def main(
     failed: list[str] = []
     if not report_only:
         if gpu and not torch.cuda.is_available():
-            raise SystemExit("--gpu: torch sees no GPU; accepted: --cpu, and on any machine --list and --report-only")
+            raise SystemExit("--gpu must be on a machine with a GPU, got one where torch sees none (on any machine: "
+                             "--cpu, --list and --report-only)")
         for name in done:  # this command may have been killed before it did so
             shutil.rmtree(budget.work / name, ignore_errors=True)
         missing = [run for run in runs if run.name not in done]

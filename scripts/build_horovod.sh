@@ -24,7 +24,7 @@ for argument in "$@"; do
         --cpu) backend=gloo ;;
         --gpu) backend=nccl ;;
         -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
-        *) die "unknown argument '$argument'; accepted: --cpu, --gpu" ;;
+        *) die "the argument must be --cpu or --gpu, got '$argument'" ;;
     esac
 done
 

@@ -263,10 +263,10 @@ def test_copying_takes_time_for_each_byte():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Link(-1, 1), r"Link: latency is -1; accepted: a finite number >= 0"),
-    (lambda: Link(0, 0), r"Link: bandwidth is 0; accepted: a finite number > 0"),
+    (lambda: Link(-1, 1), r"Link: latency must be a finite number >= 0, got -1"),
+    (lambda: Link(0, 0), r"Link: bandwidth must be a finite number > 0, got 0"),
     (lambda: Link(0, math.nan), r"Link: bandwidth is nan"),
-    (lambda: Cluster(0, 1, BETWEEN, INSIDE), r"Cluster: nodes is 0; accepted: an integer >= 1"),
+    (lambda: Cluster(0, 1, BETWEEN, INSIDE), r"Cluster: nodes must be an integer >= 1, got 0"),
 ])
 def test_refuses(make, message):
     with pytest.raises(ValueError, match=message):

@@ -110,23 +110,23 @@ def read_manifest(folder: Path) -> Tree:
     """The manifest, once it is known to be one."""
     file = folder / MANIFEST
     if not file.exists():
-        raise FileNotFoundError(f"{folder} holds no checkpoint: there is no {MANIFEST}")
+        raise FileNotFoundError(f"{folder} must be a checkpoint, got a folder without {MANIFEST}")
     data = file.read_bytes()
     with blamed(file):
         content = json.loads(data)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError("it is not the manifest of a dgc checkpoint")
+            raise ValueError("it must be the manifest of a dgc checkpoint, got something else")
         if content.get("version") != VERSION:
-            raise ValueError(f"its version is {content.get('version')!r}; accepted: {VERSION}")
+            raise ValueError(f"its version must be {VERSION}, got {content.get('version')!r}")
         if content.pop("sha256", None) != checksum(content):
             raise ValueError("its checksum is wrong: it is damaged")
         size, files = content["size"], content["files"]
         if type(size) is not int or type(content["average"]) is not bool or size != len(files) - 1 or sorted(
                 files) != sorted(["common", *(f"rank-{r}" for r in range(size))]):
-            raise ValueError("it does not name one file for each rank")
+            raise ValueError("it must name one file for each rank, got others")
         for nbytes, sha in files.values():
             if type(nbytes) is not int or nbytes <= 0 or not re.fullmatch("[0-9a-f]{64}", sha):
-                raise ValueError("it has an entry that is not a length and a SHA-256")
+                raise ValueError("its entries must be a length and a SHA-256, got another")
     return content
 
 
@@ -135,7 +135,7 @@ def content_of(file: Path, nbytes: int) -> bytes:
         raise FileNotFoundError(f"{file} is gone, which belongs to the checkpoint")
     content = file.read_bytes()
     if len(content) != nbytes:
-        raise ValueError(f"{file}: it has {len(content)} bytes; expected {nbytes}")
+        raise ValueError(f"{file}: it must have {nbytes} bytes, got {len(content)}")
     return content
 
 
@@ -146,22 +146,22 @@ def read(folder: Path, name: str, files: Mapping[str, Any], sent: Mapping[str, b
         found = measure(file)
         with blamed(path):
             if found != (nbytes, sha):
-                raise ValueError(f"it has {found[0]} bytes; expected {nbytes}" if found[0] != nbytes else
-                                 f"its SHA-256 is {found[1]}; expected {sha}")
+                raise ValueError(f"it must have {nbytes} bytes, got {found[0]}" if found[0] != nbytes else
+                                 f"its SHA-256 must be {sha}, got {found[1]}")
             return _tree(file, name)
 
 
 def _tree(file: Any, name: str) -> Tree:
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":  # torch's older formats could run code in older torch, weights_only or not
-        raise ValueError("it is not a zip archive, which torch.save writes")
+        raise ValueError("it must be a zip archive, as torch.save writes, got something else")
     file.seek(0)
     tree = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(tree, dict) or tree.get("version") != VERSION or tree.get("name") != name:
-        raise ValueError(f"it is not a file {name!r} of version {VERSION}")
+        raise ValueError(f"it must be a file {name!r} of version {VERSION}, got another")
     parts = {"model", "optimizer"} if name == "common" else {"residuals", "buffers", "random"}
     if missing := sorted(key for key in {*parts, "extras"} if not isinstance(tree.get(key), dict)):
-        raise ValueError(f"it lacks {missing}")
+        raise ValueError(f"it must be whole, got one without {missing}")
     check_tensors(tree)
     return tree
 

@@ -40,9 +40,9 @@ def check_plain(trees: Tree) -> None:
             check_tensors(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as error:
             culprit = re.search(r"GLOBAL (\S+)", str(error))
-            raise TypeError(f"save_checkpoint: {name} holds {culprit[1] if culprit else error}; accepted: plain data, "
-                            "that is numbers, strings, None, tensors (dense or COO, with content), and dicts, lists "
-                            "and tuples of such") from error
+            raise TypeError(f"save_checkpoint: {name} must be plain data, that is numbers, strings, None, tensors "
+                            "(dense or COO, with content), and dicts, lists and tuples of such, "
+                            f"got {culprit[1] if culprit else error}") from error
 
 
 def _hollow(leaf: Any) -> Any:
@@ -55,18 +55,19 @@ def _hollow(leaf: Any) -> Any:
 def check_held(optimizer: Any, model: nn.Module) -> None:
     held = {*model.parameters(), *model.buffers()}
     if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in held]:
-        raise ValueError(f"the optimizer has parameters that the model lacks, of shapes {foreign[:5]}, and which would "
-                         "not be saved; accepted: one module that holds them all, say nn.ModuleList([model, other])")
+        raise ValueError("model must hold all parameters of the optimizer, or they would not be saved; got one that "
+                         f"lacks those of shapes {foreign[:5]} (give one module that holds them all, say "
+                         "nn.ModuleList([model, other]))")
 
 
 def check_sparse(given: Any, names: Mapping[str, Tensor]) -> None:
     """Refuses what a file says of sparse gradients, if it is nonsense; older files say nothing."""
     if not isinstance(given, dict):
-        raise ValueError(f"what it says of sparse gradients is {given!r}; expected a dict")
+        raise ValueError(f"what it says of sparse gradients must be a dict, got {given!r}")
     for name, dimensions in given.items():
         if name not in names or type(dimensions) is not int or not 0 < dimensions <= names[name].dim():
-            raise ValueError(f"the gradient of {name!r} is said to have {dimensions!r} sparse dimensions; expected the "
-                             "name of a parameter, and some of its dimensions")
+            raise ValueError("the sparse gradients must be names of parameters, with some of their dimensions, got "
+                             f"{name!r} with {dimensions!r}")
 
 
 def on_cpu(model: nn.Module) -> Tree:
@@ -88,8 +89,8 @@ def check_model(given: Mapping[str, Any], model: nn.Module) -> None:
 def check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
                 of_any_shape: Collection[str] = ()) -> None:
     if given.keys() != expected.keys():
-        raise ValueError(f"{what} lacks {sorted(expected.keys() - given.keys())} and has unknown "
-                         f"{sorted(given.keys() - expected.keys())}")
+        raise ValueError(f"{what} must have the same names, got none for {sorted(expected.keys() - given.keys())} and "
+                         f"unknown {sorted(given.keys() - expected.keys())}")
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor):
             check_like(f"{what}: {name}", given[name], tensor, name in of_any_shape)
@@ -98,11 +99,11 @@ def check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
 def check_like(what: str, given: Any, expected: Tensor, of_any_shape: bool = False) -> None:
     """Refuses a tensor that cannot be copied into the other."""
     if not isinstance(given, Tensor):
-        raise ValueError(f"{what} is not a tensor; expected one of shape {tuple(expected.shape)}")
+        raise ValueError(f"{what} must be a tensor of shape {tuple(expected.shape)}, got a {type(given).__name__}")
     if given.shape != expected.shape and not of_any_shape:
-        raise ValueError(f"{what} has shape {tuple(given.shape)}; expected {tuple(expected.shape)}")
+        raise ValueError(f"{what} must have shape {tuple(expected.shape)}, got {tuple(given.shape)}")
     if given.layout != expected.layout or not torch.can_cast(given.dtype, expected.dtype):
-        raise ValueError(f"{what} is {given.layout}, {given.dtype}; expected {expected.layout}, {expected.dtype}")
+        raise ValueError(f"{what} must be {expected.layout}, {expected.dtype}, got {given.layout}, {given.dtype}")
 
 
 def check_optimizer(optimizer: Any, state: Tree) -> None:
@@ -110,12 +111,12 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
     groups, own = state["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in some] for some in (groups, own)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"the optimizer's groups have {sizes[0]} parameters; expected {sizes[1]}")
+        raise ValueError(f"the optimizer's groups must have {sizes[1]} parameters, got {sizes[0]}")
     for i, (given, expected) in enumerate(zip(groups, own, strict=True)):
         # Others that torch has added since then get their defaults.
         steady = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}
         if missing := sorted(expected.keys() & steady - given.keys()):
-            raise ValueError(f"group {i} of the optimizer lacks {missing}")
+            raise ValueError(f"group {i} of the optimizer must have {missing}, got a group without")
         for key in (expected.keys() & given.keys()) - {"params"}:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))
             alike = isinstance(value, numbers if isinstance(expected[key], numbers) else type(expected[key]))
@@ -123,11 +124,12 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
                     key == STEP and (type(value) is not int or value < 0)) or (
                     key in KEYS.values() and not (isinstance(value, float) and -1 <= value <= 1)) or (
                     key == SPARSITY and not 0 <= value < 1):
-                raise ValueError(f"{key} of group {i} is {value!r}; expected something like {expected[key]!r}")
+                raise ValueError(f"{key} of group {i} must be like {expected[key]!r}, got {value!r}")
     parameters = by_index(optimizer, state)
     for index, buffers in state["state"].items():
         if index not in parameters:
-            raise ValueError(f"the optimizer has a state of parameter {index!r}, which is in no group")
+            raise ValueError(f"the optimizer's state must be of parameters in its groups, got {index!r}, which is in "
+                             "none")
         for key in ("momentum_buffer", "decay_buffer"):
             if (buffer := buffers.get(key)) is not None:
                 sparse = isinstance(buffer, Tensor) and key == "momentum_buffer" and buffer.is_sparse  # of an embedding
@@ -151,9 +153,9 @@ def check_residuals(given: Tree, expected: Tree, keeps: bool) -> None:
     for letter in "uv":
         for name, tensor in given[letter].items():
             if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{letter} of {name} is not a tensor of float32 or float64")
+                raise ValueError(f"{letter} of {name} must be a tensor of float32 or float64, got another")
             if not tensor.isfinite().all():
-                raise ValueError(f"{letter} of {name} is not finite")
+                raise ValueError(f"{letter} of {name} must be finite, got an infinity or NaN")
         some = expected[letter]
         if keeps and not (given["u"] or given["v"]):
             continue  # it was saved without

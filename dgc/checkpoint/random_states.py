@@ -25,8 +25,8 @@ def random_states(model: nn.Module) -> Tree:
         import numpy as np
         kind, key, *rest = np.random.get_state()
         if kind != "MT19937":
-            raise TypeError(f"save_checkpoint: the bit generator of numpy.random is {kind}; accepted: MT19937, NumPy's "
-                            "own choice")
+            raise TypeError(f"save_checkpoint: the bit generator of numpy.random must be MT19937, NumPy's own choice, "
+                            f"got {kind}")
         states["numpy"] = (kind, list(map(int, key)), *rest)
     return states
 
@@ -44,7 +44,7 @@ def set_random_states(states: Tree, model: nn.Module, dry: bool = False) -> None
     if "numpy" in states:
         kind, key, position, *_ = states["numpy"]
         if kind != "MT19937" or len(key) != 624 or not 0 <= position <= 624:  # NumPy does not look at the position
-            raise ValueError("NumPy's random state is not one")
+            raise ValueError("NumPy's random state must be one of numpy.random.get_state(), got something else")
         with contextlib.suppress(ImportError):  # then nothing will be drawn from it
             import numpy as np
             (np.random.RandomState() if dry else np.random).set_state(states["numpy"])

@@ -85,14 +85,15 @@ def ranks_of(optimizer: Any) -> Ranks:
         RuntimeError: this process is outside.
     """
     if hasattr(getattr(optimizer, "optimizer", None), "residual_state_dict"):  # of Accelerate, Lightning, Fabric
-        raise TypeError(f"optimizer is {type(optimizer).__name__}, a wrapper of a DistributedOptimizer; accepted: its "
-                        ".optimizer, which has the residuals")
+        raise TypeError(f"optimizer must be the DistributedOptimizer itself, which has the residuals, got a wrapper of "
+                        f"it, {type(optimizer).__name__} (give its .optimizer)")
     engine = engine_or_none(optimizer)
     transport = find() if engine is None else engine.settings.transport
     if (world := transport.world) is None:
-        raise RuntimeError("this process is outside the process set of the optimizer: save and load on its ranks only")
+        raise RuntimeError("this process must be in the optimizer's process set, got one outside it (save and load on "
+                           "its ranks only)")
     if any(shard(p) is not None for group in optimizer.param_groups for p in group["params"]):
-        raise TypeError("the parameters are sharded, so that no rank has a whole model to save; accepted: whole ones. "
-                        "Save sharded ones by torch.distributed.checkpoint, with dgc.Residuals(optimizer)")
+        raise TypeError("the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
+                        "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))")
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     return Ranks(transport, device, world)

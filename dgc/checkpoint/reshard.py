@@ -20,8 +20,8 @@ def own_residuals(optimizer: Any) -> Tree:
     for letter in "uv":
         for name, tensor in state[letter].items():
             if not tensor.isfinite().all():
-                raise ValueError(f"save_checkpoint: {letter} of {name} is not finite; accepted: a training whose sums "
-                                 "have not overflowed")
+                raise ValueError(f"save_checkpoint: {letter} of {name} must be finite, got an infinity or NaN (its "
+                                 "sums have overflowed)")
     return {letter: state[letter] for letter in "uv"}
 
 
@@ -61,8 +61,9 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
     """
     pending = any(x.any() for letter in "uv" for x in total[letter].values())
     if pending and not isinstance(optimizer, torch.optim.SGD):
-        raise ValueError(f"gradients are pending, and {type(optimizer).__name__} keeps no residuals here; accepted: "
-                         "two or more processes; one with HOROVOD_ELASTIC=1, which keeps them; or torch.optim.SGD")
+        raise ValueError(f"pending gradients must have an optimizer that keeps residuals, got "
+                         f"{type(optimizer).__name__}, which keeps none here (load with two or more processes, with "
+                         "one and HOROVOD_ELASTIC=1, or with torch.optim.SGD)")
     names = names_of(optimizer, model)
     indices = {p: index for index, p in by_index(optimizer, state).items()}
     group_of = {index: group for group in state["param_groups"] for index in group["params"]}

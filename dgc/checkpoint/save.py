@@ -73,7 +73,8 @@ def _common(ranks: Ranks, model: nn.Module, optimizer: Any, extras: Mapping[str,
 
     def look() -> str:
         if waits_for_step(optimizer):
-            raise RuntimeError("save_checkpoint() was called between backward() and step(); accepted: after step()")
+            raise RuntimeError("save_checkpoint() must be called after step(), got a call between backward() and "
+                               "step()")
         check_held(optimizer, model)
         common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}),
                       sparse={} if engine is None else engine.parameters.sparse_names())
@@ -82,9 +83,9 @@ def _common(ranks: Ranks, model: nn.Module, optimizer: Any, extras: Mapping[str,
 
     hashes = ranks.together(look)
     if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-        raise ValueError(f"save_checkpoint: the parameters or the optimizer's state of ranks {others} differ from rank "
-                         "0's; accepted: a model that began alike on all ranks, say by "
-                         "dgc.broadcast_parameters(model.state_dict())")
+        raise ValueError("save_checkpoint: the parameters and the optimizer's state must be those of rank 0 on all "
+                         f"ranks, got others on ranks {others} (let the model begin alike on all ranks, say by "
+                         "dgc.broadcast_parameters(model.state_dict()))")
     return common
 
 

@@ -290,8 +290,8 @@ def seal(message: Tensor) -> Tensor:
 def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
     """Raises ValueError unless a message has so many bytes and its checksum is right."""
     if message.numel() != nbytes:
-        raise ValueError(f"the message of {sender} for {bucket} has {message.numel()} bytes; expected {nbytes}: "
-                         "do all ranks have the same model, Config and schedule?")
+        raise ValueError(f"the message of {sender} for {bucket} must have {nbytes} bytes, got {message.numel()} (do "
+                         "all ranks have the same model, Config and schedule?)")
     if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
         raise _corrupt(sender, bucket)
 

@@ -79,9 +79,9 @@ def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
 def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
     """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on its own."""
     def on_gradient(parameter: Tensor) -> None:
-        raise TypeError(f"a parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} was frozen "
-                        "when the DistributedOptimizer was made, and has a gradient now; accepted: "
-                        f"{', '.join(map(str, DTYPES))}, or frozen for good")
+        raise TypeError(f"a parameter that was frozen when the DistributedOptimizer was made must be of "
+                        f"{', '.join(map(str, DTYPES))} to be trained, got one of shape {tuple(parameter.shape)} and "
+                        f"dtype {parameter.dtype} with a gradient (keep it frozen)")
 
     for parameter in (p for group in param_groups for p in group["params"] if p.dtype not in DTYPES):
         if parameter.is_floating_point() or parameter.is_complex():  # others never have a gradient

@@ -68,9 +68,9 @@ class Launcher:
         for bucket in self._parameters.buckets:
             present = self._parameters.taking_part(bucket.parameters, step.fired)
             if sparse := self._outgoing.sparse_among(present):
-                raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} is sparse, Config: hierarchical "
-                                 "is in force, and clip_norm needs the norm of the node's mean of it; accepted: "
-                                 "sparse_as_dense=True")
+                raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
+                                 "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
+                                 "mean (give sparse_as_dense=True)")
             if present:
                 exchanges.append(StreamedExchange(
                     present[0].device, self._nodes.mean(bucket, present, step), self._settings.transport,

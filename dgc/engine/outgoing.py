@@ -148,5 +148,5 @@ class Outgoing:
 def check_dampening(group: dict[str, object]) -> None:
     """Refuses a dampening, which a script may set at any step."""
     if group["dampening"] != 0:
-        raise ValueError(f"dampening is {group['dampening']!r}; accepted: 0, as momentum correction accumulates "
-                         "u = m u + g (paper, equation 4)")
+        raise ValueError(f"dampening must be 0, as momentum correction accumulates u = m u + g (paper, equation 4), "
+                         f"got {group['dampening']!r}")

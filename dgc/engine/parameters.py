@@ -139,17 +139,17 @@ class Parameters:
         if groups.keys() != self.bucket_of.keys():
             added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self.bucket_of]
             taken = [name for p, name in self.names.items() if p not in groups]
-            raise RuntimeError(f"param_groups was changed by hand: {', '.join([*added, *taken][:5])}; accepted: "
-                               "add_param_group(), and requires_grad_(False) for what is no longer trained")
+            raise RuntimeError(f"param_groups must not be changed by hand, got {', '.join([*added, *taken][:5])} (use "
+                               "add_param_group(), and requires_grad_(False) for what is no longer trained)")
         for bucket in self.buckets:
             if (kept := bucket.kept) is None:
                 continue
             device = kept.v.device
             for p, shape in zip(bucket.parameters, kept.shapes, strict=True):
                 if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
-                    raise RuntimeError(f"{self.names[p]}: {tuple(shape)} on {device} when the "
-                                       f"DistributedOptimizer was made, and {tuple(p.shape)} on {p.device} now; "
-                                       "accepted: change the model first, then make its optimizer")
+                    raise RuntimeError(f"{self.names[p]} must be {tuple(shape)} on {device}, as when the "
+                                       f"DistributedOptimizer was made, got {tuple(p.shape)} on {p.device} (change the "
+                                       "model first, then make its optimizer)")
 
     def sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""

@@ -64,16 +64,17 @@ class Pending:
         own = self._identity()
         for key in ("version", "rank", "size", "shard"):
             if state.get(key) != own.get(key):
-                raise ValueError(f"residual_state_dict: {key} is {state.get(key)!r}; expected {own.get(key)!r}")
+                raise ValueError(f"residual_state_dict: {key} must be {own.get(key)!r}, got {state.get(key)!r}")
         for letter, expected in self.views().items():
             given = state[letter]
             if given.keys() != expected.keys():
-                raise ValueError(f"residual_state_dict: {letter} lacks {sorted(expected.keys() - given.keys())} and "
-                                 f"has unknown {sorted(given.keys() - expected.keys())}")
+                raise ValueError(f"residual_state_dict: {letter} must have the same names, got none for "
+                                 f"{sorted(expected.keys() - given.keys())} and unknown "
+                                 f"{sorted(given.keys() - expected.keys())}")
             for name, tensor in given.items():
                 if tensor.shape != expected[name].shape:
-                    raise ValueError(f"residual_state_dict: {letter} of {name} has shape {tuple(tensor.shape)}; "
-                                     f"expected {tuple(expected[name].shape)}")
+                    raise ValueError(f"residual_state_dict: {letter} of {name} must have shape "
+                                     f"{tuple(expected[name].shape)}, got {tuple(tensor.shape)}")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""

@@ -36,7 +36,7 @@ def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int =
     if world is None:
         return
     if not 0 <= root_rank < world.size:
-        raise ValueError(f"root_rank is {root_rank!r}; accepted: 0 to {world.size - 1}")
+        raise ValueError(f"root_rank must be 0 to {world.size - 1}, got {root_rank!r}")
     with torch.no_grad():
         waits = []
         for name, p in items:

@@ -14,7 +14,7 @@ from dgc.engine.apply import is_sgd
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
 from dgc.engine.outgoing import check_dampening
 
-SHARDED = ("accepted: fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
+SHARDED = ("use fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
            "mesh = init_device_mesh(device, (nodes, ranks in a node), mesh_dim_names=('across', 'shard'))")
 
 
@@ -35,37 +35,37 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
 def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
     """Refuses arguments of other kinds."""
     if not isinstance(config, Config):
-        raise TypeError(f"compression is {config!r}; accepted: a dgc.Config, None, or a Horovod compressor such as "
-                        "hvd.Compression.fp16")
+        raise TypeError(f"compression must be a dgc.Config, None, or a Horovod compressor such as "
+                        f"hvd.Compression.fp16, got {config!r}")
     if op not in (Average, Sum):
-        raise ValueError(f"op is {op!r}; with a dgc.Config accepted: Average ({Average}) and Sum ({Sum}). For Adasum "
-                         "give compression=hvd.Compression.none")
+        raise ValueError(f"op must be Average ({Average}) or Sum ({Sum}) with a dgc.Config, got {op!r} (for Adasum "
+                         "give compression=hvd.Compression.none)")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is {optimizer!r}; accepted: a torch.optim.Optimizer")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if config.hierarchical is True and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise ValueError("Config: hierarchical is True in an elastic job, whose machines come and go; accepted: False "
-                         "or 'auto', which is False there")
+        raise ValueError("Config: hierarchical must be False, or 'auto', which is False there, in an elastic job, "
+                         "whose machines come and go, got True")
     if hasattr(optimizer, "skip_synchronize"):
-        raise ValueError("optimizer is a DistributedOptimizer already; wrap the plain optimizer once")
+        raise ValueError("optimizer must be the plain optimizer, wrapped once, got a DistributedOptimizer")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses an optimizer that the config does not suit."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("optimizer is LBFGS, which evaluates several gradients in a step; accepted: torch.optim.SGD, "
-                        "or another optimizer with Config(momentum_correction=False)")
+        raise TypeError("optimizer must be torch.optim.SGD, or another optimizer with "
+                        "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step")
     if not is_sgd(type(optimizer)) and config.momentum_correction:
-        raise TypeError(f"optimizer is {kind}, but momentum correction is made for the step() of SGD, and gives it "
-                        "updates in place of gradients; accepted: torch.optim.SGD, or "
-                        f"Config(momentum_correction=False), which gives {kind} the averaged sparse gradients")
+        raise TypeError(f"optimizer must be torch.optim.SGD for momentum correction, which gives its step() updates in "
+                        f"place of gradients, got {kind} (give Config(momentum_correction=False), and {kind} gets the "
+                        "averaged sparse gradients)")
     if not is_sgd(type(optimizer)) and not config.local_weight_decay:
-        raise TypeError(f"optimizer is {kind}; Config(local_weight_decay=False) is accepted for torch.optim.SGD only")
+        raise TypeError(f"optimizer must be torch.optim.SGD for Config(local_weight_decay=False), got {kind}")
     for group in optimizer.param_groups:
         check_group(group, config)
     if not any(p.dtype in DTYPES for group in optimizer.param_groups for p in group["params"]):
-        raise TypeError(f"none of the optimizer's parameters can have a gradient that is exchanged; accepted: at least "
-                        f"one of {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"the optimizer must have a parameter of {', '.join(map(str, DTYPES))}, got none whose "
+                        "gradient can be exchanged")
 
 
 def check_group(group: dict[str, Any], config: Config) -> None:
@@ -74,11 +74,13 @@ def check_group(group: dict[str, Any], config: Config) -> None:
         check_dampening(group)
     for parameter in group["params"]:
         if parameter.dtype not in DTYPES and parameter.requires_grad:
-            raise TypeError(f"a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype} and requires a "
-                            f"gradient; accepted: {', '.join(map(str, DTYPES))}, and any other where it is frozen")
+            raise TypeError(f"a parameter that requires a gradient must be of {', '.join(map(str, DTYPES))}, got one "
+                            f"of shape {tuple(parameter.shape)} and dtype {parameter.dtype} (other dtypes can be "
+                            "frozen)")
         if parameter.numel() > MAX_NUMEL and compressible(parameter, config.min_numel):
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has {parameter.numel()} entries; "
-                             f"accepted: at most {MAX_NUMEL}. Split it, or let it travel dense by Config: min_numel")
+            raise ValueError(f"a parameter must have at most {MAX_NUMEL} entries, got one of shape "
+                             f"{tuple(parameter.shape)} with {parameter.numel()} (split it, or let it travel dense "
+                             "by Config: min_numel)")
 
 
 def enabled_scaler(config: Config, grad_scaler: Any) -> Any:
@@ -86,10 +88,9 @@ def enabled_scaler(config: Config, grad_scaler: Any) -> Any:
     if grad_scaler is None:
         return None
     if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
-        raise TypeError(f"grad_scaler is {grad_scaler!r}; accepted: a torch.amp.GradScaler or None")
+        raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
     if grad_scaler.is_enabled() and config.apply_directly:
-        raise ValueError("grad_scaler is given and Config: apply_directly is True; accepted: one of them, as the "
-                         "scaler looks at p.grad")
+        raise ValueError("grad_scaler must be None where Config: apply_directly is True, got one (it looks at p.grad)")
     return grad_scaler if grad_scaler.is_enabled() else None
 
 
@@ -149,22 +150,23 @@ def check_shards(param_groups: Iterable[Mapping[str, Any]], process_set: Any, co
     if not sharded:
         return
     if grad_scaler is not None and torch.__version__ < "2.5":  # compares as a version
-        raise ValueError(f"grad_scaler is given and the parameters are sharded, whose hooks torch {torch.__version__} "
-                         "does not call, so that backward() ends without an exchange; accepted: torch 2.5 or later")
+        raise ValueError(f"torch must be 2.5 or later for a grad_scaler with sharded parameters, got "
+                         f"{torch.__version__}, which does not call their hooks, so that backward() ends without an "
+                         "exchange")
     if len(sharded) < len(parameters):
         shapes = [tuple(p.shape) for p in parameters if not hasattr(p, "device_mesh")]
-        raise ValueError(f"{len(sharded)} parameters are sharded and others, of shapes {shapes[:5]}, are not, whose "
-                         "gradients nobody averages within the node; accepted: all of them sharded, or none")
+        raise ValueError(f"the parameters must all be sharded, or none, got {len(sharded)} that are and others, of "
+                         f"shapes {shapes[:5]}, that are not, whose gradients nobody averages within the node")
     for p in sharded:
         if p.device_mesh != sharded[0].device_mesh or p.device_mesh.ndim != 1 or not p.placements[0].is_shard():
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} is placed as {p.placements} on {p.device_mesh}; "
-                             f"{SHARDED}")
+            raise ValueError(f"a sharded parameter must be split along one dimension of its mesh's node, got one of "
+                             f"shape {tuple(p.shape)} placed as {p.placements} on {p.device_mesh} ({SHARDED})")
     if config.clip_per_tensor:
-        raise ValueError("Config: clip_per_tensor is True and the parameters are sharded, so that no rank has a whole "
-                         "one's norm; accepted: clip_norm alone, a bound on the norm of all gradients")
+        raise ValueError("Config: clip_per_tensor must be False for sharded parameters, of which no rank has the whole "
+                         "norm, got True (clip_norm bounds the norm of all gradients)")
     if config.hierarchical is True:
-        raise ValueError("Config: hierarchical is True and the parameters are sharded, so that each node averages its "
-                         "gradients already; accepted: False or 'auto', which is False there")
+        raise ValueError("Config: hierarchical must be False, or 'auto', which is False there, for sharded parameters, "
+                         "whose gradients each node averages already, got True")
     _check_across(sharded[0], process_set)
 
 
@@ -174,8 +176,9 @@ def _check_across(parameter: Any, process_set: Any) -> None:
     if process_set is groups.GroupMember.NON_GROUP_MEMBER:
         return
     if not isinstance(process_set, groups.ProcessGroup):
-        raise TypeError(f"process_set is {process_set!r} and the parameters are sharded; {SHARDED}")
+        raise TypeError(f"process_set must be a torch.distributed.ProcessGroup for sharded parameters, got "
+                        f"{process_set!r} ({SHARDED})")
     node, across = parameter.device_mesh.mesh.tolist(), groups.get_process_group_ranks(process_set)
     if set(node) & set(across) != {groups.get_rank()}:
-        raise ValueError(f"process_set has ranks {across}, and ranks {node} hold different shards of the parameters; "
-                         f"{SHARDED}")
+        raise ValueError(f"process_set must be of ranks that hold the same shards, got ranks {across}, where ranks "
+                         f"{node} hold different ones ({SHARDED})")

@@ -76,25 +76,24 @@ def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses anno
 def _check_model(model: Any, config: Config | None) -> None:
     """Refuses what is no DistributedDataParallel, or exchanges in a way of its own."""
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"ddp_model is a {type(model).__name__}; accepted: a "
-                        "torch.nn.parallel.DistributedDataParallel")
+        raise TypeError(f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got a {type(model).__name__}")
     if model.mixed_precision is not None:
-        raise ValueError("ddp_model has mixed_precision, which changes gradients in a hook of its own; accepted: "
-                         "torch.autocast instead")
+        raise ValueError("ddp_model must be without mixed_precision, which changes gradients in a hook of its own, got "
+                         "one with it (use torch.autocast)")
     if getattr(config, "apply_directly", False):
-        raise ValueError("Config: apply_directly is True; with DistributedDataParallel, which fills p.grad itself, "
-                         "accepted: False")
+        raise ValueError("Config: apply_directly must be False with DistributedDataParallel, which fills p.grad "
+                         "itself, got True")
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
     """The config and the scaler of an optimizer that is registered once more: what it has been packed for stays."""
     config = before.config if config is None else config
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
-        raise ValueError(f"config is {config!r}, but the optimizer was registered with {before.config!r}; "
-                         "accepted: the same, but for the sparsity")
+        raise ValueError(f"config must be the one that the optimizer was registered with, {before.config!r}, but for "
+                         f"the sparsity, got {config!r}")
     grad_scaler = checks.enabled_scaler(config, grad_scaler)
     if (grad_scaler is None) != (before.grad_scaler is None):
-        raise ValueError("grad_scaler was given once and once not; accepted: each time, or never")
+        raise ValueError("grad_scaler must be given for each model of an optimizer or for none, got both")
     return config, grad_scaler
 
 
@@ -102,11 +101,11 @@ def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Opt
     held = {p for group in optimizer.param_groups for p in group["params"]}
     names = {p: name for name, p in model.module.named_parameters()}
     if missing := [name for p, name in names.items() if p.requires_grad and p not in held]:
-        raise ValueError(f"the optimizer lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; accepted: "
-                         "one of all parameters of ddp_model that require a gradient")
+        raise ValueError("the optimizer must have all parameters of ddp_model that require a gradient, got one that "
+                         f"lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     if foreign := [tuple(p.shape) for p in held if p not in names]:
-        raise ValueError(f"the optimizer has parameters that ddp_model does not have, of shapes {foreign[:5]}; "
-                         "accepted: one of the parameters of ddp_model alone")
+        raise ValueError("the optimizer must have parameters of ddp_model alone, got others too, of shapes "
+                         f"{foreign[:5]}")
 
 
 def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any) -> None:
@@ -138,8 +137,8 @@ class _InDDP(Distributed):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """DDP has ``no_sync()`` for it."""
         if passes != 1:
-            raise ValueError(f"passes is {passes!r}; accepted with DistributedDataParallel: 1. To accumulate "
-                             "gradients, call all but the last backward() within no_sync()")
+            raise ValueError(f"passes must be 1 with DistributedDataParallel, got {passes!r} (to accumulate gradients, "
+                             "call all but the last backward() within no_sync())")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""

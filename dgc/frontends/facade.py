@@ -119,10 +119,10 @@ class Distributed(torch.optim.Optimizer):
         if not engine.settings.exchanges:
             return
         if not engine.applier.is_sgd:
-            raise TypeError(f"flush() is accepted for torch.optim.SGD only; for {type(self).__name__} end the training "
-                            "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0})")
+            raise TypeError(f"flush() must be called on a torch.optim.SGD, got {type(self).__name__} (end its training "
+                            "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0}))")
         if engine.step.waits_for_update:
-            raise RuntimeError("flush() was called between backward() and step(); accepted: after step()")
+            raise RuntimeError("flush() must be called after step(), got a call between backward() and step()")
         engine.flush()
 
     def report(self) -> Report:
@@ -139,8 +139,8 @@ class Distributed(torch.optim.Optimizer):
         """
         engine = engine_of(self)
         if engine.step.waits_for_update and engine.settings.exchanges:
-            raise RuntimeError("residual_state_dict(), or a copy of the optimizer, was asked for between backward() "
-                               "and step(); accepted: after step()")
+            raise RuntimeError("residual_state_dict(), or a copy of the optimizer, must be asked for after step(), got "
+                               "a call between backward() and step()")
         return engine.pending.state()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -162,7 +162,8 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         settings, optimizer = engine.settings, engine.parameters.optimizer
         if engine.step.waits_for_update:
-            raise RuntimeError("add_param_group() was called between backward() and step(); accepted: after step()")
+            raise RuntimeError("add_param_group() must be called after step(), got a call between backward() and "
+                               "step()")
         if settings.exchanges:
             engine.parameters.check_unchanged()
         before = len(optimizer.param_groups)
@@ -208,5 +209,5 @@ class Distributed(torch.optim.Optimizer):
         engine.go_on()
 
     def __copy__(self) -> Any:
-        raise TypeError("copy.copy of a DistributedOptimizer would exchange the same gradients twice; accepted: "
-                        "copy.deepcopy, together with the model")
+        raise TypeError("a copy of a DistributedOptimizer must be a copy.deepcopy, together with the model, got "
+                        "copy.copy, which would exchange the same gradients twice")

@@ -87,8 +87,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups = num_groups if groups is None else groups
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         if checks.enabled_scaler(Config(), grad_scaler) is not None:
-            raise ValueError("grad_scaler is given and compression is Horovod's, whose optimizer does not know of it; "
-                             "accepted: one of them, and with Horovod's a synchronize() before scaler.step()")
+            raise ValueError("grad_scaler must be None where compression is Horovod's, whose optimizer does not know "
+                             "of it, got one (call synchronize() before scaler.step() instead)")
         import horovod.torch as hvd  # whose compressor this is
         stock: Distributed = hvd.DistributedOptimizer(
             optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,

@@ -42,7 +42,7 @@ def buckets(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple[P
         ValueError: the config's ``dense_dtype`` is not None, which is not modelled.
     """
     if config.dense_dtype is not None:
-        raise ValueError(f"Config: dense_dtype is {config.dense_dtype}; accepted in a plan: None")
+        raise ValueError(f"Config: dense_dtype must be None in a plan, got {config.dense_dtype}")
     sparsity, made = config.sparsity_at(step), []
     for ready, together in _departing(shapes, config.min_numel):
         compressed = sparsity > 0.0 and compressible(together[0], config.min_numel)

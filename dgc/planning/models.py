@@ -21,7 +21,7 @@ from torch import nn
 Shape = tuple[int, ...]
 
 NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
-ACCEPTED = "accepted: a state dict, alone or under 'model' or 'state_dict'"  # as a checkpoint
+ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model' or 'state_dict'"
 
 
 def resnet50() -> list[Shape]:
@@ -143,18 +143,18 @@ def load(model: str) -> Loaded:
         tensors = _checkpoint(model)
         return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
     if not NAME.fullmatch(model):
-        raise ValueError(f"model is {model!r}; accepted: {', '.join(MODELS)}, module:callable, or a checkpoint's file")
+        raise ValueError(f"model must be {', '.join(MODELS)}, module:callable, or a checkpoint's file, got {model!r}")
     found = callable_named(model)
     with theirs():
         made = found()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
-        raise ValueError(f"model is {model!r}, which returned a {type(made).__name__}; accepted: a torch.nn.Module, or "
-                         "that and a tuple of what to call it with")
+        raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
+                         f"got a {type(made).__name__}")
     trained = [p for p in module.parameters() if p.requires_grad]
     loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
     if not loaded.numel:
-        raise ValueError(f"model is {model!r}, which has no parameters to train")
+        raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
     return loaded
 
 
@@ -182,7 +182,7 @@ def callable_named(name: str) -> Callable[..., Any]:
     finally:
         sys.path.remove(here)
     if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__name__}; accepted: what can be called")
+        raise ValueError(f"{name!r} must be a callable, got a {type(found).__name__}")
     return found
 
 
@@ -213,8 +213,8 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling meets
-        raise ValueError(f"model is {file!r}, which torch.load(weights_only=True) does not read; {ACCEPTED}. It says: "
-                         f"{(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        raise ValueError(f"model must be {ACCEPTED}, which torch.load(weights_only=True) reads, got {file!r} (torch "
+                         f"says: {(str(error).splitlines() or [type(error).__name__])[0]})") from None
     for key in ("model", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -223,7 +223,7 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not name.endswith(("running_mean", "running_var"))}
     if not any(tensor.numel() for tensor in kept.values()):
-        raise ValueError(f"model is {file!r}, which holds no parameters; {ACCEPTED}")
+        raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which holds no parameters")
     return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once
 
 
@@ -236,8 +236,8 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
         TheirError: by the model.
     """
     if loaded.module is None or loaded.inputs is None:
-        raise ValueError(f"model is {loaded.name!r}; to be measured it has to be a module:callable that returns the "
-                         "module and a tuple of what to call it with")
+        raise ValueError("model must be a module:callable that returns the module and a tuple of what to call it with, "
+                         f"to be measured, got {loaded.name!r}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = loaded.module.to(device)
     inputs = [x.to(device) if isinstance(x, torch.Tensor) else x for x in loaded.inputs]
@@ -267,6 +267,6 @@ def _loss(output: Any) -> torch.Tensor:
         elif isinstance(value, (dict, tuple, list)):
             left += value.values() if isinstance(value, dict) else value
     if not tensors:
-        raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient; "
-                         "accepted: a tensor, or a dict, tuple or list with some")
+        raise ValueError("the model must return a tensor that has a gradient, or a dict, tuple or list with one, "
+                         f"got a {type(output).__name__} without one")
     return torch.stack(tensors).sum()

@@ -55,7 +55,7 @@ class Local:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"Local: {name} is {value!r}; accepted: a finite number >= 0")
+                raise ValueError(f"Local: {name} must be a finite number >= 0, got {value!r}")
 
 
 DGC, CPU = Config(), Local()
@@ -156,7 +156,7 @@ def of_size(cluster: Cluster, workers: int) -> Cluster:
         ValueError: neither is possible.
     """
     if workers < 1 or (workers > cluster.gpus and workers % cluster.gpus):
-        raise ValueError(f"workers is {workers}; accepted: 1 to {cluster.gpus}, or a multiple of {cluster.gpus}")
+        raise ValueError(f"workers must be 1 to {cluster.gpus}, or a multiple of {cluster.gpus}, got {workers}")
     gpus = min(workers, cluster.gpus)
     return replace(cluster, nodes=workers // gpus, gpus=gpus)
 

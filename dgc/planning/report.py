@@ -53,7 +53,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         ValueError: ``compute`` is not a finite number > 0.
     """
     if not 0 < compute < float("inf"):
-        raise ValueError(f"compute is {compute!r}; accepted: seconds > 0")
+        raise ValueError(f"compute must be a number of seconds > 0, got {compute!r}")
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))

@@ -123,9 +123,9 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None =
     least, most = check_sparsity(least, "adaptive: least"), check_sparsity(most, "adaptive: most")
     start = min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
     if not least < most:
-        raise ValueError(f"adaptive: least is {least!r} and most is {most!r}; accepted: least < most")
+        raise ValueError(f"adaptive: least must be less than most, got least {least!r} and most {most!r}")
     if not least <= start <= most:
-        raise ValueError(f"adaptive: start is {start!r}; accepted: from least, {least!r}, to most, {most!r}")
+        raise ValueError(f"adaptive: start must be from least, {least!r}, to most, {most!r}, got {start!r}")
     if not isinstance(every, int) or isinstance(every, bool) or every < 3:
-        raise ValueError(f"adaptive: every is {every!r}; accepted: an integer >= 3")
+        raise ValueError(f"adaptive: every must be an integer >= 3, got {every!r}")
     return Adaptive(least, most, start, every)

@@ -54,10 +54,10 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
     """
     for step, sparsity in points.items():
         if not isinstance(step, int) or step < 0:
-            raise ValueError(f"piecewise: step {step!r}; accepted: integers >= 0")
+            raise ValueError(f"piecewise: steps must be integers >= 0, got {step!r}")
         check_sparsity(sparsity, f"piecewise: the sparsity from step {step} on")
     if 0 not in points:
-        raise ValueError(f"piecewise: the points {dict(points)!r} do not say what holds at step 0")
+        raise ValueError(f"piecewise: the points must say what holds at step 0, got {dict(points)!r}")
     steps = tuple(sorted(points))
     return Piecewise(steps, tuple(float(points[step]) for step in steps))
 
@@ -89,13 +89,13 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     """
     start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
     if not (math.isfinite(epochs) and epochs >= 0):
-        raise ValueError(f"warmup: epochs is {epochs!r}; accepted: a number >= 0")
+        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
-        raise ValueError(f"warmup: steps_per_epoch is {steps_per_epoch!r}; accepted: an integer >= 1")
+        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
     if stages is not None and (not isinstance(stages, int) or stages < 1):
-        raise ValueError(f"warmup: stages is {stages!r}; accepted: an integer >= 1, or none for one each epoch")
+        raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
     if stages is not None and per_step:
-        raise ValueError(f"warmup: stages is {stages} and per_step is True; accepted: one of the two")
+        raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
     length = round(epochs * steps_per_epoch)
     if length == 0:
         return constant(end)

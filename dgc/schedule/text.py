@@ -68,7 +68,8 @@ def parse(expression: str, steps_per_epoch: int | None = None) -> Piecewise | Ra
     if name == "adaptive":
         return _named(expression, lambda: adaptive(**values))
     if steps_per_epoch is None:
-        raise ValueError(f"schedule {expression!r}: a warmup is counted in epochs; say how many steps one has")
+        raise ValueError(f"schedule {expression!r}: steps_per_epoch must be given for a warmup, which is counted in "
+                         "epochs, got None")
     return _named(expression, lambda: warmup(**values, steps_per_epoch=steps_per_epoch))
 
 
@@ -122,5 +123,7 @@ def _named(expression: str, make: Callable[[], T]) -> T:
 
 
 def _wrong(expression: str, at: int, accepted: str) -> ValueError:
-    where = f"character {at + 1}, {expression[at:].split(',')[0]!r}" if at < len(expression) else "its end"
-    return ValueError(f"schedule {expression!r}, at {where}; accepted: {accepted}")
+    if at >= len(expression):
+        return ValueError(f"schedule {expression!r}: what follows must be {accepted}, got nothing")
+    return ValueError(f"schedule {expression!r}: what begins at character {at + 1} must be {accepted}, "
+                      f"got {expression[at:].split(',')[0]!r}")

@@ -46,7 +46,7 @@ def find(process_set: ProcessSet = None) -> Transport:
         from dgc.transport.torch_dist import TorchDistributed
         return TorchDistributed(None)
     if has_horovod or has_distributed:
-        raise TypeError(f"process_set is {process_set!r}; accepted: None, a ProcessSet of an initialised Horovod, "
-                        "or a torch.distributed.ProcessGroup")
+        raise TypeError("process_set must be None, a ProcessSet of an initialised Horovod, or a "
+                        f"torch.distributed.ProcessGroup, got {process_set!r}")
     raise NotInitializedError("nothing to exchange gradients over: call hvd.init() of horovod.torch, or "
                               "torch.distributed.init_process_group(), or run inside dgc.lockstep.run(), before this")

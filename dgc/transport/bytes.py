@@ -40,10 +40,10 @@ def node_size(transport: Transport, machine: str, device: torch.device) -> int:
     machines = gather_bytes(transport, machine.encode(), "dgc.machines", device)
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
     if len(runs) > len(set(machines)):
-        raise ValueError(f"hierarchical is True, but the ranks are not numbered machine by machine: they are on "
-                         f"{', '.join(name.decode(errors='replace') for name in machines[:8])} ...; accepted: as "
-                         "horovodrun and torchrun number them, or mpirun --map-by slot")
+        raise ValueError("the ranks must be numbered machine by machine where hierarchical is True, got "
+                         f"{', '.join(name.decode(errors='replace') for name in machines[:8])} ... (horovodrun and "
+                         "torchrun number them so, and mpirun --map-by slot)")
     if len(set(runs)) > 1:
-        raise ValueError(f"hierarchical is True, but the machines have {', '.join(map(str, runs))} ranks; accepted: "
-                         "the same number on each")
+        raise ValueError("the machines must have the same number of ranks each where hierarchical is True, got "
+                         f"{', '.join(map(str, runs))}")
     return runs[0]

@@ -39,8 +39,8 @@ class Horovod:
 
     def by_node(self, device: torch.device) -> int:
         if self.process_set.ranks != hvd.global_process_set.ranks:
-            raise ValueError(f"hierarchical is True and process_set has ranks {self.process_set.ranks}; accepted: all "
-                             "ranks, process_set=None")
+            raise ValueError("process_set must be None, or have all ranks, where hierarchical is True, got ranks "
+                             f"{self.process_set.ranks}")
         # As its launcher calls the machine, which mpirun does not. cross_rank() is alike on some that differ in size.
         size = node_size(self, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), device)
         world = World(hvd.rank(), hvd.size(), size)
@@ -58,9 +58,9 @@ class Horovod:
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
             if tensor.device.type == "cpu" and (total := process_set.size() * tensor.nbytes) > MAX_BYTES:
-                raise ValueError(f"{name}: the ranks' messages have {total} bytes together; accepted with Horovod: at "
-                                 f"most {MAX_BYTES}. Have smaller buckets by groups=, Config(exchange='shared'), or a "
-                                 "higher sparsity; or use torch.distributed")
+                raise ValueError(f"{name}: the ranks' messages must have at most {MAX_BYTES} bytes together with "
+                                 f"Horovod, got {total} (have smaller buckets by groups=, Config(exchange='shared'), "
+                                 "or a higher sparsity; or use torch.distributed)")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
@@ -104,9 +104,9 @@ def _process_sets(every: list[range]) -> dict[range, Any]:
     """A process set of each of these ranges of ranks: one that Horovod has already, or else a new one."""
     known = {tuple(ranks): number for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()}
     if any(tuple(ranks) not in known for ranks in every) and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
-        raise ValueError("hierarchical is True, and Horovod lacks process sets for it; accepted: the environment "
-                         "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or hvd.init(process_sets=["
-                         f"{', '.join(f'hvd.ProcessSet({list(ranks)})' for ranks in every)}])")
+        raise ValueError("Horovod must have process sets for the nodes where hierarchical is True, got none (set "
+                         "HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or call hvd.init(process_sets=["
+                         f"{', '.join(f'hvd.ProcessSet({list(ranks)})' for ranks in every)}]))")
     sets = {ranks: hvd.ProcessSet(ranks) for ranks in every}
     for ranks, made in sets.items():
         if tuple(ranks) in known:

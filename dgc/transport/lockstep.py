@@ -42,9 +42,9 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         RuntimeError: the ranks wait for different things, or one returned while others wait for it.
     """
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"lockstep.run: size is {size!r}; accepted: an integer >= 1")
+        raise ValueError(f"lockstep.run: size must be an integer >= 1, got {size!r}")
     if not isinstance(node_size, int) or node_size < 1 or size % node_size:
-        raise ValueError(f"lockstep.run: node_size is {node_size!r}; accepted: a divisor of size, which is {size}")
+        raise ValueError(f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}")
     stage = _Stage(size)
     results: dict[int, T] = {}
 

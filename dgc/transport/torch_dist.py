@@ -43,8 +43,7 @@ class TorchDistributed:
         """A machine is known by its name, and by the number of torchrun's agent."""
         ranks = _ranks(self.process_set)
         if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
-            raise ValueError(f"hierarchical is True and the process group has ranks {ranks}; accepted: one of "
-                             "all ranks")
+            raise ValueError(f"the process group must have all ranks where hierarchical is True, got {ranks}")
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         size = node_size(self, machine, device)
         world = World(dist.get_rank(self.process_set), dist.get_world_size(self.process_set), size)

@@ -57,8 +57,9 @@ def run_command(task: Task, setting: Setting, folder: Path, environment: Mapping
     if any("{out}" in word for word in task.command):
         return result_file(out, task.metric)
     if reports.stat().st_size == 0:
-        raise NoResultError("the command ended well and reported nothing; accepted: dgc.tune.report(epoch, metric, "
-                            "bytes_sent) after each epoch, or {out} in the command, a JSON file that it writes")
+        raise NoResultError("the command must report its results, got none though it ended well (call "
+                            "dgc.tune.report(epoch, metric, bytes_sent) after each epoch, or have {out} in the "
+                            "command, a JSON file that it writes)")
     return None
 
 
@@ -84,8 +85,8 @@ def new_reports(file: BinaryIO, ended: bool) -> Iterator[tuple[int, float, float
             found = json.loads(line)
             yield int(found["epoch"]), float(found["metric"]), float(found["bytes"])
         except (ValueError, KeyError, TypeError, OverflowError):
-            raise NoResultError(f"{file.name} has the line {line.decode(errors='replace').strip()!r}; accepted: "
-                                '{"epoch": 1, "metric": 63.5, "bytes": 201234}') from None
+            raise NoResultError(f'{file.name} must have lines such as {{"epoch": 1, "metric": 63.5, "bytes": '
+                                f"201234}}, got {line.decode(errors='replace').strip()!r}") from None
 
 
 def result_file(file: Path, metric: str) -> tuple[float, float]:
@@ -99,8 +100,8 @@ def result_file(file: Path, metric: str) -> tuple[float, float]:
         return float(found[metric]), float(found["bytes_sent"])
     except (ValueError, KeyError, TypeError, OverflowError):
         has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-        raise NoResultError(f"{file}, which the command had as {{out}}, has {has}; accepted: an object with numbers as "
-                            f"{metric!r}, which the argument metric names, and as 'bytes_sent'") from None
+        raise NoResultError(f"{file}, which the command had as {{out}}, must be an object with numbers as {metric!r}, "
+                            f"which the argument metric names, and as 'bytes_sent', got {has}") from None
 
 
 def tail(text: str) -> str:

@@ -82,11 +82,11 @@ def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool,
     task = task_of(objective, epochs, maximize, metric, clip_norm)
     for name, value in (("trials", trials), ("jobs", jobs)):
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; accepted: an integer >= 1")
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"tolerance is {tolerance!r}; accepted: a number >= 0")
+        raise ValueError(f"tolerance must be a number >= 0, got {tolerance!r}")
     if callable(objective) and jobs > 1:
-        raise ValueError(f"jobs is {jobs}; accepted for a function, which trains within this process: 1")
+        raise ValueError(f"jobs must be 1 for a function, which trains within this process, got {jobs}")
     path = Path(study).absolute()
     with quiet(optuna), locked(path):
         opened = open_study(optuna, path, task, seed)
@@ -97,25 +97,26 @@ def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool,
 def task_of(objective: Objective | Sequence[str], epochs: int, maximize: bool, metric: str, clip_norm: float | None,
           ) -> Task:
     if not isinstance(epochs, int) or epochs < 1:
-        raise ValueError(f"epochs is {epochs!r}; accepted: an integer >= 1")
+        raise ValueError(f"epochs must be an integer >= 1, got {epochs!r}")
     if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm >= 0):
-        raise ValueError(f"clip_norm is {clip_norm!r}; accepted: a number >= 0, 0 for none today")
+        raise ValueError(f"clip_norm must be a number >= 0, 0 for none today, got {clip_norm!r}")
     if callable(objective):
         name = f"{getattr(objective, '__module__', '')}.{getattr(objective, '__qualname__', repr(objective))}"
         return Task(name, metric, maximize, epochs, clip_norm)
     if isinstance(objective, str):
-        raise ValueError(f"objective is {objective!r}; accepted: a list of words, as of shlex.split, or a function")
+        raise ValueError(f"objective must be a list of words, as of shlex.split, or a function, got {objective!r}")
     command = tuple(objective)
     found = [name for word in command for name in PLACEHOLDER.findall(word)]
     if unknown := [name for name in found if name not in PLACEHOLDERS]:
-        raise ValueError(f"the command has {{{unknown[0]}}}; accepted: {', '.join(f'{{{n}}}' for n in PLACEHOLDERS)}")
+        raise ValueError(f"the command must have none but {', '.join(f'{{{n}}}' for n in PLACEHOLDERS)} in braces, "
+                         f"got {{{unknown[0]}}}")
     if "sparsity" not in found:
-        raise ValueError(f"the command is {shlex.join(command)!r}; accepted: one with {{sparsity}} where it takes a "
-                         "schedule's expression")
+        raise ValueError("the command must have {sparsity} where it takes a schedule's expression, "
+                         f"got {shlex.join(command)!r}")
     if clip_norm is not None and "clip_norm" not in found:
-        raise ValueError(f"clip_norm is {clip_norm!r}; accepted: with {{clip_norm}} in the command")
+        raise ValueError(f"clip_norm must be None where the command has no {{clip_norm}}, got {clip_norm!r}")
     if shutil.which(command[0]) is None:
-        raise ValueError(f"the command is {command[0]!r}, which cannot be run")
+        raise ValueError(f"the command must be one that can be run, got {command[0]!r}")
     return Task(command, metric, maximize, epochs, (clip_norm or 0.0) if "clip_norm" in found else None)
 
 
@@ -217,8 +218,8 @@ class Search:
         try:
             found = self.train(setting, place, heard) or last
             if paper and reports and max(reports) != self.task.epochs:
-                raise NoResultError(f"the last report is of epoch {max(reports)}, and epochs is {self.task.epochs}; "
-                                    "accepted: as many reports as epochs, which the command has as {epochs}")
+                raise NoResultError(f"the command must report each of its {self.task.epochs} epochs, got "
+                                    f"{max(reports)} as the last (it has as {{epochs}} how many to train)")
             values = checked(found, paper)
             state, why = self.state.COMPLETE, ""
         except Stopped:
@@ -296,11 +297,11 @@ def checked(found: Any, paper: bool) -> tuple[float, float]:
     try:
         metric, bytes_sent = map(float, found)
     except (ValueError, TypeError):
-        raise NoResultError(f"the function returned {found!r}; accepted: the metric and the bytes, or None after "
-                            "dgc.tune.report") from None
+        raise NoResultError("the function must return the metric and the bytes, or None after dgc.tune.report, "
+                            f"got {found!r}") from None
     if not (math.isfinite(bytes_sent) and bytes_sent > 0):
-        raise NoResultError(f"the bytes sent are {bytes_sent:g}; accepted: a number > 0. One worker alone sends "
-                            "nothing: train with several")
+        raise NoResultError(f"the bytes sent must be a number > 0, got {bytes_sent:g} (one worker alone sends nothing: "
+                            "train with several)")
     if not math.isfinite(metric):
         raise (FailedError if paper else Pruned)(f"the metric is {metric}")
     return metric, bytes_sent

@@ -55,8 +55,8 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"study is {path}, which another search has open") from None
         except OSError as error:  # Lustre and NFS may have none
-            raise ValueError(f"study is {path}, on a file system without locks ({error}); accepted: on another, such "
-                             "as a local disk's") from None
+            raise ValueError(f"study must be on a file system with locks, such as a local disk's, got {path} "
+                             f"({error})") from None
         yield
 
 

@@ -45,7 +45,7 @@ def test_a_new_checkpoint_while_one_is_loaded(tmp_path, size, monkeypatch):
 
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda files: files["common"].unlink(), r"common-\S+ is gone, which belongs to the checkpoint"),
-    (lambda files: files["rank-1"].write_bytes(b""), r"rank-1-\S+: it has 0 bytes; expected \d+"),
+    (lambda files: files["rank-1"].write_bytes(b""), r"rank-1-\S+: it must have \d+ bytes, got 0"),
     (lambda files: files["rank-1"].write_bytes(files["rank-0"].read_bytes()), r"rank-1-\S+: its SHA-256 is \w+; expe"),
     (lambda files: files["manifest"].write_bytes(b"\x00"), r"manifest\.json: "),
     (lambda files: files["manifest"].write_text("{}"), r"manifest\.json: it is not the manifest of a dgc checkpoint"),

@@ -319,7 +319,7 @@ def test_a_checkpoint_with_a_wrong_one_is_refused(key, value, tmp_path):
         optimizer.param_groups[0][key] = value
         dgc.save_checkpoint(tmp_path, network, optimizer)
         optimizer.param_groups[0][key] = 0.98
-        with pytest.raises(ValueError, match=f"{key} of group 0 is {value!r}; expected something like 0.98"):
+        with pytest.raises(ValueError, match=f"{key} of group 0 must be like 0.98, got {value!r}"):
             dgc.load_checkpoint(tmp_path, network, optimizer)
 
     with virtual_time():
@@ -361,12 +361,12 @@ def test_the_report_tells_the_sparsity(sparsity):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"least": -0.1}, r"adaptive: least is -0\.1; accepted: a number in \[0, 1\)"),
-    ({"most": 1.0}, r"adaptive: most is 1\.0; accepted: a number in \[0, 1\)"),
-    ({"least": 0.99, "most": 0.9}, r"adaptive: least is 0\.99 and most is 0\.9; accepted: least < most"),
-    ({"start": 0.5}, r"adaptive: start is 0\.5; accepted: from least, 0\.99, to most, 0\.9999"),
-    ({"most": 0.995, "start": 0.999}, r"adaptive: start is 0\.999; accepted: from least, 0\.99, to most, 0\.995"),
-    ({"every": 2}, r"adaptive: every is 2; accepted: an integer >= 3"),
+    ({"least": -0.1}, r"adaptive: least must be a number in \[0, 1\), 0 meaning dense, got -0\.1"),
+    ({"most": 1.0}, r"adaptive: most must be a number in \[0, 1\), 0 meaning dense, got 1\.0"),
+    ({"least": 0.99, "most": 0.9}, r"adaptive: least must be less than most, got least 0\.99 and most 0\.9"),
+    ({"start": 0.5}, r"adaptive: start must be from least, 0\.99, to most, 0\.9999, got 0\.5"),
+    ({"most": 0.995, "start": 0.999}, r"adaptive: start must be from least, 0\.99, to most, 0\.995, got 0\.999"),
+    ({"every": 2}, r"adaptive: every must be an integer >= 3, got 2"),
     ({"every": 10.0}, r"adaptive: every is 10\.0")])
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -251,7 +251,7 @@ def test_a_scaler_that_is_off_or_is_none():
             ends.append(flat(train(range(3), None, network, optimizer)[0]))
         assert torch.equal(*ends)
         for scaler, config, error, message in (
-                (1024, SPARSE, TypeError, r"grad_scaler is 1024; accepted: a torch\.amp\.GradScaler or None"),
+                (1024, SPARSE, TypeError, r"grad_scaler must be a torch\.amp\.GradScaler or None, got 1024"),
                 (scaler_of(), dgc.Config(apply_directly=True), ValueError, "grad_scaler is given .*apply_directly")):
             with pytest.raises(error, match=message):
                 wrapped(config, scaler)

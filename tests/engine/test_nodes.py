@@ -41,7 +41,7 @@ def hierarchical():
             train(range(1), configs["default"])
         except ValueError as error:
             assert str(error).endswith(
-                "accepted: the environment HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or hvd.init(process_sets=["
+                "(set HOROVOD_DYNAMIC_PROCESS_SETS=1 on all ranks, or call hvd.init(process_sets=["
                 "hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3]), hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])])")
         else:
             raise AssertionError("nothing was said")
@@ -55,7 +55,7 @@ def hierarchical():
         try:
             train(range(1), None, network, optimizer)
         except ValueError as error:
-            assert "the process group has ranks [1, 2, 3]; accepted: one of all ranks" in str(error)
+            assert "the process group must have all ranks where hierarchical is True, got [1, 2, 3]" in str(error)
         else:
             assert torch.distributed.get_rank() == 0
     results, groups = {}, []
@@ -344,14 +344,16 @@ def test_machines_that_cannot_be_grouped():
         return answer
 
     assert told(["a", "a", "b", "b"]) == 2 and told(["a", "b"]) == 1 and told(["a"] * 3) == 3
-    assert "the machines have 2, 1 ranks; accepted: the same number" in told(["a", "a", "b"])
+    assert "the same number of ranks each where hierarchical is True, got 2, 1" in told(["a",
+                                                                                                                "a",
+                                                                                                                "b"])
     assert "not numbered machine by machine: they are on a, b, a, b" in told(["a", "b", "a", "b"])
 
 
 def test_machines_of_horovod_that_differ_in_size():
     """Of one and of two ranks: it numbers these 0, 1, 0 across machines."""
     told = launch("horovod", 3, [uneven_machines], node_size=(1, 2))[0][uneven_machines]
-    assert len(set(told)) == 1 and "the machines have 1, 2 ranks; accepted: the same number on each" in told[0]
+    assert len(set(told)) == 1 and "where hierarchical is True, got 1, 2" in told[0]
 
 
 def test_what_cannot_be_grouped_is_refused_at_each_step(monkeypatch):
@@ -370,9 +372,9 @@ def test_what_cannot_be_grouped_is_refused_at_each_step(monkeypatch):
 
 
 def test_what_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"hierarchical is 'yes'; accepted: True, False or 'auto'"):
+    with pytest.raises(ValueError, match=r"hierarchical must be True, False or 'auto', got 'yes'"):
         dgc.Config(hierarchical="yes")
-    with pytest.raises(ValueError, match="node_size is 3; accepted: a divisor"):
+    with pytest.raises(ValueError, match="node_size must be a divisor of size, which is"):
         dgc.lockstep.run(current_rank, 4, 3)
 
     def embedded():

@@ -106,14 +106,14 @@ def test_a_refused_param_group_leaves_nothing_behind():
         network, optimizer = wrapped()
         for bad in ({"params": [nn.Parameter(torch.zeros(3))], "dampening": 0.5},
                     {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]}):
-            with pytest.raises((ValueError, TypeError), match="accepted"):
+            with pytest.raises((ValueError, TypeError), match="must be"):
                 optimizer.add_param_group(bad)
             assert len(optimizer.param_groups) == 1
         train(range(2), None, network, optimizer)
         backward(network)
         with pytest.raises(RuntimeError, match=r"add_param_group\(\) was called between backward\(\) and step"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        with pytest.raises(TypeError, match=r"accepted: copy\.deepcopy"):
+        with pytest.raises(TypeError, match=r"must be a copy\.deepcopy"):
             copy.copy(optimizer)
         optimizer.step()
 
@@ -153,7 +153,7 @@ def test_more_entries_than_positions_are_refused_or_divided():
     huge = nn.Parameter(torch.empty(1 << 16, 1 << 15, device="meta"))
 
     def worker():
-        with pytest.raises(ValueError, match="has 2147483648 entries; accepted: at most 2147483647"):
+        with pytest.raises(ValueError, match=r"must have at most 2147483647 entries, .* with 2147483648"):
             dgc.DistributedOptimizer(torch.optim.SGD([huge], lr=0.1), [("huge", huge)])
 
     in_lockstep(worker)

@@ -75,13 +75,13 @@ def test_a_plain_checkpoint_of_sgd_is_taken_up():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda s: s.update(size=3), r"residual_state_dict: size is 3; expected 2"),
-    (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank is \d; expected \d"),
-    (lambda s: s.update(version=9), r"residual_state_dict: version is 9; expected 1"),
+    (lambda s: s.update(size=3), r"residual_state_dict: size must be 2, got 3"),
+    (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank must be \d, got \d"),
+    (lambda s: s.update(version=9), r"residual_state_dict: version must be 1, got 9"),
     (lambda s: s["v"].pop("6.weight"), r"v lacks \['6\.weight'\] and has unknown \[\]"),
     (lambda s: s["u"].update(other=torch.zeros(1)), r"u lacks \[\] and has unknown \['other'\]"),
     (lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}),
-     r"u of 6\.weight has shape \(2, 2\); expected \(40, 144\)"),
+     r"u of 6\.weight must have shape \(40, 144\), got \(2, 2\)"),
 ])
 def test_residuals_that_do_not_fit_are_refused_whole(change, message):
     def worker():
@@ -106,7 +106,8 @@ def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronize
         backward(network, 2)
         if synchronized:
             optimizer.synchronize()
-        with pytest.raises(RuntimeError, match=r"asked for between backward\(\) and step\(\); accepted: after step"):
+        with pytest.raises(RuntimeError,
+                           match=r"must be asked for after step\(\), got a call between backward\(\) and step"):
             asked(optimizer)
         with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
             optimizer.step()

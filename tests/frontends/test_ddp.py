@@ -325,9 +325,9 @@ def test_what_a_user_does_with_it(size):
         assert results["cancelled", True] and results["cancelled", False]
         assert results["thawed"].startswith("DistributedDataParallel does not exchange 0.weight, 0.bias: when it was")
         passes, config, scaler = results["refused"]
-        assert "accepted with DistributedDataParallel: 1" in passes
-        assert "accepted: the same, but for the sparsity" in config
-        assert scaler == "grad_scaler was given once and once not; accepted: each time, or never"
+        assert "passes must be 1 with DistributedDataParallel" in passes
+        assert "but for the sparsity, got" in config
+        assert scaler == "grad_scaler must be given for each model of an optimizer or for none, got both"
         assert results["sparsity"] == 0.5
 
 
@@ -391,11 +391,12 @@ def test_errors_at_the_door(alone):
     some = torch.optim.SGD(list(network.parameters())[2:], lr=0.1)
     more = torch.optim.SGD([*network.parameters(), nn.Parameter(torch.zeros(3, 5))], lr=0.1)
     for arguments, error, message in (
-            ((network, optimizer), TypeError, "ddp_model is a Sequential; accepted: a torch.nn.parallel"),
-            ((parallel, "sgd"), TypeError, "optimizer is 'sgd'; accepted: a torch.optim.Optimizer"),
+            ((network, optimizer), TypeError, "ddp_model must be a torch.nn.parallel"),
+            ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
             ((parallel, torch.optim.Adam(network.parameters())), TypeError, "optimizer is Adam"),
             ((parallel, optimizer, dgc.Config(apply_directly=True)), ValueError, "apply_directly is True"),
-            ((parallel, some), ValueError, "the optimizer lacks 0.weight, 0.bias; accepted"),
+            ((parallel, some), ValueError,
+             "that require a gradient, got one that lacks 0.weight, 0.bias"),
             ((parallel, more), ValueError, r"parameters that ddp_model does not have, of shapes \[\(3, 5\)\]")):
         with pytest.raises(error, match=message):
             dgc.register_comm_hook(*arguments)

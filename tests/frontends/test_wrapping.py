@@ -168,7 +168,7 @@ def test_any_optimizer_without_momentum_correction(kind):
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=kind,
                                      settings={"lr": 1e-3, "weight_decay": 0.1})
         train(range(4), None, network, optimizer)
-        with pytest.raises(TypeError, match=rf"flush\(\) is accepted for torch\.optim\.SGD only; for {kind.__name__}"):
+        with pytest.raises(TypeError, match=rf"flush\(\) must be called on a torch\.optim\.SGD, got {kind.__name__}"):
             optimizer.flush()
         return flat(network)
 
@@ -201,7 +201,7 @@ def test_an_sgd_with_a_step_of_its_own():
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=Lars)
         train(range(4), None, network, optimizer)
         assert optimizer.param_groups[0]["steps"] == 4
-        with pytest.raises(TypeError, match=r"flush\(\) is accepted for torch\.optim\.SGD only; for Lars"):
+        with pytest.raises(TypeError, match=r"flush\(\) must be called on a torch\.optim\.SGD, got Lars"):
             optimizer.flush()
         return flat(network)
 

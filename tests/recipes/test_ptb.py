@@ -205,20 +205,21 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     for i, result in enumerate([results[0], {**results[0], "recipe": "cifar10"}]):
         (tmp_path / f"{i}.json").write_text(json.dumps(result))
     (tmp_path / "2.json").write_text(json.dumps({**results[0], "dataset": "pydoc topics"}))
-    for other, message in ((1, "recipe is cifar10, ptb; accepted: results of one"),
-                           (2, "dataset is ptb, pydoc topics; accepted: results of one")):
+    for other, message in ((1, "results must be of one recipe, got cifar10, ptb"),
+                           (2, "results must be of one dataset, got ptb, pydoc topics")):
         with pytest.raises(Exception, match=message):
             report.main([tmp_path / "0.json", tmp_path / f"{other}.json"])
 
 
 def test_the_language_model_says_what_it_cannot_train_on(language_model, tmp_path):
-    with pytest.raises(Exception, match="--batch-size 20 is divided over the workers; accepted with 3 of them"):
+    with pytest.raises(Exception, match=r"--batch-size must be a multiple of the 3 workers, .* got 20"):
         language_model(virtual_workers=3)
-    with pytest.raises(SystemExit, match=r"lacks ptb\.train\.txt, ptb\.valid\.txt, ptb\.test\.txt; accepted: a folder"):
+    with pytest.raises(SystemExit,
+                       match=r"got one without ptb\.train\.txt, ptb\.valid\.txt, ptb\.test\.txt"):
         language_model(data=tmp_path)
     for part in ("train", "valid", "test"):
         (tmp_path / f"ptb.{part}.txt").write_text("too short")
-    with pytest.raises(SystemExit, match="a text of 3 words; accepted: at least 40, for a batch of 20"):
+    with pytest.raises(SystemExit, match="a text must have at least 40 words for a batch of 20, got 3"):
         language_model(data=tmp_path)
 
 

@@ -181,7 +181,7 @@ def test_process_sets(launcher, case):
 
 def test_more_bytes_than_horovod_counts_are_refused():
     """Which would write them elsewhere: with 4 GB the process ended by SIGSEGV."""
-    expected = "large: the ranks' messages have 2147483648 bytes together; accepted with Horovod: at most 2147483647"
+    expected = "large: the ranks' messages must have at most 2147483647 bytes together with Horovod, got 2147483648"
     assert all(told.startswith(expected) for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[too_large])
 
 

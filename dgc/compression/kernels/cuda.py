@@ -40,7 +40,7 @@ from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
 
 if int(triton.__version__.split(".")[0]) < 3:
-    raise ImportError(f"Triton is {triton.__version__}; accepted: 3.0 or later")
+    raise ImportError(f"Triton must be 3.0 or later, got {triton.__version__}")
 
 ABSENT = tl.constexpr(0)  # what happens to a parameter: no gradient, no momentum, and the two kinds of it
 PLAIN = tl.constexpr(1)
