@@ -19,8 +19,8 @@ import typer
 from dgc.collective import Collective, Path
 from dgc.compression import select
 from dgc.paths import compressed
+from dgc.paths.averaged import DenseUpdate
 from dgc.paths.task import Task
-from dgc.paths.update import DenseUpdate
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10

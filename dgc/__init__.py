@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dgc.config import Average, Config, Sum
-from dgc.engine.ledger import Report
+from dgc.engine.report import Report
 from dgc.frontends.broadcast import broadcast_parameters
 from dgc.frontends.optimizer import DistributedOptimizer
 from dgc.schedule import adaptive, constant, dense_until, piecewise, warmup

@@ -76,7 +76,7 @@ class World:
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
 
 
-Path = Generator[Collective, Tensor, T]  # the way of a bucket; most return an update (dgc.paths.update)
+Path = Generator[Collective, Tensor, T]  # the way of a bucket; most return an update (dgc.paths.averaged)
 
 
 class AbandonedError(Exception):

@@ -107,13 +107,13 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
+    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
                       a.clip_norm, local_weight_decay=a.local_weight_decay, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
-    """Top-1 on the test set, in per cent."""
+    """Top-1 on these images, in per cent."""
     model.eval()
     right = 0
     with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=a.bf16):
@@ -129,6 +129,9 @@ def train(a: Any) -> dict[str, Any]:
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, (images, labels), (test_images, test_labels) = loaded(a.data, a.cache)
+    if a.validate:  # which are as mixed as the others: the files have the classes in a random order
+        kept = len(images) * 9 // 10
+        images, labels, test_images, test_labels = images[:kept], labels[:kept], images[kept:], labels[kept:]
     count, = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
         raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")
@@ -207,12 +210,15 @@ def main(
         sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 4 of 164, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
-        momentum_correction: bool = True, factor_masking: bool = True, local_weight_decay: bool = True,
+        momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
+        local_weight_decay: bool = True,
         clip_norm: float | None = None,
         flush: job.Flush = True,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: int = 0,
+        validate: Annotated[bool, typer.Option("--validate", help=(
+            "Train without the last tenth of the training images, and evaluate on these: for choices."))] = False,
         bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
         threads: job.Threads = None,
         checkpoints: job.Checkpoints = None,

@@ -38,7 +38,7 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
     },
 }
 WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
-CONFIG = ("sparsity", "warmup_epochs", "selection", *report.PARTS)  # settings of which all is in the Config
+CONFIG = ("sparsity", "warmup_epochs", "selection", "prepay", *report.PARTS)  # settings of which all is in the Config
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
     options = {**study.options, **ROWS[study.recipe][row][1]}
     marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
              "sparsity": lambda x: f"sparsity{100 * x:.6g}", "factor_masking": lambda _: "nomasking",
+             "prepay": lambda _: "prepay", "validate": lambda _: "validate",
              "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
              "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
     words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
@@ -158,6 +159,29 @@ def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]
                 "masking": {x: {seed: at(n, x, seed) for seed in seeds} for x in sparsities},
                 "no masking": {x: {seed: at(n, x, seed, factor_masking=False) for seed in seeds} for x in sparsities}}
             for n in budget.lengths}
+
+
+def by_momentum(budget: Budget) -> dict[str, dict[float, dict[int, Run]]]:
+    """Dense, or what becomes of the momentum of an entry that is sent -> sparsity -> seed -> run. For choices: short
+    trainings, evaluated on held-out training images.
+    """
+    study, n, seeds = budget.cifar10, budget.lengths[0], budget.seeds[0]
+    warmup = study.options["warmup_epochs"] * n / study.options["epochs"]
+
+    def at(sparsity: float, seed: int, **switched: Any) -> Run:
+        return run(study, "dgc", seed, epochs=n, validate=True, warmup_epochs=warmup, sparsity=sparsity, **switched)
+
+    ways: dict[str, dict[str, Any]] = {"masked": {}, "kept": {"factor_masking": False}, "paid in advance": {
+        "prepay": True}}
+    return {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n, validate=True) for seed in seeds}}, **{
+        way: {x: {seed: at(x, seed, **switched) for seed in seeds} for x in (study.options["sparsity"], 0.99, 0.9)}
+        for way, switched in ways.items()}}
+
+
+def by_cell(lines: Mapping[str, Mapping[float, dict[int, Run]]]) -> list[dict[int, Run]]:
+    """The cells of a table, those of one sparsity together."""
+    cells = [(x, seeds) for line in lines.values() for x, seeds in line.items()]
+    return [seeds for place in dict.fromkeys(x for x, _ in cells) for x, seeds in cells if x == place]
 
 
 def by_workers(budget: Budget) -> dict[str, dict[float, Run]]:
@@ -217,6 +241,7 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
               "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
                          for line in lengths[n].values() for at in line.values()],
+              "momentum": [{seed: at[seed]} for seed in budget.seeds[0] for at in by_cell(by_momentum(budget))],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
               "warmup": list(by_warmup(budget).values()),

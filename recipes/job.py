@@ -42,6 +42,8 @@ Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Optio
          "and Heafield 2017), which keeps it.")]
 Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
+Prepay = Annotated[bool, typer.Option("--prepay", help=(
+    "Pay momentum in advance where an entry is sent, in place of momentum factor masking."))]
 Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
 Exchange = Annotated[Literal["allgather", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
@@ -108,6 +110,11 @@ def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
     if not warmup:
         return a.sparsity
     return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), start=min(0.75, a.sparsity), end=a.sparsity)
+
+
+def masking(a: Any) -> dgc.config.Masking:
+    """What becomes of the momentum of an entry that is sent."""
+    return "prepay" if a.prepay else a.factor_masking
 
 
 def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:

@@ -136,7 +136,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, a.factor_masking,
+    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
                       (a.clip_norm or None) if a.local_clipping else None, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
@@ -262,7 +262,7 @@ def main(
         sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 1 of 40, in proportion.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
-        momentum_correction: bool = True, factor_masking: bool = True,
+        momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
         flush: job.Flush = False,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,

@@ -233,8 +233,8 @@ def main(
         quick: Annotated[bool, typer.Option(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(help=(
-            "A run, all whose name contains this, or a table's: ablation, length, workers, sparsity, "
-            "warmup, exchange."))] = None,
+            "A run, all whose name contains this, or a table's: ablation, length, momentum, workers, "
+            "sparsity, warmup, exchange."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

@@ -16,6 +16,7 @@ from experiments import (
     ablations,
     by_exchange,
     by_length,
+    by_momentum,
     by_sparsity,
     by_warmup,
     by_workers,
@@ -48,8 +49,8 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
         if curves:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
-            texts += [draw_table(budget, done)
-                      for draw_table in (draw_length, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
+            texts += [draw_table(budget, done) for draw_table in (
+                draw_length, draw_momentum, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -84,6 +85,18 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
             f"{sum(map(count, panes.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
                 report.differences(title, lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
                 for title, lines in panes.items()))
+
+
+def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    runs = by_momentum(budget)
+    lines = by_seed(runs, done)
+    if not count(lines):
+        return ""
+    return (f"**What becomes of the momentum of an entry that is sent.** {budget.lengths[0]} epochs, on held-out "
+            f"training images. Means over seeds {', '.join(map(str, budget.seeds[0]))}; in brackets the difference to "
+            f"dense training. {count(lines)} of {count(runs)} runs.\n\n"
+            + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", RECIPES["cifar10"]))
 
 
 def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:

@@ -14,12 +14,12 @@ from matplotlib.patches import FancyBboxPatch
 ROOMS = [  # title, files, left, bottom, width, height, colour
     ("frontends", "optimizer, ddp", 0.2, 4.6, 2.6, 1.2, "#dbe9f6"),
     ("engine", "", 3.3, 2.2, 6.4, 3.6, "#e6f2e2"),
-    ("paths", "compressed, gathered, shared,\ndense, sparse (no I/O)", 3.3, 0.2, 3.0, 1.4, "#fdf0d5"),
+    ("paths", "compressed, allgather, shared,\ndense, sparse (no I/O)", 3.3, 0.2, 3.0, 1.4, "#fdf0d5"),
     ("compression", "residual, select, wire, kernels", 0.2, 0.2, 2.6, 1.4, "#fde2dc"),
-    ("transport", "exchange, streams;\nHorovod, torch.distributed, lockstep", 6.7, 0.2, 3.0, 1.4, "#eae3f3")]
+    ("transport", "runner, streams;\nHorovod, torch.distributed, lockstep", 6.7, 0.2, 3.0, 1.4, "#eae3f3")]
 STEPS = [  # text, left, bottom, width
     ("backward\na gradient arrives", 3.5, 4.1, 1.8), ("launch, outgoing\nits bucket leaves", 5.7, 4.1, 1.8),
-    ("arrivals\nthe update comes", 7.7, 2.6, 1.8), ("apply\np.grad, then SGD", 7.7, 4.1, 1.8),
+    ("arrivals\nthe update comes", 7.7, 2.6, 1.8), ("optimizer_step\np.grad, then SGD", 7.7, 4.1, 1.8),
     ("scaling, nodes,\nnonfinite", 3.5, 2.6, 1.8)]
 ARROWS = [  # from, to, where the label is, label, bend
     ((2.8, 4.75), (3.5, 4.6), (2.83, 4.85), "1 hook", ""), ((5.3, 4.55), (5.7, 4.55), (0, 0), "", ""),

@@ -10,7 +10,7 @@ from dgc.collective import World
 from dgc.compression import select
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout, Support
-from dgc.paths.update import DenseUpdate, SparseUpdate
+from dgc.paths.averaged import DenseUpdate, SparseUpdate
 from dgc.transport import find
 
 

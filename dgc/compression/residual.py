@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate as accumulated
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class Gradient:
     g: Tensor  # the parameter's shape, any strides
     momentum: float = 0.0
     nesterov: bool = False
+
+    @property
+    def to_come(self) -> float:
+        """c: what a velocity of 1 would still add to v, were there no further gradients. That is m + m^2 + ... =
+        m / (1 - m); with Nesterov's momentum, which is one step ahead, m^2 / (1 - m). 0 where that has no end, m >= 1.
+        """
+        m = self.momentum
+        return m * (m if self.nesterov else 1.0) / (1 - m) if m < 1 else 0.0
 
 
 class Bucket:
@@ -97,6 +106,32 @@ class Bucket:
         self.gradient_square = square
         return bad
 
+    def prepay(self, index: Tensor, valid: Tensor, gradients: Mapping[str, Gradient]) -> None:
+        """Moves momentum from u to v, in advance, where an entry that has waited is about to be sent.
+
+        An entry's velocity u would still add c u to v (:meth:`Gradient.to_come`), after it has been sent, so that it
+        would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 2 m) |u|:
+        nothing where an entry is sent in every step, whose v is no more than that in any stable motion, and all of it
+        after a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was.
+
+        Args:
+            index: int64 (E,), positions in v, each at most once among those that are valid.
+            valid: bool (E,).
+            gradients: of this step, with their momenta.
+        """
+        if self.u is None:
+            return
+        paying = prepayment(self, gradients)
+        of = torch.bucketize(index, self.ends, right=True).clamp_(max=len(self.names) - 1)
+        c, least = (torch.tensor(x, dtype=self.v.dtype, device=self.v.device)[of] for x in paying)
+        u, v = self.u[index], self.v[index]
+        waited, owed = v.abs() - least * u.abs(), c * u
+        valid = valid & (waited > 0) & (c > 0)
+        whole, part = waited >= owed.abs(), torch.copysign(waited, u)
+        # Empty slots all point at one entry, to which they add nothing.
+        self.v.index_add_(0, index, torch.where(valid, torch.where(whole, owed, part), 0))
+        self.u.index_add_(0, index, torch.where(valid, torch.where(whole, u, part / c), 0), alpha=-1)
+
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
         """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.3).
 
@@ -126,6 +161,11 @@ class Bucket:
         return taken
 
     @cached_property
+    def ends(self) -> Tensor:
+        """int64 (P,): where each parameter ends."""
+        return torch.tensor(self.numels, device=self.v.device).cumsum(0)
+
+    @cached_property
     def beginnings(self) -> Tensor:
         """int64 (P,): where each parameter begins; an empty one at the end has the last entry's place."""
         return torch.tensor(self.offsets, device=self.v.device).clamp_(max=self.numel - 1)
@@ -145,6 +185,22 @@ class Bucket:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
         self.total_entries += entries  # in place: given up while a stream reads it, another one's memory is used anew
+
+
+class Prepayment(NamedTuple):
+    """Of each parameter: c, what a velocity of 1 would still add, 0 where nothing is paid; and the |v| / |u| above
+    which it is.
+    """
+
+    to_come: list[float]
+    least: list[float]
+
+
+def prepayment(bucket: Bucket, gradients: Mapping[str, Gradient]) -> Prepayment:
+    """What :meth:`Bucket.prepay` goes by, for a bucket's parameters in their order."""
+    given = [gradients.get(name) for name in bucket.names]
+    return Prepayment([0.0 if gradient is None else gradient.to_come for gradient in given],
+                      [0.0 if gradient is None else 1 + 2 * gradient.momentum for gradient in given])
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

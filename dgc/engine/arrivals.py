@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dgc.engine.apply import Applier
 from dgc.engine.nonfinite import Count, NonFinite
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.step import Delivery, Step
-from dgc.paths.update import DenseUpdate, SparseUpdate
+from dgc.paths.averaged import DenseUpdate, SparseUpdate
 
 
 def skip(parameters: Iterable[Tensor], scaled: bool) -> None:

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from dgc.engine.agreement import Agreement
-from dgc.engine.apply import Applier
 from dgc.engine.arrivals import arrive, skip
 from dgc.engine.backward import refuse_gradients_of_others
 from dgc.engine.flush import flush_all
 from dgc.engine.launch import Launcher
-from dgc.engine.ledger import Ledger
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.outgoing import Outgoing
 from dgc.engine.parameters import STEP, Parameters, exchanged
 from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
+from dgc.engine.report import Ledger
 from dgc.engine.scaling import Scaling
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Phase, Step

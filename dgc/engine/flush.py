@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dgc.collective import World
-from dgc.engine.apply import Applier
 from dgc.engine.nonfinite import Count
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.step import Delivery
 from dgc.paths.compressed import flush
-from dgc.transport.exchange import Exchange
+from dgc.transport.runner import PathRun
 
 
 def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
@@ -20,7 +20,7 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
         if bucket.kept is not None and thawed:
             path = flush(bucket.kept, [parameters.names[p] for p in thawed], world if bucket.compressed else world.flat,
                          average=settings.average)
-            exchanges.append((bucket, thawed, Exchange(path, settings.transport, f"{bucket.name}.flush", count)))
+            exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))
     group_of = parameters.group_of()
     for bucket, thawed, exchange in exchanges:
         applier.add(Delivery(bucket, thawed, exchange.finish()), group_of)

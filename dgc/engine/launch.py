@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dgc.engine.buckets import ParameterBucket
-from dgc.engine.ledger import Ledger
 from dgc.engine.misuse import Misuse
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.outgoing import Outgoing
 from dgc.engine.parameters import Parameters
 from dgc.engine.progress import Progress
+from dgc.engine.report import Ledger
 from dgc.engine.settings import Settings
 from dgc.engine.step import Flight, Step
-from dgc.transport.streams import StreamedExchange, own_stream_waits_for
+from dgc.transport.streams import StreamedRun, own_stream_waits_for
 
 
 class Launcher:
@@ -54,7 +54,7 @@ class Launcher:
             step.leave_node(wait=False)
             if len(step.streams) > 1:  # than that of the gradient that has just come
                 own_stream_waits_for(step.streams)
-            step.in_flight.append(Flight(bucket, departure.parameters, StreamedExchange(
+            step.in_flight.append(Flight(bucket, departure.parameters, StreamedRun(
                 departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
                 self._ledger.counting(step))))
 
@@ -72,7 +72,7 @@ class Launcher:
                                  "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
                                  "mean (give sparse_as_dense=True)")
             if present:
-                exchanges.append(StreamedExchange(
+                exchanges.append(StreamedRun(
                     present[0].device, self._nodes.mean(bucket, present, step), self._settings.transport,
                     f"{bucket.name}.node", self._ledger.counting(step)))
         for exchange in exchanges:

@@ -15,9 +15,9 @@ from dgc.engine.scaling import Scaling
 from dgc.engine.settings import Settings
 from dgc.engine.shards import shard
 from dgc.engine.step import Step
+from dgc.paths.averaged import Update
 from dgc.paths.finite import who_is_not_finite
 from dgc.paths.nodes import average_in_node
-from dgc.paths.update import Update
 
 
 class Nodes:

@@ -14,7 +14,7 @@ from dgc.engine.settings import Settings
 from dgc.engine.shards import sum_of_shards
 from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict
-from dgc.transport.exchange import Exchange
+from dgc.transport.runner import PathRun
 from dgc.transport.streams import wait_for_own_stream
 from dgc.warn import warn
 
@@ -75,7 +75,7 @@ class NonFinite:
         self.look()
         for name, verdict in self._pending:
             asked = not self._settings.elastic  # where ranks that have come since would not know that they are asked
-            blame = "" if not asked else Exchange(
+            blame = "" if not asked else PathRun(
                 verdict.blame(), self._settings.transport, f"{name}.blame", count).finish()
             if verdict.refused:
                 self._found.append(verdict.error(blame))

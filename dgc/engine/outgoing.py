@@ -19,10 +19,10 @@ from dgc.engine.scaling import Scaling
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Step
+from dgc.paths.averaged import SparseUpdate, Update
 from dgc.paths.compressed import reduce
 from dgc.paths.dense import reduce_dense, reduce_rounded
 from dgc.paths.sparse import reduce_sparse
-from dgc.paths.update import SparseUpdate, Update
 
 
 class Departure(NamedTuple):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
-from dgc.paths.update import SparseUpdate, Update
-from dgc.transport.streams import StreamedExchange
+from dgc.paths.averaged import SparseUpdate, Update
+from dgc.transport.streams import StreamedRun
 
 
 class Phase(Enum):
@@ -31,7 +31,7 @@ class Flight:
 
     bucket: ParameterBucket
     parameters: list[Tensor]  # those of the bucket that take part
-    exchange: StreamedExchange[Update | SparseUpdate]
+    exchange: StreamedRun[Update | SparseUpdate]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config, Sum
-from dgc.engine.apply import is_sgd
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
+from dgc.engine.optimizer_step import is_sgd
 from dgc.engine.outgoing import check_dampening
 
 SHARDED = ("use fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "

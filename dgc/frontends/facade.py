@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dgc.config import Config
 from dgc.engine.engine import Engine, engine_of
-from dgc.engine.ledger import Report
 from dgc.engine.parameters import STEP
+from dgc.engine.report import Report
 from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet

@@ -1,12 +1,20 @@
-"""The exchange that a bucket takes: the one that was chosen, or the one of fewer bytes, or a dense sum."""
+"""The exchanges by their names, and the one that a bucket takes: as chosen, or of fewer bytes, or a dense sum."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from dgc import cost
+from dgc.collective import Path
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
+from dgc.paths.allgather import gather
+from dgc.paths.averaged import Update
+from dgc.paths.shared import sum_at_support
+from dgc.paths.task import Task
+
+PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
 
 
 def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,15 +10,11 @@ from torch import Tensor
 from dgc.collective import Path, World
 from dgc.compression.residual import Bucket, Gradient
 from dgc.config import Config
-from dgc.paths.choice import choose
+from dgc.paths.averaged import Update
+from dgc.paths.choice import PATHS, choose
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
-from dgc.paths.gathered import gather
-from dgc.paths.shared import sum_at_support
 from dgc.paths.task import Task, clipping, kernel_of, layout_of
-from dgc.paths.update import Update
-
-PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
@@ -39,7 +35,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale.
 
     Returns:
-        The :class:`dgc.paths.update.Update` of the bucket's parameters, in the residual's dtype.
+        The :class:`dgc.paths.averaged.Update` of the bucket's parameters, in the residual's dtype.
 
     Raises:
         FloatingPointError: a rank's gradient is not finite; raised on all of them. What is not finite entered u and v
@@ -72,8 +68,7 @@ def _sum_chosen(task: Task) -> Path[Update]:
     fine = ~bucket.marked.any() if verdict.on_device else not verdict.names
     valid = task.layout.uses(used) & fine
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
-    values = torch.where(valid, bucket.v[index], 0)
-    bucket.take(index, values, task.config.factor_masking)
+    values = task.take(index, valid)
     return (yield from summed(bucket, index, values, task.world, task.average, verdict))
 
 

@@ -12,9 +12,9 @@ from dgc.collective import Collective, Path, World
 from dgc.compression import device
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Whole
+from dgc.paths.averaged import DenseUpdate
 from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite
 from dgc.paths.nodes import among_nodes
-from dgc.paths.update import DenseUpdate
 
 _wholes: WeakKeyDictionary[Bucket, Whole] = WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         refuse: a sum that is not finite. Else it is the update, as in stock Horovod, and says whose gradient it is.
 
     Returns:
-        The :class:`dgc.paths.update.Update`, in the order and dtype of ``gradients``.
+        The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``.
 
     Raises:
         FloatingPointError: a rank's gradient is not finite, and that is refused; raised on all of them. Where a device
@@ -72,7 +72,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         average: divide the sum by N.
 
     Returns:
-        The :class:`dgc.paths.update.Update`, in the residual's dtype.
+        The :class:`dgc.paths.averaged.Update`, in the residual's dtype.
 
     Raises:
         FloatingPointError, ValueError: as :func:`dgc.paths.compressed.reduce`.

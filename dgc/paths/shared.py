@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from dgc.collective import Path
+from dgc.paths.averaged import DenseUpdate
 from dgc.paths.dense import put_back
 from dgc.paths.finite import refuse_not_finite
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
-from dgc.paths.update import DenseUpdate
 
 
 def sum_at_support(task: Task) -> Path[DenseUpdate]:
@@ -26,8 +26,7 @@ def sum_at_support(task: Task) -> Path[DenseUpdate]:
         message = torch.zeros(layout.support.nbytes, dtype=torch.uint8, device=layout.device)
     bad = bad or bucket.not_finite()
     index, used = layout.support.decode((yield from among_nodes("share", message, world, task.leader)), task.leader)
-    values = torch.where(used & (not bad), bucket.v[index], 0)
-    bucket.take(index, values, task.config.factor_masking)
+    values = task.take(index, used if not bad else torch.zeros_like(used))
     flagged = torch.cat([values, values.new_full((1,), torch.nan if bad else 0.0)])
     try:
         total = yield from among_nodes("sum", flagged, world)

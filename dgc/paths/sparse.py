@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.compression.wire import not_finite
-from dgc.paths.update import SparseUpdate
+from dgc.paths.averaged import SparseUpdate
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
@@ -25,7 +25,7 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
         refuse: a gradient that is not finite. Else it is applied, as in stock Horovod, and the update says whose.
 
     Returns:
-        The :class:`dgc.paths.update.SparseUpdate`.
+        The :class:`dgc.paths.averaged.SparseUpdate`.
 
     Raises:
         FloatingPointError: a rank's gradient is not finite, and that is refused; raised on all of them.

@@ -62,6 +62,16 @@ class Task:
                                   self.config.selection == "exact", self.step)
 
 
+    def take(self, index: Tensor, valid: Tensor) -> Tensor:
+        """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is sent, 0 elsewhere."""
+        masking = self.config.factor_masking
+        if masking == "prepay":
+            self.bucket.prepay(index, valid, self.gradients)
+        values = torch.where(valid, self.bucket.v[index], 0)
+        self.bucket.take(index, values, masking is True)
+        return values
+
+
 def kernel_of(bucket: Bucket) -> Kernel:
     """The loops that run over a bucket now."""
     return kernels.current(bucket.v.device.type, bucket.v.dtype)

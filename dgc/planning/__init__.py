@@ -1,6 +1,7 @@
 """Whether it pays: a step's time and scaling efficiency for a model on a cluster, and what to do there."""
 
 from dgc.planning.advise import MOST, NEARLY, OFFERED, SHARED, SPARSITIES, WORTH, Advice, advise, bits
+from dgc.planning.answer import Plan, draw, plan
 from dgc.planning.buckets import buckets, dense_buckets
 from dgc.planning.models import MODELS, NAME, Loaded, Shape, TheirError, callable_named, load, measure
 from dgc.planning.predict import (
@@ -18,7 +19,6 @@ from dgc.planning.predict import (
     predict,
     sizes,
 )
-from dgc.planning.report import Plan, draw, plan
 
 __all__ = ["CPU", "DGC", "INSIDE", "LARGEST", "LOCAL", "MODELS", "MOST", "NAME", "NEARLY", "NETWORKS", "OFFERED",
            "SHARED", "SPARSITIES", "WORTH", "Advice", "Loaded", "Local", "Method", "Plan", "Prediction", "Shape",

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dgc.collective import Collective, Path
-from dgc.transport.exchange import Exchange
 from dgc.transport.protocol import Transport
+from dgc.transport.runner import PathRun
 
 T = TypeVar("T")
 
@@ -51,19 +51,19 @@ def wait_for_own_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
-class StreamedExchange(Generic[T]):
+class StreamedRun(Generic[T]):
     """An exchange in our own stream.
 
     Args:
         device: of the tensors that travel.
-        path, transport, name, on_start: as for :class:`dgc.transport.exchange.Exchange`.
+        path, transport, name, on_start: as for :class:`dgc.transport.runner.PathRun`.
     """
 
     def __init__(self, device: torch.device, path: Path[T], transport: Transport, name: str,
                  on_start: Callable[[Collective], None]):
         self._device = device
         with own_stream(device):
-            self._exchange = Exchange(path, transport, name, on_start)
+            self._exchange = PathRun(path, transport, name, on_start)
 
     def leave_node(self, wait: bool) -> None:
         """Goes on to the other nodes with what was averaged within the node.
@@ -83,7 +83,7 @@ class StreamedExchange(Generic[T]):
         return result
 
     def abandon(self, wait: bool) -> None:
-        """See :meth:`dgc.transport.exchange.Exchange.abandon`; what is launched next finds what was put back."""
+        """See :meth:`dgc.transport.runner.PathRun.abandon`; what is launched next finds what was put back."""
         with own_stream(self._device):
             self._exchange.abandon(wait)
         wait_for_own_stream(self._device)

@@ -36,16 +36,19 @@ def assert_same(ours, theirs):
     (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
     (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
 def test_steps(wire, dtype, sparsity, nesterov):
-    """Steps with everything in them: a parameter without momentum, one that sits out, clipping, no masking."""
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, kept, and
+    paid in advance.
+    """
     both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
-    for step in range(3):
+    for step in range(5):
         some, scale = gradients(step, dtype, nesterov), None
         if step == 1:
             del some["b"]
             scale = torch.tensor(0.7)
         if step == 2:
             scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
-        messages.append(both.step(some, step, scale, exact=step == 1, masking=step != 2))
+        messages.append(both.step(some, step, scale, exact=step == 1, masking=(
+            step != 2 if step < 3 else "prepay")))
     updates = both.received(messages, 3)
     for without in (None, "b"):
         results = targets(dtype, without)
@@ -133,7 +136,7 @@ def test_what_has_overflowed_in_v_is_confessed():
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
         _, index, used = kernel.select(bucket, there, None, layout, False, 0)
-        message = kernel.encode(bucket, layout, index, used, True).cpu()
+        message = kernel.encode(bucket, there, layout, index, used, True).cpu()
         assert layout.sections(message).exponents.tolist() == [32767, -14]
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 
@@ -188,7 +191,7 @@ def test_a_message_that_was_changed_is_refused():
             wrong = seal(changed)
         error = both.received([message, wrong, message], 3)
         assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
-    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 has 7 bytes"):
+    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 must have 2728 bytes, got 7"):
         cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
 
 
@@ -297,9 +300,9 @@ types |= dict.fromkeys(["places", "message16"], "*i16") | {"verdict": "*i32"}
 count = 0
 for real, bits, wire, yes in ((tl.float32, 32, tl.float16, True), (tl.float64, 64, tl.bfloat16, True),
                               (tl.float32, 32, tl.float32, False)):
-    types |= dict.fromkeys("u v scale like squares total".split(), "*fp%d" % bits) | {"marks": "*i%d" % bits}
+    types |= dict.fromkeys("u v scale like squares total paying".split(), "*fp%d" % bits) | {"marks": "*i%d" % bits}
     constants = dict(SCALED=1 + yes, VELOCITY=yes, EXACT=not yes, ROUNDS=4, SELECT=True, ROOM=64,
-                     ALIGNED=True, MASKING=yes, FLAGS=yes, WIRE=wire, ADD=yes)
+                     ALIGNED=True, MASKING=yes, PREPAYING=yes, FLAGS=yes, WIRE=wire, ADD=yes)
     for kernel in doors:
         here = {n: c for n, c in constants.items() if n in kernel.arg_names}
         signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}

@@ -6,7 +6,7 @@ from torch import nn
 from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.step import Delivery, Inverse, Phase, Step
-from dgc.paths.update import DenseUpdate
+from dgc.paths.averaged import DenseUpdate
 
 PARAMETERS = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
 FIRST = ParameterBucket("first", PARAMETERS[:2], compressed=False, kept=None)

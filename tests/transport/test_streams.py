@@ -23,7 +23,7 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
 
     def exchange():
         transport = type("Nowhere", (), {"start": lambda self, collective, name: Wait(fails)})()
-        return streams.StreamedExchange(device, path(), transport, "x", lambda collective: None)
+        return streams.StreamedRun(device, path(), transport, "x", lambda collective: None)
 
     main, own, device = Stream(), Stream(), torch.device("cuda", 0)
     monkeypatch.setattr(streams, "_stream", lambda device: own)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
+from dgc.config import Masking
 from dgc.warn import warn
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
@@ -47,7 +48,8 @@ class Kernel(Protocol):
     def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor: ...
+    def encode(self, bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
+               masking: Masking) -> Tensor: ...
 
     def settle(self, bucket: Bucket) -> FloatingPointError | ValueError | None: ...
 

@@ -27,9 +27,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dgc.compression.kernels.jit import jit
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Bucket, Gradient, prepayment
 from dgc.compression.select import DEVIATIONS, LINE, stride
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
+from dgc.config import Masking
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
 POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
@@ -431,8 +432,27 @@ def _value(r, i, singles, words, half, word, word_bits):
 
 
 @_jit
-def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, half, block_counts,
-            singles, words, positions, exponents):
+def _prepay(u, v, first, last, index, c, least):
+    """Moves momentum from u to v at index[first:last]: see ``dgc.compression.residual.Bucket.prepay``."""
+    for j in range(first, last):
+        if j + AHEAD < last:
+            _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
+            _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
+        i = index[j]
+        x, y = v[i], u[i]
+        waited, owed = abs(x) - least * abs(y), c * y
+        if waited >= abs(owed) and waited > 0:
+            v[i] = x + owed
+            u[i] = 0
+        elif waited > 0:
+            part = waited if y > 0 else -waited
+            v[i] = x + part
+            u[i] = y - part / c
+
+
+@_jit
+def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, to_come, least, half,
+            block_counts, singles, words, positions, exponents):
     """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
 
     Returns how many were sent. A parameter whose v is not finite says so and keeps it.
@@ -442,6 +462,8 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
     sent_entries = 0
     for p in range(first, last):
         start, m = starts[p], used[p]
+        if to_come[p] > 0:
+            _prepay(u, v, start, start + m, index, to_come[p], least[p])
         largest = v.dtype.type(0)
         for j in range(start, start + m):
             if j + AHEAD < start + m:
@@ -718,16 +740,20 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
+           masking: Masking) -> Tensor:
     """As :func:`plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
+    to_come = least = np.zeros(len(bucket.names), v.dtype)
+    if masking == "prepay" and bucket.u is not None:
+        to_come, least = (np.array(x, v.dtype) for x in prepayment(bucket, gradients))
     message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
         first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
-        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
-        exponents), table.parameters, table.threads))))
+        masking is True and bucket.u is not None, to_come, least, layout.dtype == torch.float16, block_counts, singles,
+        words, slots, exponents), table.parameters, table.threads))))
     _seal(message.view(np.int32))
     return torch.from_numpy(message)
 

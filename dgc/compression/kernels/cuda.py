@@ -35,9 +35,10 @@ from torch import Tensor
 from dgc.compression import device, wire
 from dgc.compression.device import HostCopy
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Bucket, Gradient, Prepayment, prepayment
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
+from dgc.config import Masking
 
 if int(triton.__version__.split(".")[0]) < 3:
     raise ImportError(f"Triton must be 3.0 or later, got {triton.__version__}")
@@ -457,11 +458,26 @@ def _slots(parameters, chunks, used, index):
     return p, here, begin, slot, valid, tl.load(index + slot, mask=valid, other=0)
 
 
-@triton.jit
-def _largest(v, parameters, chunks, used, index, work):
-    """One program a chunk of slots: the largest magnitude of each parameter's entries."""
+@triton.jit(do_not_specialize=["count"])
+def _largest(u, v, parameters, chunks, used, index, work, flags, paying, count, PREPAYING: tl.constexpr,
+             FLAGS: tl.constexpr):
+    """One program a chunk of slots: the largest magnitude of each parameter's entries, after momentum was paid in
+    advance where PREPAYING (see ``dgc.compression.residual.Bucket.prepay``).
+    """
     p, _, _, _, valid, position = _slots(parameters, chunks, used, index)
-    bits = tl.where(valid, _magnitude(tl.load(v + position, mask=valid, other=0)), 0)
+    x = tl.load(v + position, mask=valid, other=0)
+    if PREPAYING:
+        y = tl.load(u + position, mask=valid, other=0)
+        c, least = tl.load(paying + p), tl.load(paying + count + p)
+        waited, owed = tl.abs(x) - least * tl.abs(y), c * y
+        payable = valid & (tl.where(c > 0, waited, 0) > 0)
+        if FLAGS:
+            payable = payable & (tl.load(flags + count) == 0)
+        whole, part = waited >= tl.abs(owed), tl.where(y > 0, waited, -waited)
+        x = tl.where(payable, x + tl.where(whole, owed, part), x)
+        tl.store(v + position, x, mask=payable)
+        tl.store(u + position, tl.where(whole, 0, y - _divided(part, tl.where(c > 0, c, 1))), mask=payable)
+    bits = tl.where(valid, _magnitude(x), 0)
     tl.atomic_max(work + 1 + p, tl.max(bits, 0).to(tl.int64), sem="relaxed")
 
 
@@ -865,7 +881,8 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return [], selection.index, selection.used
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
+           masking: Masking) -> Tensor:
     """As :func:`plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
     and the message is the :meth:`dgc.compression.wire.Layout.nonfinite_message`.
     """
@@ -876,13 +893,28 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking:
     work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
     with torch.cuda.device_of(bucket.v):
         grid = table.chunks_count,
-        _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
+        prepaying = masking == "prepay" and bucket.u is not None
+        paying = _prepayment(bucket, gradients) if prepaying else u
+        _largest[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
+                       paying, len(bucket.names), PREPAYING=prepaying, FLAGS=flags is not None, enable_fp_fusion=False)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
                      message.view(torch.int16), message.view(torch.int32), message[-8:].view(torch.int64),
-                     len(bucket.names), values, positions, exponents, MASKING=masking and bucket.u is not None,
+                     len(bucket.names), values, positions, exponents, MASKING=masking is True and bucket.u is not None,
                      FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message
+
+
+_prepayments: WeakKeyDictionary[Bucket, tuple[Prepayment, Tensor]] = WeakKeyDictionary()
+
+
+def _prepayment(bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+    """:func:`dgc.compression.residual.prepayment` on the device: made anew only where momenta have changed."""
+    paying, (made_for, tensor) = prepayment(bucket, gradients), _prepayments.get(bucket, (None, bucket.v))
+    if made_for != paying:
+        tensor = _sent(torch.tensor(paying, dtype=bucket.v.dtype), bucket.v.device)
+        _prepayments[bucket] = paying, tensor
+    return tensor
 
 
 def _places(layout: Layout) -> tuple[int, int, int, int]:

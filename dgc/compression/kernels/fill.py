@@ -134,7 +134,7 @@ def run_all(dtype: torch.dtype) -> None:
     layout = Layout(bucket, [40], torch.float16)
     cpu.accumulate(bucket, gradients, None, layout)
     _, index, used = cpu.select(bucket, gradients, None, layout, False, 0)
-    message = cpu.encode(bucket, layout, index, used, True)
+    message = cpu.encode(bucket, gradients, layout, index, used, True)
     received = cpu.Received(layout, torch.stack([message, message]), 2.0)  # of one alone the parts are contiguous
     received.write([parameter])
     received.add([parameter], [1.0])

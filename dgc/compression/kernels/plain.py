@@ -10,6 +10,7 @@ from torch import Tensor
 from dgc.compression import select as selection
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
+from dgc.config import Masking
 
 
 def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
@@ -51,18 +52,23 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used.to(bucket.v.device)
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
+           masking: Masking) -> Tensor:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
+        gradients: of this step, for their momenta.
         index, used: as :func:`select` returned them.
-        masking: set u to zero where something was sent (momentum factor masking).
+        masking: True sets u to zero where something was sent (momentum factor masking), "prepay" moves momentum from
+            u to what is sent (:meth:`dgc.compression.residual.Bucket.prepay`), False leaves u as it is.
 
     Returns:
         The message, uint8 (nbytes,).
     """
+    if masking == "prepay":
+        bucket.prepay(index, layout.uses(used), gradients)
     message, sent = layout.encode(index, used, bucket.v[index])
-    bucket.take(index, sent, masking)
+    bucket.take(index, sent, masking is True)
     return message
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dgc.collective import Path
+from dgc.paths.averaged import Update
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
-from dgc.paths.update import Update
 
 
 def gather(task: Task) -> Path[Update]:
@@ -13,7 +13,7 @@ def gather(task: Task) -> Path[Update]:
     bad, index, used = task.select()
     bucket, layout, kernel = task.bucket, task.layout, task.kernel
     message = layout.nonfinite_message(bad) if bad else kernel.encode(
-        bucket, layout, index, used, task.config.factor_masking)
+        bucket, task.gradients, layout, index, used, task.config.factor_masking)
     try:
         messages = yield from among_nodes("gather", message, task.world)
         received = kernel.Received(layout, messages, task.world.divisor(task.average))

@@ -195,8 +195,8 @@ def _sign(group: Mapping[str, Any]) -> int:
 
 def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
              ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
-    """Targets for a :class:`dgc.paths.update.Update`: ``of(p)`` of these parameters where its memory will do; else, and
-    listed once more with their parameter, new tensors. None for the bucket's other parameters. All in its order.
+    """Targets for a :class:`dgc.paths.averaged.Update`: ``of(p)`` of these parameters where its memory will do; else,
+    and listed once more with their parameter, new tensors. None for the bucket's other parameters. All in its order.
     """
     wanted, targets, others, dtype, kept = set(parameters), [], [], bucket.dtype, bucket.kept
     for i, p in enumerate(bucket.parameters):

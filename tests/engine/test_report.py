@@ -3,7 +3,7 @@
 import torch
 
 from dgc.collective import Collective, World, dense_bytes
-from dgc.engine.ledger import Ledger
+from dgc.engine.report import Ledger
 
 
 class Nothing:

@@ -12,7 +12,7 @@ from dgc.transport.protocol import Transport, Wait
 T = TypeVar("T")
 
 
-class Exchange(Generic[T]):
+class PathRun(Generic[T]):
     """A path on its way: its collective has begun, and :meth:`finish` takes it to its end."""
 
     def __init__(self, path: Path[T], transport: Transport, name: str, on_start: Callable[[Collective], None]):
