@@ -154,17 +154,20 @@ def test_schedule_prints_where_it_changes():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["plan", "resnet51", "--compute", "1"], "dgc plan: Invalid value: MODEL: model must be resnet50"),
-    (["plan", "resnet50"], "dgc plan: Invalid value: give either --compute SECONDS or --measure"),
-    (["plan", "resnet50", "--measure"], "dgc plan: Invalid value: --measure: model is 'resnet50'; to be measured"),
+    (["plan", "resnet50"],
+     "dgc plan: Invalid value: one of --compute SECONDS and --measure must be given, got neither"),
+    (["plan", "resnet50", "--measure"],
+     "dgc plan: Invalid value: --measure: model must be a module:callable that returns"),
     (["plan", "resnet50", "--compute", "-1"],
      "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
-    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "--network: 'fast', of which its rate"),
+    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "got 'fast', of which its rate"),
     (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns: Local: compress must be a finite"),
     (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity must be"),
-    (["schedule", "warmup:epoch=4"], "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4', at character 8"),
+    (["schedule", "warmup:epoch=4"],
+     "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4': what begins at character 8"),
     (["schedule", "dense_until:10000000"], "changes at step 10,000,000 (or say by --epochs"),
-    (["schedule", "adaptive"], "dgc schedule: Invalid value: EXPR: 'adaptive' goes by the network's speed, so nobody "
+    (["schedule", "adaptive"], "schedule: Invalid value: EXPR: the schedule must be known beforehand, got 'adaptive', "
      "which goes by the network's speed (show one of its bounds, 0.99 and 0.9999)"),
     (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):

@@ -110,9 +110,9 @@ class Bucket:
         """Moves momentum from u to v, in advance, where an entry that has waited is about to be sent.
 
         An entry's velocity u would still add c u to v (:meth:`Gradient.to_come`), after it has been sent, so that it
-        would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 2 m) |u|:
-        nothing where an entry is sent in every step, whose v is no more than that in any stable motion, and all of it
-        after a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was.
+        would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 3 m) |u|:
+        nothing where an entry is sent in every step, whose v is less than that in a stable motion, and all of it after
+        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was.
 
         Args:
             index: int64 (E,), positions in v, each at most once among those that are valid.
@@ -200,7 +200,7 @@ def prepayment(bucket: Bucket, gradients: Mapping[str, Gradient]) -> Prepayment:
     """What :meth:`Bucket.prepay` goes by, for a bucket's parameters in their order."""
     given = [gradients.get(name) for name in bucket.names]
     return Prepayment([0.0 if gradient is None else gradient.to_come for gradient in given],
-                      [0.0 if gradient is None else 1 + 2 * gradient.momentum for gradient in given])
+                      [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given])
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -129,7 +129,8 @@ def test_ranks_that_differ_are_told(tmp_path):
         network, optimizer = made(network=model(seed=current_rank() // 2, dtype=DOUBLE))
         dgc.save_checkpoint(tmp_path, network, optimizer)
 
-    with pytest.raises(ValueError, match=r"the optimizer's state of ranks \[2\] differ from rank 0's"):
+    with pytest.raises(ValueError,
+                       match=r"the optimizer's state must be those of rank 0 on all ranks, got others on ranks \[2\]"):
         in_lockstep(worker, 3)
 
 
@@ -141,7 +142,7 @@ def test_a_residual_that_overflowed_is_told(tmp_path):
         optimizer.load_residual_state_dict(state)
         dgc.save_checkpoint(tmp_path, network, optimizer)
 
-    with pytest.raises(ValueError, match=r"v of 6\.weight is not finite.* \(on rank 1\)"):
+    with pytest.raises(ValueError, match=r"v of 6\.weight must be finite.* \(on rank 1\)"):
         in_lockstep(worker, 2)
 
 
@@ -154,10 +155,13 @@ class Groups(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"network": nn.Linear(40, 40).double()}, r"common-\S+: model lacks \['bias', 'weight'\] and has unknown \['0\."),
-    ({"config": dgc.Config(sparsity=0.9, momentum_correction=False)}, r"rank-0-\S+: u lacks \[\] and has unknown"),
+    ({"network": nn.Linear(40, 40).double()},
+     r"common-\S+: model must have the same names, got none for \['bias', 'weight'\] and unknown \['0\."),
+    ({"config": dgc.Config(sparsity=0.9, momentum_correction=False)},
+     r"rank-0-\S+: u must have the same names, got none for \[\] and unknown"),
     ({"kind": Groups}, r"common-\S+: the optimizer's groups must have \[2, 8\] parameters, got \[10\]"),
-    ({"config": dgc.Config(min_numel=5000)}, r"rank-0-.*\.pt: u lacks \[\] and has unknown \['3\.weight'\]"),
+    ({"config": dgc.Config(min_numel=5000)},
+     r"rank-0-.*\.pt: u must have the same names, got none for \[\] and unknown \['3\.weight'\]"),
 ])
 def test_what_does_not_fit_is_refused(shelf, changed, message):
     saved(2, dgc.Average, f"{shelf}/2-{dgc.Average}")

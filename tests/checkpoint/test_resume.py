@@ -245,7 +245,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(results):
 
 def test_a_damaged_file_of_one_rank_is_an_error_on_all(results):
     for message, untouched in results[checkpoint_damage]:
-        assert "rank-1-" in message and "its SHA-256 is" in message and "(on rank 1)" in message
+        assert "rank-1-" in message and "its SHA-256 must be" in message and "(on rank 1)" in message
         assert untouched
 
 

@@ -367,7 +367,7 @@ def test_the_report_tells_the_sparsity(sparsity):
     ({"start": 0.5}, r"adaptive: start must be from least, 0\.99, to most, 0\.9999, got 0\.5"),
     ({"most": 0.995, "start": 0.999}, r"adaptive: start must be from least, 0\.99, to most, 0\.995, got 0\.999"),
     ({"every": 2}, r"adaptive: every must be an integer >= 3, got 2"),
-    ({"every": 10.0}, r"adaptive: every is 10\.0")])
+    ({"every": 10.0}, r"adaptive: every must be an integer >= 3, got 10\.0")])
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         dgc.adaptive(**arguments)

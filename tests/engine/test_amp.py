@@ -252,7 +252,8 @@ def test_a_scaler_that_is_off_or_is_none():
         assert torch.equal(*ends)
         for scaler, config, error, message in (
                 (1024, SPARSE, TypeError, r"grad_scaler must be a torch\.amp\.GradScaler or None, got 1024"),
-                (scaler_of(), dgc.Config(apply_directly=True), ValueError, "grad_scaler is given .*apply_directly")):
+                (scaler_of(), dgc.Config(apply_directly=True), ValueError,
+                 "grad_scaler must be None where .*apply_directly")):
             with pytest.raises(error, match=message):
                 wrapped(config, scaler)
 
@@ -343,7 +344,7 @@ def test_between_backward_and_step_nothing_else_is_done():
         network, optimizer = wrapped(SPARSE, scaler)
         scaler.scale(loss(network, rank(), 0)).backward()
         for wrong in (optimizer.flush, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})):
-            with pytest.raises(RuntimeError, match=r"was called between backward\(\) and step\(\)"):
+            with pytest.raises(RuntimeError, match=r"got a call between backward\(\) and step\(\)"):
                 wrong()
         scaler.step(optimizer)
         scaler.update()

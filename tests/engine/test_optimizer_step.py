@@ -211,5 +211,5 @@ def test_applied_directly_parameters_have_changed_to_a_graph_that_holds_them():
 
 
 def test_applied_directly_needs_momentum_correction():
-    with pytest.raises(ValueError, match="apply_directly is True but momentum_correction is False"):
+    with pytest.raises(ValueError, match="momentum_correction must be True where apply_directly is, got False"):
         dgc.Config(apply_directly=True, momentum_correction=False)

@@ -111,7 +111,8 @@ def test_a_refused_param_group_leaves_nothing_behind():
             assert len(optimizer.param_groups) == 1
         train(range(2), None, network, optimizer)
         backward(network)
-        with pytest.raises(RuntimeError, match=r"add_param_group\(\) was called between backward\(\) and step"):
+        with pytest.raises(RuntimeError,
+                           match=r"add_param_group\(\) must be called after step\(\)"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         with pytest.raises(TypeError, match=r"must be a copy\.deepcopy"):
             copy.copy(optimizer)

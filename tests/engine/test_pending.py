@@ -78,8 +78,9 @@ def test_a_plain_checkpoint_of_sgd_is_taken_up():
     (lambda s: s.update(size=3), r"residual_state_dict: size must be 2, got 3"),
     (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank must be \d, got \d"),
     (lambda s: s.update(version=9), r"residual_state_dict: version must be 1, got 9"),
-    (lambda s: s["v"].pop("6.weight"), r"v lacks \['6\.weight'\] and has unknown \[\]"),
-    (lambda s: s["u"].update(other=torch.zeros(1)), r"u lacks \[\] and has unknown \['other'\]"),
+    (lambda s: s["v"].pop("6.weight"), r"v must have the same names, got none for \['6\.weight'\] and unknown \[\]"),
+    (lambda s: s["u"].update(other=torch.zeros(1)),
+     r"u must have the same names, got none for \[\] and unknown \['other'\]"),
     (lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}),
      r"u of 6\.weight must have shape \(40, 144\), got \(2, 2\)"),
 ])

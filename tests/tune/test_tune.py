@@ -430,8 +430,8 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
 @pytest.mark.parametrize(("arguments", "message"), [
     (["python", "x.py"], "the command must have {sparsity} where it takes a schedule's expression, got 'python x.py'"),
     (["python", "{sparsity}", "{lr}"],
-     "must have none but {sparsity}, {clip_norm}, {epochs}, {out} in braces, got {lr}"),
-    (["nowhere/python", "{sparsity}"], "the command is 'nowhere/python', which cannot be run"),
+     "must have none but {sparsity}, {clip_norm}, {epochs}, {out}, {trial} in braces, got {lr}"),
+    (["nowhere/python", "{sparsity}"], "the command must be one that can be run, got 'nowhere/python'"),
     (["os:getcwd"], "give either --maximize or --minimize"),
     (["nowhere:run"], "COMMAND: 'nowhere:run'; No module named 'nowhere'"),
     (["os:nothing"], "COMMAND: 'os:nothing'; module 'os' has no attribute 'nothing'"),
@@ -439,8 +439,8 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
      "clip_norm must be None where the command has no {clip_norm}, got 1.0"),
     (["--jobs", "2", "os:getcwd"], "jobs must be 1 for a function, which trains within this process, got 2"),
     (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
-    (["--study", "a.json", "os:getcwd"], "study is a.json, its picture a.png and its summary a.json; accepted: a name"),
-    (["--png", "tune.db", "os:getcwd"], "study is tune.db, its picture tune.db and its summary tune.json; accepted: a"),
+    (["--study", "a.json", "os:getcwd"], "must be three files, got a.json, a.png and a.json"),
+    (["--png", "tune.db", "os:getcwd"], "must be three files, got tune.db, tune.db and tune.json"),
 ])
 def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
     direction = [] if arguments == ["os:getcwd"] else ["--minimize"]
@@ -457,10 +457,11 @@ def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys)
     ("open(out, 'w').write('{\"loss\": 1, \"sent\": 2}')", "had as {out}, must be an object with "
      "numbers as 'accuracy', which the argument metric names, and as 'bytes_sent'"),
     ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 0}')", "the bytes sent must be a number > 0, got 0 "
-     "One worker alone sends nothing"),
-    ("open(reports, 'a').write('{\"epoch\": Infinity, \"metric\": 1, \"bytes\": 1}')", "has the line '{\"epoch\": Inf"),
-    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 1' + '0' * 400 + '}')", "has accuracy, bytes_sent; acce"),
-    ("open(reports, 'a').write('{\"epoch\": 3, \"metric\": 1, \"bytes\": 1}')", "the last report is of epoch 3, and "
+     "(one worker alone sends nothing"),
+    ("open(reports, 'a').write('{\"epoch\": Infinity, \"metric\": 1, \"bytes\": 1}')", "got '{\"epoch\": Inf"),
+    ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 1' + '0' * 400 + '}')",
+     "and as 'bytes_sent', got accuracy, bytes_sent"),
+    ("open(reports, 'a').write('{\"epoch\": 3, \"metric\": 1, \"bytes\": 1}')", "the command "
      "must report each of its 4 epochs, got 3 as the last (it has as {epochs} how many to train)"),
     ("open(reports, 'a').write('epoch 1: 63 %')", "must have lines such as {\"epoch\": 1, \"metric\""),
 ])
