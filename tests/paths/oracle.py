@@ -73,7 +73,7 @@ class Network:
 
     SHAPES = ((30, 90), (13, 30))  # 2,700 and 390 entries
 
-    def __init__(self, seed=5):
+    def __init__(self, seed=6):
         random = np.random.default_rng(seed)
         self.start = [random.standard_normal(s).astype(np.float32) / math.sqrt(s[1]) for s in self.SHAPES]
 
