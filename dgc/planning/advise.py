@@ -15,6 +15,7 @@ WORTH = 1.05  # times faster than dense exchange, from which on compression is s
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 SHARED = 0.99  # the largest sparsity at which a shared support is named: with more it learns less for certain
+UNMASKED = 0.99  # the largest sparsity that learns better without momentum factor masking (docs/tuning.md)
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 
@@ -90,9 +91,10 @@ def _config(method: Method, sparsity: float) -> str:
     """The line of Python to paste."""
     end = "" if sparsity == 0.999 else f", end={sparsity:g}"
     schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
-    shared = f', factor_masking=False, exchange="{method.exchange.exchange}"' if method.exchange.sums else ""
+    masking = ", factor_masking=False" if sparsity <= UNMASKED or method.exchange.sums else ""
+    shared = f', exchange="{method.exchange.exchange}"' if method.exchange.sums else ""
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
-    return f"dgc.Config(sparsity={schedule}{shared}{across})"
+    return f"dgc.Config(sparsity={schedule}{masking}{shared}{across})"
 
 
 def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:

@@ -178,6 +178,7 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert told.dense.step_seconds < plan.WORTH * told.dgc.step_seconds or told.pays
         words = " ".join(told.words)
         assert ("DGC pays here" in words) == told.pays == ("Recommended" in words)
+        assert not told.pays or ("factor_masking=False" in words) == (told.sparsity <= 0.99)
         assert ("No lower bandwidth" in words) == (told.below is None)
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
 
