@@ -51,6 +51,7 @@ from dgc.paths.task import layout_of
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
 TOPK, SAMPLED, FUSED = METHODS = "exact top-k (torch)", "sampled (torch)", "fused (numba)"
+PREPAID = "fused, momentum prepaid"  # in place of momentum factor masking
 STREAMS = {"directly": 5, "directly, with decay": 9, "through p.grad": 9}
 
 
@@ -97,9 +98,9 @@ class TopK:
 class Rank:
     """One rank's residuals and parameters, and the messages that the others might have sent."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], sparsity: float, loops: Any):
-        self.loops = loops
-        self.config = dgc.Config(sparsity=sparsity)
+    def __init__(self, shapes: list[tuple[int, ...]], sparsity: float, method: str):
+        self.loops = plain if method == SAMPLED else cpu
+        self.config = dgc.Config(sparsity=sparsity, factor_masking="prepay" if method == PREPAID else True)
         self.parameters = [torch.zeros(shape) for shape in shapes]
         self.decay_buffers: dict[int, Tensor] = {}
         self.dense = [i for i, p in enumerate(self.parameters) if p.dim() < 2]
@@ -171,8 +172,7 @@ def measure(shapes: list[tuple[int, ...]], modes: dict[str, list[str]], sparsity
     parts = [slice(numel * i // threads, numel * (i + 1) // threads) for i in range(threads)]
     pool = ThreadPoolExecutor(threads)
     runs = [(method, mode) for method, some in modes.items() for mode in some]
-    ranks = {method: TopK(shapes, sparsity) if method == TOPK else
-             Rank(shapes, sparsity, cpu if method == FUSED else plain) for method in modes}
+    ranks = {method: TopK(shapes, sparsity) if method == TOPK else Rank(shapes, sparsity, method) for method in modes}
     seconds: dict[tuple[str, str], list[float]] = {run: [] for run in [*runs, ("copy", ""), ("bare", "")]}
     draw = heavy_tailed(shapes)
     step = 0
@@ -264,7 +264,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a p
     """Times compression on the CPU: exact top-k, the torch operations, the fused loops, and the floor."""
     kernels.compile_ahead(torch.float32)
     console = Console(width=150)
-    everything = {method: list(STREAMS) if method == FUSED else ["directly"] for method in METHODS}
+    everything = {method: list(STREAMS) if method == FUSED else ["directly"] for method in (*METHODS, PREPAID)}
     rows = measure(resnet50(), everything, sparsity, warmup, repeats)
     console.print(table(rows))
     for numel in (n for n in FLAT if n <= largest):
