@@ -123,6 +123,8 @@ def plan(
         receive_ns: Annotated[float | None, typer.Option(
             min=0, help="Nanoseconds of decoding, for each entry received, instead.")] = None,
         overlap: Annotated[bool, typer.Option(help="Exchanges begin during the backward pass.")] = True,
+        steps: Annotated[int | None, typer.Option(
+            min=1, help="Of your training: then advice says how much of it an entry waits to be sent.")] = None,
         png: Png = None,
         as_json: Json = False) -> None:
     """Predicts a step's time for every way to add up gradients, and says whether DGC pays.
@@ -164,7 +166,8 @@ def plan(
             with usage(f"--{name}-ns"):
                 local = replace(local, **{name: 1e-9 * ns})
     with usage("--compute"):
-        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap)
+        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap,
+                               steps)
     if png:
         planning.draw(report, png)
     if as_json:

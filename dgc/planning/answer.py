@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dgc.config import Config
 from dgc.cost import Cluster
-from dgc.planning.advise import Advice, advise, bits, duration
+from dgc.planning.advise import Advice, advise, bits, duration, waiting
 from dgc.planning.models import Loaded
 from dgc.planning.predict import CPU, DGC, Local, Method, Prediction, methods, of_size, predict, sizes
 
@@ -41,13 +41,14 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None = None, local: Local = CPU,
-         overlap: bool = True) -> Plan:
+         overlap: bool = True, steps: int | None = None) -> Plan:
     """Predictions for every method, on the cluster and on larger and smaller ones of its kind, and advice.
 
     Args:
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the default one, and advice which sparsity to choose.
+        steps: of the training, for a word on how much of it an entry waits to be sent.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -59,8 +60,10 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
 
     advice = advise(loaded.shapes, cluster, compute, config, local, overlap)
+    said = [waiting(advice.sparsity, steps)] if steps is not None and advice.pays else []
     if loaded.caveat:
-        advice = advice._replace(words=(*advice.words, loaded.caveat))
+        said.append(loaded.caveat)
+    advice = advice._replace(words=(*advice.words, *said))
     scaling = {workers: on(of_size(cluster, workers)) for workers in sizes(cluster)}
     return Plan(loaded.name, loaded.numel, cluster, compute, (config or DGC).sparsity_at(0), on(cluster), scaling,
                   advice)

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
 
 
+@pytest.mark.parametrize(("steps", "words"), [
+    (64_000, r"of your 64,000 at 99\.9 %, 1\.56 % of the training\. The paper lost nothing"),
+    (9_750, r"of your 9,750 at 99\.9 %, 10\.3 % of the training\. With a tenth, .* 0\.4 points"),
+    (1_950, r"of your 1,950 at 99\.9 %, 51\.3 % of the training\. With half, .* 2\.6 points"),
+    (1_200, r"of your 1,200 at 99\.9 %, 83\.3 % of the training\. With eight tenths, .* 5\.9 points"),
+    (500, r"of your 500 at 99\.9 %, 100 % of the training\. .*train longer, or send more")])
+def test_how_long_an_entry_waits_is_told(steps, words):
+    """The mean wait is one over the density; more than all of the training it cannot be."""
+    loaded = plan.load("resnet50")
+    report = plan.plan(loaded, cluster(16), 0.25, dgc.Config(0.999), FREE, steps=steps)
+    assert re.search(f"Expect an entry to wait about 1,000 steps {words}", report.advice.words[-1])
+    without = plan.plan(loaded, cluster(16), 0.25, dgc.Config(0.999), FREE)
+    assert not any("Expect" in word for word in without.advice.words)
+
+
 def test_advice_names_both_ends_of_a_range():
     """76 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
     shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.76), Local(convert=24e-9)
@@ -202,7 +218,7 @@ def test_advice_names_both_ends_of_a_range():
         assert f"pays from {plan.bits(t.above)} up to {plan.bits(t.below)} between nodes, and not outside" in " ".join(
             t.words)
     pair = plan.advise(shapes, cluster(2), 0.25, dgc.Config(0.7))
-    assert "dgc.Config(sparsity=0.7)" in " ".join(pair.words)  # a warm-up would begin with 75 %
+    assert "dgc.Config(sparsity=0.7, factor_masking=False)" in " ".join(pair.words)  # a warm-up would begin with 75 %
     assert plan.advise(shapes, cluster(4), 0.25).above is None
 
 
