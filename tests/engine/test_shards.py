@@ -375,8 +375,8 @@ def test_the_door():
         assert nothing.startswith("TypeError: process_set must be a torch.distributed.ProcessGroup for")
         assert "hold different ones" in node and "hold different ones" in world
         assert "(Replicate(), Shard(dim=0))" in native
-        assert "of shapes [(9, 12)], are not" in mixed
-        assert "clip_per_tensor is True" in per_tensor
+        assert "of shapes [(9, 12)], that are not" in mixed
+        assert "clip_per_tensor must be False" in per_tensor
 
 
 def test_a_loss_scaler_before_torch_2_5(monkeypatch):

@@ -395,10 +395,11 @@ def test_errors_at_the_door(alone):
             ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
             ((parallel, torch.optim.Adam(network.parameters())), TypeError,
              "optimizer must be torch.optim.SGD for momentum correction"),
-            ((parallel, optimizer, dgc.Config(apply_directly=True)), ValueError, "apply_directly is True"),
+            ((parallel, optimizer, dgc.Config(apply_directly=True)), ValueError, "apply_directly must be False"),
             ((parallel, some), ValueError,
              "that require a gradient, got one that lacks 0.weight, 0.bias"),
-            ((parallel, more), ValueError, r"parameters that ddp_model does not have, of shapes \[\(3, 5\)\]")):
+            ((parallel, more), ValueError,
+             r"must have parameters of ddp_model alone, got others too, of shapes \[\(3, 5\)\]")):
         with pytest.raises(error, match=message):
             dgc.register_comm_hook(*arguments)
     assert type(optimizer) is torch.optim.SGD and not optimizer.state

@@ -1,4 +1,4 @@
-"""Law 4: at any density, the algorithm of the paper (tests/paths/oracle.py)."""
+"""Law 4: at any density, the algorithm of the paper (tests/oracle.py)."""
 
 import numpy as np
 import pytest

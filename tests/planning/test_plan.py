@@ -325,7 +325,7 @@ def test_a_callable_of_the_users(here):
     (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
     before = list(sys.path)
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
-    for wrong, message in (("mine:frozen", "model is 'mine:frozen', which has no parameters to train"),
+    for wrong, message in (("mine:frozen", "model must have parameters to train, got 'mine:frozen'"),
                            ("mine:nothing", r"must return a torch\.nn\.Module, .* got a int"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
                            ("no.such.module:build", "No module named 'no'"),

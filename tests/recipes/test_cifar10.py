@@ -282,9 +282,9 @@ def test_a_training_goes_on_with_its_own_data_and_number_of_workers(looking, mon
     connect, loaded = job.connect, cifar10.loaded
     for module, name, other, message in (
             (cifar10, "loaded", lambda *_: ("digits", *loaded()[1:]),
-             "dataset was 'shades' and is 'digits' (give those"),
-            (job, "connect", lambda: (connect()[0], 3, "lockstep"), "workers was 2 and is 3; steps_per_epoch was 3 and "
-                                                                    "is 2 (give those")):
+             r"dataset was 'shades' and is 'digits' \(give those"),
+            (job, "connect", lambda: (connect()[0], 3, "lockstep"),
+             r"workers was 2 and is 3; steps_per_epoch was 3 and is 2 \(give those")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, other)
             with pytest.raises(typer.BadParameter, match=message):

@@ -145,10 +145,17 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         (*way[:1], epochs, seed, *(way[1:] and (way[1], 0.08 * epochs, way[2])))
         for epochs in (5, 25) for seed in range(3) for way in (
             ("dense",), *(("dgc", sparsity, masking) for sparsity in (0.9, 0.99, 0.999) for masking in (True, False)))}
-    assert len(names) == 9 + 6 + 10 + 36 + 9 + 17 + 7 + 42
+    assert len(names) == 9 + 6 + 10 + 36 + 30 + 9 + 17 + 7 + 42
+    assert set(names[61:91]) == set(tables["momentum"]) and names[61:64] == [
+        "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
+            "", "-nomasking"))]
+    assert {kind(run)[:-1] for run in tables["momentum"].values()} == {
+        ("dense", 5), *(("dgc", 5, seed, sparsity, 0.4) for sparsity in (0.9, 0.99, 0.999) for seed in range(3))}
+    assert all(run.options["validate"] for run in tables["momentum"].values())  # and no other
+    assert sum(run.options.get("validate", False) for run in runs) == 30
     assert {run.options["epochs"] for run in runs[25:46]} == {5}
-    assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[70:75]} == {
+    assert names[91:94] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
+    assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[100:105]} == {
         (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
     assert [run.options["seed"] for run in runs[-42:]] == [0] * 21 + [1] * 21
     for budget in experiments.BUDGETS.values():
@@ -201,7 +208,8 @@ def test_only_names_tables_and_parts_of_names():
     assert {run.name for run in experiments.chosen(budget, ["workers", "ptb-dense"])} == {
         *experiments.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
-    with pytest.raises(typer.BadParameter, match="ablation, length, workers, sparsity, warmup, exchange, or a part"):
+    with pytest.raises(typer.BadParameter,
+                       match="ablation, length, momentum, workers, sparsity, warmup, exchange, or a part"):
         experiments.chosen(budget, ["imagenet"])
 
 
@@ -354,11 +362,12 @@ def test_a_job_that_fails_is_told_and_the_others_go_on(stubs, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"quick": True, "gpu": True}, "--quick has its own data and budget"),
-    ({"quick": True, "text": Path("x")}, "--quick has its own data and budget"),
+    ({"quick": True, "gpu": True}, "--quick must be without --data, --ptb and --gpu"),
+    ({"quick": True, "text": Path("x")}, "--quick must be without --data, --ptb and --gpu"),
     ({"only": ["ptb-dense-1"]}, "Penn Treebank is needed: --ptb DIR takes a folder"),
     ({"only": ["cifar10-dense-2"], "data": Path("digits")}, "CIFAR-10 is needed: --data DIR takes a folder"),
-    ({"only": ["ptb-dense-1"], "text": Path("/nowhere")}, r"/nowhere lacks ptb\.train\.txt"),
+    ({"only": ["ptb-dense-1"], "text": Path("/nowhere")},
+     r"/nowhere must be a folder with .*, got one without ptb\.train\.txt"),
 ], ids=str)
 def test_refuses(options, message, kept, monkeypatch):
     monkeypatch.setitem(experiments.BUDGETS, "cpu", kept[0])
