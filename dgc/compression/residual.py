@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate as accumulated
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +59,7 @@ class Bucket:
         self.total_entries = torch.zeros_like(self.entries_sent)
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
+        self._prepayment: tuple[list[list[float]], Tensor] = [], self.v
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape and order."""
@@ -121,9 +121,8 @@ class Bucket:
         """
         if self.u is None:
             return
-        paying = prepayment(self, gradients)
         of = torch.bucketize(index, self.ends, right=True).clamp_(max=len(self.names) - 1)
-        c, least = (torch.tensor(x, dtype=self.v.dtype, device=self.v.device)[of] for x in paying)
+        c, least = self.prepayment(gradients)[:, of]
         u, v = self.u[index], self.v[index]
         waited, owed = v.abs() - least * u.abs(), c * u
         valid = valid & (waited > 0) & (c > 0)
@@ -131,6 +130,19 @@ class Bucket:
         # Empty slots all point at one entry, to which they add nothing.
         self.v.index_add_(0, index, torch.where(valid, torch.where(whole, owed, part), 0))
         self.u.index_add_(0, index, torch.where(valid, torch.where(whole, u, part / c), 0), alpha=-1)
+
+    def prepayment(self, gradients: Mapping[str, Gradient]) -> Tensor:
+        """What :meth:`prepay` goes by, (2, P): each parameter's c, 0 where nothing is paid; and the |v| / |u| above
+        which it is. Made anew only where momenta have changed.
+        """
+        given = [gradients.get(name) for name in self.names]
+        numbers = [[0.0 if gradient is None else gradient.to_come for gradient in given],
+                   [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given]]
+        made_for, tensor = self._prepayment
+        if made_for != numbers:
+            tensor = torch.tensor(numbers, dtype=self.v.dtype).to(self.v.device, non_blocking=True)
+            self._prepayment = numbers, tensor
+        return tensor
 
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
         """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.3).
@@ -185,22 +197,6 @@ class Bucket:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
         self.total_entries += entries  # in place: given up while a stream reads it, another one's memory is used anew
-
-
-class Prepayment(NamedTuple):
-    """Of each parameter: c, what a velocity of 1 would still add, 0 where nothing is paid; and the |v| / |u| above
-    which it is.
-    """
-
-    to_come: list[float]
-    least: list[float]
-
-
-def prepayment(bucket: Bucket, gradients: Mapping[str, Gradient]) -> Prepayment:
-    """What :meth:`Bucket.prepay` goes by, for a bucket's parameters in their order."""
-    given = [gradients.get(name) for name in bucket.names]
-    return Prepayment([0.0 if gradient is None else gradient.to_come for gradient in given],
-                      [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given])
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

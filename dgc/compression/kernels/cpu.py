@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dgc.compression.kernels.jit import jit
-from dgc.compression.residual import Bucket, Gradient, prepayment
+from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, LINE, stride
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
 from dgc.config import Masking
@@ -746,7 +746,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     table, (u, v) = _table(layout), _arrays(bucket)
     to_come = least = np.zeros(len(bucket.names), v.dtype)
     if masking == "prepay" and bucket.u is not None:
-        to_come, least = (np.array(x, v.dtype) for x in prepayment(bucket, gradients))
+        to_come, least = bucket.prepayment(gradients).numpy()
     message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()

@@ -35,7 +35,7 @@ from torch import Tensor
 from dgc.compression import device, wire
 from dgc.compression.device import HostCopy
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient, Prepayment, prepayment
+from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
 from dgc.config import Masking
@@ -894,7 +894,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     with torch.cuda.device_of(bucket.v):
         grid = table.chunks_count,
         prepaying = masking == "prepay" and bucket.u is not None
-        paying = _prepayment(bucket, gradients) if prepaying else u
+        paying = bucket.prepayment(gradients) if prepaying else u
         _largest[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
                        paying, len(bucket.names), PREPAYING=prepaying, FLAGS=flags is not None, enable_fp_fusion=False)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
@@ -903,18 +903,6 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
                      FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message
-
-
-_prepayments: WeakKeyDictionary[Bucket, tuple[Prepayment, Tensor]] = WeakKeyDictionary()
-
-
-def _prepayment(bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
-    """:func:`dgc.compression.residual.prepayment` on the device: made anew only where momenta have changed."""
-    paying, (made_for, tensor) = prepayment(bucket, gradients), _prepayments.get(bucket, (None, bucket.v))
-    if made_for != paying:
-        tensor = _sent(torch.tensor(paying, dtype=bucket.v.dtype), bucket.v.device)
-        _prepayments[bucket] = paying, tensor
-    return tensor
 
 
 def _places(layout: Layout) -> tuple[int, int, int, int]:
