@@ -169,6 +169,8 @@ CONFIGS = {
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
+    "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
+    "prepaid, shared": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="shared"),
 }
 
 
