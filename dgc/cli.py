@@ -415,7 +415,7 @@ def tune(
     command line or the study is wrong. 130: stopped.
     """
     if maximize is None:
-        raise typer.BadParameter("give either --maximize or --minimize")
+        raise typer.BadParameter("one of --maximize and --minimize must be given, got neither")
     objective: Any = command
     if len(command) == 1 and planning.NAME.fullmatch(command[0]):
         importable(command[0])

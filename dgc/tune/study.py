@@ -53,7 +53,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"study is {path}, which another search has open") from None
+            raise ValueError(f"study must be open here alone, got {path}, which another search has open") from None
         except OSError as error:  # Lustre and NFS may have none
             raise ValueError(f"study must be on a file system with locks, such as a local disk's, got {path} "
                              f"({error})") from None
@@ -78,9 +78,10 @@ def open_study(optuna: Any, path: Path, task: Task, seed: int) -> Any:
             study = optuna.create_study(storage=storage, study_name=NAME, directions=aims)
             study.set_user_attr("task", has := asked)
     except Exception as error:  # whatever SQLAlchemy meets in what is no database, or another program's
-        raise ValueError(f"study is {path}, which cannot be opened: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"study must be a file of dgc tune, got {path}, which cannot be opened: "
+                         f"{str(error).splitlines()[0]}") from None
     if has != asked:
-        raise ValueError(f"study is {path}, which is of something else: " + "; ".join(
+        raise ValueError(f"study must be of the same search, got {path}: " + "; ".join(
             f"its {key} is {has[key]!r}, asked is {asked[key]!r}" for key in asked if asked[key] != has[key]))
     # What was drawn before is not drawn again: a resumed study has another seed.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), n_startup_trials=STARTUP,
