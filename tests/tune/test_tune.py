@@ -496,7 +496,8 @@ def test_what_is_mended_goes_on_in_the_same_study(place, capsys):
     found = tune.search(objective, epochs=4, maximize=False, trials=3)
     assert [(t.state, t.paper) for t in found.trials] == [("failed", True), ("complete", True), ("complete", False)]
     assert found.recommended is found.paper is found.trials[1]
-    with pytest.raises(ValueError, match=r"same search, got .*: its maximize is False, asked is True; its epochs is 4, asked is 5"):
+    differ = "same search, got .*: its maximize is False, asked is True; its epochs is 4, asked is 5"
+    with pytest.raises(ValueError, match=differ):
         tune.search(objective, epochs=5, maximize=True, trials=3)
 
 
