@@ -8,8 +8,9 @@ The same file runs on several machines or one, over Horovod, torch.distributed, 
     python recipes/transformer.py                                                # one process: plain AdamW
 
 Pre-norm blocks, learned positions, the weights of embedding and output tied, dropout; the learning rate rises for a
-twentieth of the training and then falls to 0 along a cosine. The compressed method is error feedback on gradients: each
-worker accumulates its gradient, sends the largest entries, and AdamW sees the average of these as the gradient.
+twentieth of the training and then falls to 0 along a cosine. Compressed, the first tenth travels dense; there AdamW's
+denominator is found. Then it is frozen, and each worker accumulates the momentum of its gradients over it. With
+--no-momentum-correction it accumulates its gradients, and AdamW sees the average of what is sent as the gradient.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.selection, momentum_correction=False, exchange=a.exchange,
+    dense = a.epochs / 10 if a.dense_epochs is None else a.dense_epochs
+    schedule = dgc.piecewise({0: 0.0, round(dense * steps): a.sparsity})
+    return dgc.Config(schedule, a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
 
@@ -173,7 +175,9 @@ def main(
         length: Annotated[int, typer.Option(min=1, help="Words of a column in a batch.")] = 64,
         lr: float = 2e-3, beta2: float = 0.999, weight_decay: float = 0.01,
         sparsity: job.Sparsity = 0.99,
-        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 1 of 40, in proportion.")] = None,
+        dense_epochs: Annotated[float | None, typer.Option(
+            min=0, help="At first, which travel dense. Default: a tenth; 0: 1 / (1 - beta2) steps.")] = None,
+        momentum_correction: bool = True, factor_masking: bool = False, prepay: job.Prepay = False,
         selection: Literal["sampled", "exact"] = "sampled",
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,

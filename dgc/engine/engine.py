@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dgc.engine.adam import Denominators
 from dgc.engine.agreement import Agreement
 from dgc.engine.arrivals import arrive, skip
 from dgc.engine.backward import refuse_gradients_of_others
@@ -63,15 +64,16 @@ class Engine:
         self.settings, self.source = settings, source
         self.parameters = parameters = Parameters(optimizer, names, settings)
         self.ledger = Ledger()
-        self.progress = Progress(settings, parameters)
+        self.progress = Progress(settings, parameters, denominators := Denominators(settings, parameters, inner))
         self.misuse = Misuse(settings, parameters)
         self.agreement = Agreement(settings, parameters)
         self.scaling = Scaling(settings, parameters)
         self.nodes = Nodes(settings, parameters, self.scaling)
         self.nonfinite = NonFinite(settings, parameters)
-        self.launcher = Launcher(settings, parameters, Outgoing(settings, parameters, self.scaling, self.nodes),
-                                 self.nodes, self.nonfinite, self.progress, self.misuse, self.ledger)
-        self.applier = Applier(settings, parameters, inner)
+        outgoing = Outgoing(settings, parameters, self.scaling, self.nodes, denominators)
+        self.launcher = Launcher(settings, parameters, outgoing, self.nodes, self.nonfinite, self.progress, self.misuse,
+                                 self.ledger)
+        self.applier = Applier(settings, parameters, inner, denominators)
         self.pending = Pending(settings, parameters, self.nonfinite, self.nodes)
         self.synchronizes = True  # step() does, but within skip_synchronize()
         self.step = Step((), 0)
@@ -142,6 +144,7 @@ class Engine:
         if self.step.phase is not Phase.IDLE:
             self._next_step()
         self.misuse.forget()
+        self.progress.open()
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
         self.pending.loaded = False
         self.ledger.open(self.parameters.dense_bytes(world.size))

@@ -17,7 +17,7 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
     exchanges = []
     for bucket in parameters.buckets:
         thawed = [p for p in bucket.parameters if p.requires_grad]
-        if bucket.kept is not None and thawed:
+        if bucket.kept is not None and thawed and applier.pending_in(bucket):
             path = flush(bucket.kept, [parameters.names[p] for p in thawed], world if bucket.compressed else world.flat,
                          average=settings.average)
             exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))

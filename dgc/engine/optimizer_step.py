@@ -10,21 +10,13 @@ from torch import Tensor
 
 from dgc.compression import kernels
 from dgc.compression.residual import memory_order
+from dgc.engine.adam import Denominators
 from dgc.engine.buckets import ParameterBucket, compressible
+from dgc.engine.kind import is_sgd, sign, unhooked
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Delivery, Step
-
-
-def is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether it steps as torch's SGD does. A subclass of that may have another step(), such as LARS."""
-    return issubclass(kind, torch.optim.SGD) and unhooked(kind.step) is unhooked(torch.optim.SGD.step)
-
-
-def unhooked(step: Any) -> Any:
-    """A step function without torch's wrapper that calls the step hooks: ours is wrapped, and they fire once."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class Applier:
@@ -36,10 +28,13 @@ class Applier:
         settings: of the optimizer.
         parameters: that are updated.
         inner: the class of the wrapped optimizer.
+        denominators: of AdamW.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
+    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer],
+                 denominators: Denominators):
         self._settings, self._parameters, self._inner = settings, parameters, inner
+        self._denominators = denominators
         self.is_sgd = is_sgd(inner)
 
     def fill_state(self) -> None:
@@ -76,7 +71,7 @@ class Applier:
         if momentum is None:
             return
         assert kept is not None and kept.u is not None
-        share = _sign(group) / (1 if self._settings.average else self._settings.world.size)
+        share = sign(group) / (1 if self._settings.average else self._settings.world.size)
         kept.views(kept.u)[self._parameters.names[parameter]].copy_(local(momentum)).mul_(share)
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
@@ -109,27 +104,38 @@ class Applier:
 
     def apply(self, step: Step) -> None:
         """Takes the wrapped optimizer's step, on the updates in ``p.grad``."""
-        optimizer, direct = self._parameters.optimizer, step.direct
+        optimizer, direct, hidden = self._parameters.optimizer, step.direct, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
-            if self.is_sgd and self._settings.exchanges:
+            if self._denominators.frozen:
+                parts = [(group, *self._parted(group)) for group in original]
+                hidden = [(group, compressed) for group, _, compressed in parts]
+                optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
+            elif self.is_sgd and self._settings.exchanges:
                 directly = {p for delivery in direct for p in delivery.parameters}
                 optimizer.param_groups = [part for group in original for part in self._split(group, directly)]
             unhooked(self._inner.step)(optimizer)
         finally:
             optimizer.param_groups = original
+        for group, compressed in hidden:
+            self._denominators.step(group, compressed)
         if direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
                 for delivery in direct:
                     self.add(delivery, group_of)
 
-    def _split(self, group: dict[str, Any], directly: set[Tensor]) -> list[dict[str, Any]]:
-        """A param group as SGD is to see it: what travels dense, and what travels compressed."""
+    def _parted(self, group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters of a group that travel dense, and those that travel compressed."""
         dense: list[Tensor] = []
         compressed: list[Tensor] = []
         for p in group["params"]:
             (dense if self._parameters.compressed_bucket(p) is None else compressed).append(p)
+        return dense, compressed
+
+    def _split(self, group: dict[str, Any], directly: set[Tensor]) -> list[dict[str, Any]]:
+        """A param group as SGD is to see it: what travels dense, and what travels compressed."""
+        dense, compressed = self._parted(group)
         config, changed = self._settings.config, dict[str, Any]()
         if config.momentum_correction:
             changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
@@ -167,7 +173,7 @@ class Applier:
         """
         bucket, update = delivery.bucket, delivery.update
         targets, others = _targets(bucket, delivery.parameters, lambda p: local(p).detach())
-        rates = {p: float(group_of[p]["lr"]) * -_sign(group_of[p]) for p in bucket.parameters}
+        rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
         fits = set(delivery.parameters).difference(p for p, _ in others)
         update.add([target if p in fits else None for p, target in zip(bucket.parameters, targets, strict=True)],
                    list(rates.values()))
@@ -179,6 +185,15 @@ class Applier:
             for p, target in others:
                 local(p).add_(target.mul_(rates[p]).to(p.dtype))
 
+    @property
+    def adds(self) -> bool:
+        """Whether what is pending can be added to parameters: it is an update, not a gradient."""
+        return self.is_sgd or self._denominators.used
+
+    def pending_in(self, bucket: ParameterBucket) -> bool:
+        """Whether a bucket has such updates."""
+        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.frozen))
+
     def momentum_missing(self, step: int) -> bool:
         """Whether so many steps were taken whose momentum is not in the state of torch's own SGD."""
         config, state = self._settings.config, self._parameters.optimizer.state
@@ -186,11 +201,6 @@ class Applier:
             group["momentum"] != 0 and p.requires_grad and compressible(p, config.min_numel)
             and state.get(p, {}).get("momentum_buffer") is None
             for group in self._parameters.groups for p in group["params"]))
-
-
-def _sign(group: Mapping[str, Any]) -> int:
-    """The sign with which a gradient enters SGD's momentum."""
-    return -1 if group["maximize"] else 1
 
 
 def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],

@@ -12,6 +12,7 @@ from torch import Tensor
 from dgc.collective import Path
 from dgc.compression.residual import Gradient
 from dgc.config import Config
+from dgc.engine.adam import Denominators
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
@@ -41,10 +42,13 @@ class Outgoing:
         parameters: whose gradients.
         scaling: of the gradients.
         nodes: how ranks are grouped.
+        denominators: of AdamW.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling, nodes: Nodes):
+    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling, nodes: Nodes,
+                 denominators: Denominators):
         self._settings, self._parameters, self._scaling, self._nodes = settings, parameters, scaling, nodes
+        self._denominators = denominators
 
     def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step, config: Config,
                    refuse: bool) -> Iterator[Departure]:
@@ -111,16 +115,21 @@ class Outgoing:
             config = replace(config, sparsity=0.0)
         gradients = {}
         for parameter in parameters:
-            group = step.group_of[parameter]
-            if config.momentum_correction:
-                check_dampening(group)
-            gradients[self._parameters.names[parameter]] = Gradient(
-                self._scaling.gradient(parameter, step), group.get("momentum", 0.0), group.get("nesterov", False))
+            gradients[self._parameters.names[parameter]] = self._gradient(parameter, step)
         scale = step.scaled_out(step.clip)
         if not config.local_weight_decay:
             scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
         return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
                       average=self._settings.average, scale=scale)
+
+    def _gradient(self, parameter: Tensor, step: Step) -> Gradient:
+        """A gradient, as u and v accumulate it."""
+        g, group = self._scaling.gradient(parameter, step), step.group_of[parameter]
+        if self._denominators.used:
+            return self._denominators.gradient(parameter, g, group)
+        if self._settings.config.momentum_correction:
+            check_dampening(group)
+        return Gradient(g, group.get("momentum", 0.0), group.get("nesterov", False))
 
     def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, refuse: bool) -> Path[Update]:
         """The path of a bucket that travels dense."""

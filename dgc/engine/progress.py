@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dgc.config import Config
+from dgc.engine.adam import Denominators
 from dgc.engine.adaptive import KEYS, SPARSITY, AdaptiveSparsity
 from dgc.engine.parameters import STEP, Parameters
 from dgc.engine.settings import Role, Settings
@@ -19,10 +20,11 @@ class Progress:
     Args:
         settings: of the optimizer.
         parameters: of the optimizer.
+        denominators: of AdamW, which have their own say in when compression begins.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, settings: Settings, parameters: Parameters, denominators: Denominators):
+        self._settings, self._parameters, self._denominators = settings, parameters, denominators
         self._adaptive: AdaptiveSparsity | None = None
 
     @property
@@ -31,6 +33,7 @@ class Progress:
 
     def begin(self) -> None:
         """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
+        self._denominators.begin()
         if self._settings.role is Role.ALONE:
             return
         self._group.setdefault(STEP, 0)
@@ -42,8 +45,15 @@ class Progress:
             self._adaptive = AdaptiveSparsity(sparsity, self._settings.transport, self._parameters.device)
             self._group.update(self._adaptive.first(self._group))
 
+    def open(self) -> None:
+        """A step begins."""
+        self._denominators.open(self._scheduled())
+
     def config(self) -> Config:
-        """The config, with the sparsity in force if it is adaptive."""
+        """The config, with the sparsity in force where it is not the schedule's."""
+        return replace(self._settings.config, sparsity=0.0) if self._denominators.live else self._scheduled()
+
+    def _scheduled(self) -> Config:
         return self._settings.config if self._adaptive is None else replace(
             self._settings.config, sparsity=self._group[SPARSITY])
 

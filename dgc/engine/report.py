@@ -26,7 +26,7 @@ class Report:
     message_bytes: int  # that this rank contributed, whatever the number of ranks: what the paper counts
     sparsity: float  # that the schedule gave for the last step; of an adaptive one, for the next
     density: float  # entries sent / entries of all parameters
-    gradient_norm: float  # of the local gradients of compressed parameters, after clipping
+    gradient_norm: float  # of the local gradients of compressed parameters, after clipping; of AdamW as accumulated
     residual_norm: float  # of v, what is pending
     total_bytes_sent: float
     total_dense_bytes: float

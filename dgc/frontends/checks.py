@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config, Sum
+from dgc.engine.adam import check_decay
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
-from dgc.engine.optimizer_step import is_sgd
+from dgc.engine.kind import is_adam, is_sgd
 from dgc.engine.outgoing import check_dampening
 
 SHARDED = ("use fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
@@ -29,7 +30,12 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     """
     check_kinds(optimizer, config, op)
     check_optimizer(optimizer, config)
-    return enabled_scaler(config, grad_scaler)
+    scaler = enabled_scaler(config, grad_scaler)
+    if scaler is not None and config.momentum_correction and is_adam(type(optimizer)) and any(
+            group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(f"optimizer must have fused=False where grad_scaler is given, got {type(optimizer).__name__} "
+                         "with fused=True, whose own step takes the scale out (momentum correction replaces that step)")
+    return scaler
 
 
 def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
@@ -55,10 +61,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("optimizer must be torch.optim.SGD, or another optimizer with "
                         "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step")
-    if not is_sgd(type(optimizer)) and config.momentum_correction:
-        raise TypeError(f"optimizer must be torch.optim.SGD for momentum correction, which gives its step() updates in "
-                        f"place of gradients, got {kind} (give Config(momentum_correction=False), and {kind} gets the "
-                        "averaged sparse gradients)")
+    if is_adam(type(optimizer)) and config.momentum_correction:
+        _check_adam(optimizer, config)
+    elif not is_sgd(type(optimizer)) and config.momentum_correction:
+        raise TypeError(f"optimizer must be torch.optim.SGD or AdamW for momentum correction, which gives its step() "
+                        f"updates in place of gradients, got {kind} (give Config(momentum_correction=False), and "
+                        f"{kind} gets the averaged sparse gradients)")
     if not is_sgd(type(optimizer)) and not config.local_weight_decay:
         raise TypeError(f"optimizer must be torch.optim.SGD for Config(local_weight_decay=False), got {kind}")
     for group in optimizer.param_groups:
@@ -68,9 +76,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
                         "gradient can be exchanged")
 
 
+def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Refuses what cannot be done while AdamW's denominator is frozen."""
+    for group in optimizer.param_groups:
+        check_decay(type(optimizer), group)
+    for name in ("apply_directly", "clip_per_tensor"):
+        if getattr(config, name):
+            raise ValueError(f"Config: {name} must be False for {type(optimizer).__name__} with momentum correction, "
+                             "got True" + (" (clip_norm alone bounds the norm of all gradients)" if "clip" in name
+                                           else ""))
+
+
 def check_group(group: dict[str, Any], config: Config) -> None:
     """Refuses a param group with a dampening, or with parameters that cannot be exchanged."""
-    if config.momentum_correction:
+    if config.momentum_correction and "dampening" in group:
         check_dampening(group)
     for parameter in group["params"]:
         if parameter.dtype not in DTYPES and parameter.requires_grad:

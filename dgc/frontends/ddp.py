@@ -40,8 +40,8 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
 
     Args:
         ddp_model: wraps the model; no hook may be registered with it yet.
-        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD``, or
-            any other (but LBFGS) with ``momentum_correction=False``.
+        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD`` or
+            ``AdamW``, or any other (but LBFGS) with ``momentum_correction=False``.
         config: None means ``Config()``, 99.9 % without warm-up.
         grad_scaler: as for :func:`dgc.DistributedOptimizer`.
 

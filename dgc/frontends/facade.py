@@ -112,15 +112,17 @@ class Distributed(torch.optim.Optimizer):
         pending it changes nothing. Frozen parameters stay as they are, and keep what they have pending.
 
         Raises:
-            TypeError: the optimizer is not SGD, for which a pending gradient times the rate means nothing.
+            TypeError: the optimizer is not SGD, nor AdamW with momentum correction: a pending gradient times the rate
+                means nothing to it.
             RuntimeError: called between ``backward()`` and ``step()``.
         """
         engine = engine_of(self)
         if not engine.settings.exchanges:
             return
-        if not engine.applier.is_sgd:
-            raise TypeError(f"flush() must be called on a torch.optim.SGD, got {type(self).__name__} (end its training "
-                            "with some dense steps instead, say by dgc.piecewise({0: 0.999, last_steps: 0.0}))")
+        if not engine.applier.adds:
+            raise TypeError("flush() must be called on a torch.optim.SGD, or AdamW with momentum correction, got "
+                            f"{type(self).__name__} (end its training with some dense steps instead, say by "
+                            "dgc.piecewise({0: 0.999, last_steps: 0.0}))")
         if engine.step.waits_for_update:
             raise RuntimeError("flush() must be called after step(), got a call between backward() and step()")
         engine.flush()

@@ -27,8 +27,16 @@ class Compressor:
     (lambda: dgc.DistributedOptimizer(sgd(), op=2), ValueError, r"op must be Average \(0\) or Sum \(1\) .* got 2"),
     (lambda: dgc.DistributedOptimizer(sgd(momentum=0.9, dampening=0.1)), ValueError,
      r"dampening must be 0, .* got 0\.1"),
-    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters())), TypeError,
-     r"optimizer must be torch\.optim\.SGD for momentum correction, .* got Adam .*Config\(momentum_correction=False\)"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.RMSprop(model().parameters())), TypeError,
+     r"must be torch\.optim\.SGD or AdamW for momentum correction, .* RMSprop .*Config\(momentum_correction=False\)"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters(), weight_decay=0.1)), ValueError,
+     r"weight_decay must be 0 for torch\.optim\.Adam, .* got 0\.1 \(use torch\.optim\.AdamW"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.AdamW(model().parameters()), compression=dgc.Config(
+        apply_directly=True)), ValueError, "apply_directly must be False for AdamW with momentum correction, got True"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.AdamW(model().parameters()), compression=dgc.Config(
+        clip_norm=1.0, clip_per_tensor=True)), ValueError, "clip_per_tensor must be False for AdamW"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.AdamW(model().parameters(), fused=True),
+                                      grad_scaler=torch.amp.GradScaler("cpu")), ValueError, "must have fused=False"),
     (lambda: dgc.DistributedOptimizer(torch.optim.LBFGS(model().parameters())), TypeError,
      "got LBFGS, which evaluates"),
     (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters()), compression=dgc.Config(

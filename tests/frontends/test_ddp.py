@@ -393,8 +393,8 @@ def test_errors_at_the_door(alone):
     for arguments, error, message in (
             ((network, optimizer), TypeError, "ddp_model must be a torch.nn.parallel"),
             ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
-            ((parallel, torch.optim.Adam(network.parameters())), TypeError,
-             "optimizer must be torch.optim.SGD for momentum correction"),
+            ((parallel, torch.optim.RMSprop(network.parameters())), TypeError,
+             "optimizer must be torch.optim.SGD or AdamW for momentum correction"),
             ((parallel, optimizer, dgc.Config(apply_directly=True)), ValueError, "apply_directly must be False"),
             ((parallel, some), ValueError,
              "that require a gradient, got one that lacks 0.weight, 0.bias"),

@@ -1,0 +1,38 @@
+"""Which of torch's optimizers is wrapped: by its step(), as a subclass may have another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether it steps as torch's SGD does. A subclass of that may have another step(), such as LARS."""
+    return _steps_as(kind, torch.optim.SGD)
+
+
+def is_adam(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether it steps as torch's AdamW or Adam does."""
+    return _steps_as(kind, torch.optim.AdamW) or _steps_as(kind, torch.optim.Adam)
+
+
+def decays_apart(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether an Adam's weight decay is decoupled from its gradient, as AdamW's is, or is 0."""
+    return issubclass(kind, torch.optim.AdamW) or group["weight_decay"] == 0 or bool(
+        group.get("decoupled_weight_decay"))
+
+
+def sign(group: Mapping[str, Any]) -> int:
+    """The sign with which a gradient enters the momentum of a param group."""
+    return -1 if group["maximize"] else 1
+
+
+def unhooked(step: Any) -> Any:
+    """A step function without torch's wrapper that calls the step hooks: ours is wrapped, and they fire once."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _steps_as(kind: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer]) -> bool:
+    return issubclass(kind, torchs) and unhooked(kind.step) is unhooked(torchs.step)

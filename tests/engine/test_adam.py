@@ -1,0 +1,270 @@
+"""AdamW: torch's own while all is sent; from the first compressed step on momentum correction over a frozen D."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from laws import in_lockstep
+from oracle import Network, prepay, top
+
+import dgc
+
+LR, DECAY, EPS, B1, B2 = 0.01, 0.1, 1e-6, 0.9, 0.99
+DENSE, STEPS = 12, 40  # steps
+NETWORK = Network()
+
+
+class AdamOracle:
+    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on the mean gradient; after ``dense`` steps s, and with it D, is
+    kept, and each node accumulates u = b1 u + (1 - b1) g / D, v = v + u, of which the largest entries are sent.
+    """
+
+    def __init__(self, nodes, dense, sparsity, masking, total=False):
+        self.nodes, self.dense, self.sparsity, self.masking, self.total = nodes, dense, sparsity, masking, total
+        self.weights = [np.array(w, np.float64) for w in NETWORK.start]
+        self.m, self.s = ([np.zeros_like(w) for w in self.weights] for _ in range(2))
+
+    def step(self, t):
+        every = [NETWORK.gradient(self.weights, node, t) for node in range(self.nodes)]
+        share = 1 if self.total else 1 / self.nodes
+        if t == self.dense:
+            hat = [s / (1 - B2**t) for s in self.s]
+            self.d = [np.sqrt(np.maximum(x, x.mean() * (1 - B2) / (1 - B2**t))) + EPS for x in hat]
+            self.u = [[m / (1 - B1**t) / d / (share * self.nodes) for m, d in zip(self.m, self.d, strict=True)]
+                      for _ in range(self.nodes)]
+            self.v = [[np.zeros_like(w) for w in self.weights] for _ in range(self.nodes)]
+        for i, w in enumerate(self.weights):
+            w *= 1 - LR * DECAY
+            if t < self.dense:
+                g = sum(gradients[i] for gradients in every) * share
+                self.m[i] = B1 * self.m[i] + (1 - B1) * g
+                self.s[i] = B2 * self.s[i] + (1 - B2) * g * g
+                w -= LR * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
+            else:
+                w -= LR * share * sum(self.sent(node, i, every[node][i]) for node in range(self.nodes))
+
+    def sent(self, node, i, g):
+        u, v = self.u[node][i], self.v[node][i]
+        u[...] = B1 * u + (1 - B1) * g / self.d[i]
+        v += u
+        mask = top(v, self.sparsity)
+        if self.masking == "prepay":
+            prepay(u, v, mask, B1, False)
+        values = v * mask
+        v *= ~mask
+        if self.masking is True:
+            u *= ~mask
+        return values
+
+
+def train(config, kind=torch.optim.AdamW, steps=STEPS, op=dgc.Average, dtype=torch.float64, middle=None, **options):
+    """Rank's training on the oracle's network: its weights, and its optimizer."""
+    weights = [torch.nn.Parameter(torch.tensor(w).to(dtype)) for w in NETWORK.start]
+    optimizer = kind(weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+    optimizer = dgc.DistributedOptimizer(optimizer, compression=config, op=op)
+    rank = dgc.lockstep.current().world.rank
+    for step in range(steps):
+        if middle is not None:
+            optimizer = middle(step, optimizer, weights)
+        backward(weights, optimizer, rank, step)
+        optimizer.step()
+    return [w.detach() for w in weights], optimizer
+
+
+def backward(weights, optimizer, rank, step):
+    """Of a loss that the optimizer is to make smaller, or with ``maximize`` of its negative."""
+    x, y = (torch.tensor(a).to(weights[0]) for a in NETWORK.batch(rank, step))
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+    (-loss if optimizer.param_groups[0]["maximize"] else loss).backward()
+
+
+def settings(sparsity, masking=False, **others):
+    return dgc.Config(sparsity=sparsity, selection="exact", wire_dtype=torch.float32, factor_masking=masking,
+                      min_numel=0, **others)
+
+
+def dense_first(sparsity, steps=DENSE):
+    return lambda step: 0.0 if step < steps else sparsity
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"amsgrad": True}, {"maximize": True}], ids=str)
+def test_at_density_1_it_is_torchs_adamw(nodes, options):
+    """On the averaged gradient, within 1e-6."""
+    results = dgc.lockstep.run(lambda: train(settings(0.0), dtype=torch.float32, **options)[0], nodes)
+    weights = [torch.nn.Parameter(torch.tensor(w)) for w in NETWORK.start]
+    plain = torch.optim.AdamW(weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+    for step in range(STEPS):
+        sums = [torch.zeros_like(w) for w in weights]
+        for rank in range(nodes):
+            backward(weights, plain, rank, step)
+            for total, w in zip(sums, weights, strict=True):
+                total += w.grad / nodes
+        for total, w in zip(sums, weights, strict=True):
+            w.grad = total
+        plain.step()
+    for result in results:
+        for got, expected in zip(result, weights, strict=True):
+            assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("masking", [True, False, "prepay"])
+@pytest.mark.parametrize(("nodes", "sparsity", "op"), [
+    (2, 0.99, dgc.Average), (4, 0.99, dgc.Average), (2, 0.75, dgc.Average), (2, 0.99, dgc.Sum)])
+def test_it_is_the_transcription(nodes, sparsity, op, masking):
+    oracle = AdamOracle(nodes, DENSE, sparsity, masking, total=op == dgc.Sum)
+    for step in range(STEPS):
+        oracle.step(step)
+    results = dgc.lockstep.run(lambda: train(settings(dense_first(sparsity), masking), op=op)[0], nodes)
+    for i, expected in enumerate(oracle.weights):
+        assert all(torch.equal(result[i], results[0][i]) for result in results)
+        assert np.linalg.norm(results[0][i].numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_maximizing_is_minimizing_the_negative():
+    config = settings(dense_first(0.9), "prepay")
+    up, down = (dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False))
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(up, down, strict=True))
+
+
+def test_a_state_that_is_loaded_brings_its_own_denominators():
+    """Into an optimizer that has frozen others."""
+    config = settings(dense_first(0.9))
+
+    def worker():
+        _, one = train(config, steps=DENSE + 3)
+        _, other = train(config, steps=DENSE + 3, lr=0.001, betas=(B1, 0.9))
+        other.load_residual_state_dict(one.residual_state_dict())
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        results = []
+        for optimizer in (one, other):
+            weights = optimizer.param_groups[0]["params"]
+            for w, start in zip(weights, NETWORK.start, strict=True):
+                w.data.copy_(torch.tensor(start))
+            backward(weights, optimizer, dgc.lockstep.current().world.rank, 0)
+            optimizer.step()
+            results += [w.detach() for w in weights]
+        return results
+
+    a, b, c, d = in_lockstep(worker)[0]
+    assert torch.equal(a, c) and torch.equal(b, d)
+
+
+def test_nothing_is_lost_and_all_is_flushed():
+    """At constant b1: what was sent, and is pending in v + c u, is the sum of g / D from the freezing on, with the
+    momentum that AdamW had; a flush applies v.
+    """
+    seen = {}
+
+    def middle(step, optimizer, weights):
+        if step == DENSE:
+            seen[dgc.lockstep.current().world.rank] = {
+                "exp_avg": [optimizer.state[w]["exp_avg"].clone() / (1 - B1**DENSE) for w in weights],
+                "square": [optimizer.state[w]["exp_avg_sq"].clone() / (1 - B2**DENSE) for w in weights],
+                "weights": [w.detach().clone() for w in weights], "gradients": [0, 0]}
+        return optimizer
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        weights, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, middle=middle, steps=DENSE)
+        middle(DENSE, optimizer, weights := optimizer.param_groups[0]["params"])
+        start = seen[rank]
+        for step in range(DENSE, STEPS):
+            before = [w.detach().clone() for w in weights]
+            backward(weights, optimizer, rank, step)
+            optimizer.step()
+            g = NETWORK.gradient([w.numpy() for w in before], rank, step)
+            start["gradients"] = [total + torch.tensor(x) for total, x in zip(start["gradients"], g, strict=True)]
+        optimizer.flush()
+        state = optimizer.residual_state_dict()
+        assert not any(v.any() for v in state["v"].values())
+        assert [optimizer.state[w]["step"].item() for w in weights] == [DENSE, DENSE]
+        assert not any(optimizer.state[w]["exp_avg"].any() for w in weights)  # it is in u
+        return [w.detach() for w in weights], list(state["u"].values())
+
+    (weights, u), (_, other) = in_lockstep(worker)
+    names_reversed = u[0].shape != weights[0].shape
+    us = [(a + b) / 2 for a, b in zip(u, other, strict=True)][::-1 if names_reversed else 1]
+    for i, w in enumerate(weights):
+        square, least = seen[0]["square"][i], (1 - B2) / (1 - B2**DENSE)
+        d = torch.maximum(square, square.mean() * least).sqrt() + EPS
+        total = sum(seen[rank]["gradients"][i] for rank in (0, 1)) / 2
+        expected = (total + B1 / (1 - B1) * seen[0]["exp_avg"][i]) / d  # u as it was would still have added c u
+        moved = (seen[0]["weights"][i] - w) / LR + B1 / (1 - B1) * us[i]
+        assert torch.allclose(moved, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind):
+    """After 1 / (1 - b2) steps."""
+    def worker():
+        densities = []
+
+        def middle(step, optimizer, weights):
+            if step:
+                densities.append(optimizer.report().density)
+            return optimizer
+
+        _, optimizer = train(settings(0.99), kind, betas=(B1, 0.9), steps=14, middle=middle, weight_decay=0.0)
+        assert optimizer.param_groups[0]["dgc_frozen"] == 10
+        return densities
+
+    for densities in dgc.lockstep.run(worker, 2):
+        assert densities[:10] == [1.0] * 10 and max(densities[10:]) < 0.02
+
+
+@pytest.mark.parametrize("at", [DENSE - 2, DENSE, DENSE + 5])
+def test_a_checkpoint_goes_on_to_the_bit(at):
+    def again(step, optimizer, weights):
+        if step != at:
+            return optimizer
+        plain = torch.optim.AdamW(weights, lr=LR, betas=(B1, B2), eps=EPS, weight_decay=DECAY)
+        new = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9)))
+        new.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
+        new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return new
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole, parts = (dgc.lockstep.run(lambda middle=middle: train(settings(dense_first(0.9)), middle=middle)[0], 2)
+                        for middle in (None, again))
+    assert all(torch.equal(a, b) for a, b in zip(whole[0], parts[0], strict=True))
+
+
+def test_what_had_no_gradient_takes_no_large_step():
+    """An entry, or a whole parameter, that D knows nothing of: steps as large as those of the others, with a warning
+    for the parameter.
+    """
+    def worker():
+        table = torch.nn.Parameter(torch.zeros(64, 32))
+        late = torch.nn.Parameter(torch.zeros(40, 30))
+        random = torch.Generator().manual_seed(dgc.lockstep.current().world.rank)
+        plain = torch.optim.AdamW([table, late], lr=LR, betas=(B1, B2), weight_decay=0.0)
+        optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.5)))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            rows = 32 if step < DENSE else 64
+            loss = (table[:rows] * torch.randn(rows, 32, generator=random)).sum()
+            (loss if step < DENSE else loss + (late * torch.randn(40, 30, generator=random)).sum()).backward()
+            optimizer.step()
+        return table.detach()[:32], table.detach()[32:], late.detach()
+
+    with pytest.warns(UserWarning, match=r"allreduce\.noname\.0\.1 had no gradient in the 12 dense steps"):
+        (seen, unseen, late), _ = in_lockstep(worker)
+    for part in (unseen, late):
+        assert 0 < part.norm() / part.numel() ** 0.5 < 3 * seen.norm() / seen.numel() ** 0.5
+
+
+def test_a_decay_that_is_not_decoupled_is_refused_at_any_step():
+    def worker():
+        def middle(step, optimizer, weights):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * (step == 3)
+            return optimizer
+
+        train(settings(0.9), torch.optim.Adam, middle=middle, weight_decay=0.0)
+
+    with pytest.raises(ValueError, match=r"weight_decay must be 0 for torch\.optim\.Adam.* got 0\.1"):
+        dgc.lockstep.run(worker, 2)
