@@ -50,6 +50,30 @@ def test_adam_keeps_its_residuals_on_other_numbers_of_ranks_and_says_where_it_ca
         in_lockstep(second, 1)
 
 
+def test_adamw_goes_on_with_its_frozen_denominators(tmp_path):
+    """On as many ranks to the bit; on others with all that is pending in u and in v."""
+    config = dgc.Config(sparsity=lambda step: 0.0 if step < 3 else 0.95)
+
+    def first():
+        network, optimizer = made(kind=torch.optim.AdamW, config=config)
+        trained(range(5), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        return optimizer.residual_state_dict(), trained(range(5, 8), network, optimizer)
+
+    def second():
+        network, optimizer = made(kind=torch.optim.AdamW, config=config)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        assert optimizer.param_groups[0]["dgc_frozen"] == 3
+        return optimizer.residual_state_dict(), trained(range(5, 8), network, optimizer)
+
+    before, after, others = in_lockstep(first, 2), in_lockstep(second, 2), in_lockstep(second, 3)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True))
+    for letter in "uv":
+        sums = [pending([state for state, _ in ranks], letter, True) for ranks in (others, before)]
+        assert difference(*sums) < 1e-12
+        assert all(x.any() for x in before[0][0][letter].values())
+
+
 def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(tmp_path):
     def worker():
         network, optimizer = made()

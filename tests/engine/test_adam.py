@@ -21,13 +21,14 @@ class AdamOracle:
     kept, and each node accumulates u = b1 u + (1 - b1) g / D, v = v + u, of which the largest entries are sent.
     """
 
-    def __init__(self, nodes, dense, sparsity, masking, total=False):
+    def __init__(self, nodes, dense, sparsity, masking, total=False, clip=None):
         self.nodes, self.dense, self.sparsity, self.masking, self.total = nodes, dense, sparsity, masking, total
+        self.clip = clip
         self.weights = [np.array(w, np.float64) for w in NETWORK.start]
         self.m, self.s = ([np.zeros_like(w) for w in self.weights] for _ in range(2))
 
     def step(self, t):
-        every = [NETWORK.gradient(self.weights, node, t) for node in range(self.nodes)]
+        every = [self.clipped(NETWORK.gradient(self.weights, node, t)) for node in range(self.nodes)]
         share = 1 if self.total else 1 / self.nodes
         if t == self.dense:
             hat = [s / (1 - B2**t) for s in self.s]
@@ -44,6 +45,12 @@ class AdamOracle:
                 w -= LR * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
             else:
                 w -= LR * share * sum(self.sent(node, i, every[node][i]) for node in range(self.nodes))
+
+    def clipped(self, gradients):
+        """Lin et al., section 3.2, of gradients that do not carry 1/N."""
+        norm = np.sqrt(sum((g**2).sum() for g in gradients))
+        most = np.inf if self.clip is None else self.clip * self.nodes**0.5
+        return [g * min(1, most / norm) for g in gradients]
 
     def sent(self, node, i, g):
         u, v = self.u[node][i], self.v[node][i]
@@ -124,6 +131,18 @@ def test_it_is_the_transcription(nodes, sparsity, op, masking):
         assert np.linalg.norm(results[0][i].numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+def test_clipping_goes_by_the_norm_of_gradients():
+    """Not by that of what is accumulated."""
+    oracle = AdamOracle(2, DENSE, 0.9, False, clip=0.02)
+    for step in range(STEPS):
+        oracle.step(step)
+    weights = dgc.lockstep.run(lambda: train(settings(dense_first(0.9), clip_norm=0.02))[0], 2)[0]
+    unclipped = dgc.lockstep.run(lambda: train(settings(dense_first(0.9)))[0], 2)[0]
+    for got, other, expected in zip(weights, unclipped, oracle.weights, strict=True):
+        assert np.linalg.norm(got.numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
+        assert np.linalg.norm(other.numpy() - expected) > 1e-4 * np.linalg.norm(expected)
+
+
 def test_maximizing_is_minimizing_the_negative():
     config = settings(dense_first(0.9), "prepay")
     up, down = (dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False))
@@ -151,6 +170,28 @@ def test_a_state_that_is_loaded_brings_its_own_denominators():
 
     a, b, c, d = in_lockstep(worker)[0]
     assert torch.equal(a, c) and torch.equal(b, d)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_the_scale_of_a_loss_is_taken_out(clip):
+    config = settings(dense_first(0.9), clip_norm=clip)
+
+    def worker(scale):
+        weights = [torch.nn.Parameter(torch.tensor(w).double()) for w in NETWORK.start]
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        plain = torch.optim.AdamW(weights, lr=LR, betas=(B1, B2), eps=EPS)
+        optimizer = dgc.DistributedOptimizer(plain, compression=config, grad_scaler=scaler)
+        for step in range(STEPS):
+            x, y = (torch.tensor(a).double() for a in NETWORK.batch(dgc.lockstep.current().world.rank, step))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [w.detach() for w in weights]
+
+    scaled, plain = (dgc.lockstep.run(lambda scale=scale: worker(scale), 2)[0] for scale in (1024.0, None))
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(scaled, plain, strict=True))
 
 
 def test_nothing_is_lost_and_all_is_flushed():
