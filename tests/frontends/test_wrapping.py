@@ -168,7 +168,7 @@ def test_any_optimizer_without_momentum_correction(kind):
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=kind,
                                      settings={"lr": 1e-3, "weight_decay": 0.1})
         train(range(4), None, network, optimizer)
-        with pytest.raises(TypeError, match=rf"flush\(\) must be called on a torch\.optim\.SGD, got {kind.__name__}"):
+        with pytest.raises(TypeError, match=rf"must be called on a torch\.optim\.SGD, .* got {kind.__name__} "):
             optimizer.flush()
         return flat(network)
 
@@ -196,7 +196,7 @@ class Lars(torch.optim.SGD):
 def test_an_sgd_with_a_step_of_its_own():
     """It would take updates for gradients; without momentum correction it is given gradients."""
     def worker():
-        with pytest.raises(TypeError, match=r"must be torch\.optim\.SGD for momentum correction, .* got Lars"):
+        with pytest.raises(TypeError, match=r"must be torch\.optim\.SGD or AdamW for momentum correction, .* got Lars"):
             wrapped(kind=Lars)
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=Lars)
         train(range(4), None, network, optimizer)
