@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
+Operation = Literal["gather", "sum", "share", "alltoall"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class Collective:
     - ``gather``: every rank's tensor, stacked: (N, *shape), in the order of ranks.
     - ``sum``: their sum, by ring allreduce. The tensor may be overwritten.
     - ``share``: the root's tensor. The tensor may be overwritten.
+    - ``alltoall``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in the order of ranks.
     """
 
-    op: Literal["gather", "sum", "share"]
+    op: Operation
     tensor: Tensor
     root: int = 0  # a rank within the group; the transport translates it
     group: Literal["world", "node", "across"] = "world"  # all | those of this rank's node | its like, one of each node
@@ -89,10 +91,12 @@ class AbandonedError(Exception):
 
 def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of a share, which all
-    but one receive once, each rank's part, (N-1)/N M.
+    but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows but its own, (N-1)/N M.
     """
     n = len(world.members(collective.group))
-    return {"gather": n - 1, "sum": 2 * (n - 1) / n, "share": (n - 1) / n}[collective.op] * collective.tensor.nbytes
+    others = (n - 1) / n
+    return {"gather": n - 1, "sum": 2 * others, "share": others, "alltoall": others}[
+        collective.op] * collective.tensor.nbytes
 
 
 def dense_bytes(numel: int, size: int) -> float:

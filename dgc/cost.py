@@ -200,6 +200,9 @@ class Sizes(NamedTuple):
     message: int  # indices and values, as they are gathered
     support: int  # the indices alone
     values: int  # the chosen entries, as they are summed
+    numel: int = 0  # entries of the bucket
+    slots: int = 0  # those that are chosen, of a worker
+    width: int = 2  # bytes of one of their values in a message
 
 
 def allgather(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -231,6 +234,57 @@ def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
                  Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
 
+KEPT = 4  # messages' worth of entries that all owners together pass on in a step; more => more bytes, shorter waits
+SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
+
+
+def region(numel: int, n: int) -> int:
+    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of 16."""
+    return -(-numel // (16 * n)) * 16
+
+
+def row_slots(slots: int, n: int) -> int:
+    """Entries for which a worker has room in what it sends to each of n owners."""
+    return min(slots, math.ceil(slots / n + SLACK * math.sqrt(slots / n)) + 1)
+
+
+def kept_slots(numel: int, slots: int, n: int) -> int:
+    """Entries that each of n owners passes on to all."""
+    return min(region(numel, n), math.ceil(KEPT * slots / n))
+
+
+def row_bytes(slots: int, size: int, width: int) -> int:
+    """Bytes of a row of so many entries of a region (:class:`dgc.compression.regions.Rows`)."""
+    nbytes = 4 * -(-size // (1 << 16)) + (width + 2) * slots + 2
+    return nbytes + -nbytes % 4 + 8
+
+
+def _rows(sizes: Sizes, n: int) -> tuple[int, int]:
+    """Bytes of what a worker sends to each of n owners, and of what each of them passes on."""
+    size = region(sizes.numel, n)
+    return (row_bytes(row_slots(sizes.slots, n), size, sizes.width),
+            row_bytes(kept_slots(sizes.numel, sizes.slots, n), size, sizes.width))
+
+
+def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
+    """Each worker's entries to their owners, P - 1 rows, and the largest of each owner's sums to all, around a ring:
+    bytes that do not grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
+    allreduce", PPoPP 2022).
+    """
+    row, kept = _rows(sizes, n * g)
+    return (*_shifts(row, n, g), *_some(Round(n * g - 1, kept, int(n > 1))))
+
+
+def hierarchical_reduce(sizes: Sizes, n: int, g: int) -> Rounds:
+    """Dense within the node; each worker carries a g-th part of what nodes send one another, and the node puts them
+    together.
+    """
+    row, kept = _rows(sizes, n)
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, row / g, g),
+                 Round((g - 1) * (n > 1), n * row / g, 0), Round(n - 1, kept / g, g),
+                 Round((g - 1) * (n > 1), n * kept / g, 0))
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A way to exchange compressed gradients.
@@ -251,6 +305,8 @@ class Exchange:
         """See :func:`sends_dense`."""
         contributors = n if self.hierarchical else n * g
         summed = 2 * (contributors - 1) / contributors
+        if self.exchange == "reduce":
+            return 2 * sizes.dense < sum(_rows(sizes, contributors)) * contributors
         if self.sums:
             return summed * sizes.dense < sizes.support + summed * sizes.values
         return 2 * sizes.dense < sizes.message * contributors
@@ -259,7 +315,9 @@ class Exchange:
 EXCHANGES: dict[str, Exchange] = {
     "allgather": Exchange(allgather, "allgather"),
     "shared": Exchange(shared, "shared", sums=True),
+    "reduce": Exchange(reduce, "reduce"),
     "hierarchical": Exchange(hierarchical, "allgather", hierarchical=True),
+    "hierarchical reduce": Exchange(hierarchical_reduce, "reduce", hierarchical=True),
     "hierarchical shared": Exchange(hierarchical_shared, "shared", hierarchical=True, sums=True)}
 
 

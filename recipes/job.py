@@ -46,7 +46,7 @@ Prepay = Annotated[bool, typer.Option("--prepay", help=(
     "Pay momentum in advance where an entry is sent, in place of momentum factor masking."))]
 Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
-Exchange = Annotated[Literal["allgather", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
+Exchange = Annotated[Literal["allgather", "reduce", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]

@@ -15,7 +15,7 @@ LEAVES = {"version", "warn", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
     "version": set(), "warn": set(), "extras": set(), "config": set(), "collective": set(), "cost": set(),
     "schedule": {"config"},
-    "compression": {"warn", "config"},
+    "compression": {"warn", "config", "cost"},
     "paths": {"collective", "config", "cost", "compression"},
     "transport": {"collective"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},

@@ -113,7 +113,7 @@ class Layout:
             The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
         """
         valid = self.uses(used)
-        exponent = _exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
+        exponent = exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
         valid &= (exponent != NONFINITE)[self.owner]
         coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
@@ -121,7 +121,7 @@ class Layout:
         self.write_places(into.counts, into.positions, index, valid)
         into.values.copy_(coded)
         into.exponents.copy_(exponent)
-        return seal(message), _scaled(coded, exponent[self.owner], self.residual)
+        return seal(message), scaled(coded, exponent[self.owner], self.residual)
 
     @cached_property
     def support(self) -> Support:
@@ -162,7 +162,7 @@ class Layout:
         """The same of a message of one's own, which needs no checks."""
         counts, coded, positions, exponents = self.sections(message)
         slot, index, _ = self.read_places(counts, positions)
-        return index, _scaled(coded[slot], exponents[self.owner[slot]], self.residual)
+        return index, scaled(coded[slot], exponents[self.owner[slot]], self.residual)
 
     def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
         """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
@@ -197,7 +197,7 @@ class Layout:
         return not_finite(self.named(sender), [self.names[i] for i in parameters])
 
     def corrupt(self, sender: int) -> ValueError:
-        return _corrupt(self.named(sender), self.bucket)
+        return corrupt(self.named(sender), self.bucket)
 
 
 class Support:
@@ -258,22 +258,22 @@ class Whole:
         """The message, uint8 (nbytes,), and what receivers will read, flat; parameters in ``bad`` say that they are
         not finite.
         """
-        exponent = _exponents(values, self._owner, len(self.names))
+        exponent = exponents(values, self._owner, len(self.names))
         coded = (values.double() * _power_of_two(-exponent)[self._owner]).to(self.dtype)
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
         message[:self._ends[0]].view(self.dtype).copy_(coded)
-        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        exponents.copy_(exponent)
+        written = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        written.copy_(exponent)
         for name in bad:
-            exponents[self.names.index(name)] = NONFINITE
-        return seal(message), _scaled(coded, exponent[self._owner], self.residual)
+            written[self.names.index(name)] = NONFINITE
+        return seal(message), scaled(coded, exponent[self._owner], self.residual)
 
     def decode(self, message: Tensor, sender: int) -> Tensor:
         """The values, flat. Raises as :meth:`Layout.decode`."""
         check(message, self.nbytes, self.bucket, f"rank {sender}")
-        exponents = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        _check_finite(exponents, self.names, f"rank {sender}")
-        return _scaled(message[:self._ends[0]].view(self.dtype), exponents[self._owner], self.residual)
+        exponent = message[self._ends[0]:self._ends[1]].view(torch.int16)
+        _check_finite(exponent, self.names, f"rank {sender}")
+        return scaled(message[:self._ends[0]].view(self.dtype), exponent[self._owner], self.residual)
 
 
 def _sealed(nbytes: int) -> int:
@@ -283,7 +283,7 @@ def _sealed(nbytes: int) -> int:
 
 def seal(message: Tensor) -> Tensor:
     """Writes the checksum into a message, and returns it."""
-    message.view(torch.int32)[-2:] = _checksum(message)
+    message.view(torch.int32)[-2:] = checksums(message)
     return message
 
 
@@ -292,8 +292,8 @@ def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
     if message.numel() != nbytes:
         raise ValueError(f"the message of {sender} for {bucket} must have {nbytes} bytes, got {message.numel()} (do "
                          "all ranks have the same model, Config and schedule?)")
-    if not torch.equal(message.view(torch.int32)[-2:], _checksum(message)):
-        raise _corrupt(sender, bucket)
+    if not torch.equal(message.view(torch.int32)[-2:], checksums(message)):
+        raise corrupt(sender, bucket)
 
 
 def sender_name(sender: int, node_size: int = 1) -> str:
@@ -314,29 +314,32 @@ def _check_finite(exponents: Tensor, names: Sequence[str], sender: str) -> None:
         raise not_finite(sender, [names[i] for i in wrong])
 
 
-def _corrupt(sender: str, bucket: str) -> ValueError:
+def corrupt(sender: str, bucket: str) -> ValueError:
+    """The error about a message of a sender, as :func:`sender_name` calls it."""
     return ValueError(f"the message of {sender} for {bucket} is corrupt: it is not what a rank with the same "
                       "model, Config and schedule has written")
 
 
-def _checksum(message: Tensor) -> Tensor:
-    """int32 (2,): the sum of all 32-bit words before it, each times an odd number of its place's, modulo 2^64.
+def checksums(messages: Tensor) -> Tensor:
+    """int32 (..., 2), of messages uint8 (..., nbytes): the sum of all 32-bit words before it, each times an odd number
+    of its place's, modulo 2^64.
 
     Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
     """
-    words = message.view(torch.int32)[:-2].to(torch.int64) & 0xFFFFFFFF
-    mixed = torch.arange(1, len(words) + 1, device=message.device).mul_(MIXER)
-    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum()[None].view(torch.int32)
+    words = messages.view(torch.int32)[..., :-2].to(torch.int64) & 0xFFFFFFFF
+    mixed = torch.arange(1, words.shape[-1] + 1, device=messages.device).mul_(MIXER)
+    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum(-1, keepdim=True).view(torch.int32)
 
 
-def _exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
+def exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
     """int16 (P,): of each parameter's largest value, scaled to TOP; NONFINITE where one is not finite."""
     largest = values.new_zeros(parameters).scatter_reduce_(0, owner, values.abs(), "amax")
     exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
     return torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
 
 
-def _scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """``coded``, any shape, times 2^exponent, of the same shape, rounded once to ``dtype``."""
     return (coded.double() * _power_of_two(exponent)).to(dtype)
 
 

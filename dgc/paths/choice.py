@@ -11,10 +11,12 @@ from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
 from dgc.paths.allgather import gather
 from dgc.paths.averaged import Update
+from dgc.paths.owners import add_at_owners
 from dgc.paths.shared import sum_at_support
 from dgc.paths.task import Task
 
-PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "shared": sum_at_support}  # by Config.exchange
+PATHS: dict[str, Callable[[Task], Path[Update]]] = {  # by Config.exchange
+    "allgather": gather, "reduce": add_at_owners, "shared": sum_at_support}
 
 
 def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[str, bool]:
@@ -29,7 +31,8 @@ def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[s
     """
     itemsize = bucket.v.element_size()
     return _choose(exchange, cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
-                                        itemsize * (layout.slots + 1)), nodes)
+                                        itemsize * (layout.slots + 1), bucket.numel, layout.slots,
+                                        layout.dtype.itemsize), nodes)
 
 
 @lru_cache(1024)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dgc.collective import Collective, World
+from dgc.collective import Collective, Operation, World
 
 
 def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[
@@ -29,13 +28,15 @@ def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: 
     return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
 
 
-def among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: World,
+def among_nodes(op: Operation, tensor: Tensor, world: World,
                 root: int = 0) -> Generator[Collective, Tensor, Tensor]:
     """A collective with one contributor from each node, of a tensor that all ranks of a node have alike. Each of them
     carries a stripe of it, so that no byte passes between two nodes twice.
     """
     if world.node_size == 1:
         return (yield Collective(op, tensor, root))
+    if op == "alltoall":
+        return (yield from _rows_among_nodes(tensor, world))
     numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
     own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
@@ -44,3 +45,14 @@ def among_nodes(op: Literal["gather", "sum", "share"], tensor: Tensor, world: Wo
     if op == "gather":
         return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :numel].contiguous()
     return parts.view(-1)[:numel]
+
+
+def _rows_among_nodes(tensor: Tensor, world: World) -> Generator[Collective, Tensor, Tensor]:
+    """An all-to-all of rows (nodes, nbytes): a stripe of each row is carried by each rank of a node."""
+    nbytes = tensor.shape[1]
+    stripe = -(-nbytes // world.node_size)
+    padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - nbytes))
+    own = padded[:, world.local_rank * stripe:(world.local_rank + 1) * stripe].contiguous()
+    part = yield Collective("alltoall", own, group="across")
+    parts = yield Collective("gather", part, group="node")
+    return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :nbytes].contiguous()

@@ -76,4 +76,4 @@ def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) 
     layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
     itemsize = residual_dtype(together[0].dtype).itemsize
     return Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
-                 itemsize * (layout.slots + 1)), layout.slots
+                 itemsize * (layout.slots + 1), bucket.numel, layout.slots, dtype.itemsize), layout.slots

@@ -63,6 +63,9 @@ class Horovod:
                                  "or a higher sparsity; or use torch.distributed)")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
+        if collective.op == "alltoall":
+            handle = hvd.alltoall_async(bits, name=name, process_set=process_set)
+            return _waiting([handle], lambda result: result.view(tensor.dtype).view_as(tensor))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
         slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]
         return _waiting([hvd.broadcast_async_(part, root, name=f"{name}.{i}" if i else name, process_set=process_set)

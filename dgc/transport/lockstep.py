@@ -144,6 +144,8 @@ class _Stage:
             self._pass_on(rank)
             self.await_turn(rank)
         box, result = self._boxes[key], self._results[key]
+        if box[rank].op == "alltoall":
+            result = result[:, key[2].index(rank)]
         del box[rank]
         if not box:  # the last to read it
             del self._boxes[key], self._results[key]
@@ -174,7 +176,7 @@ def _perform(collectives: list[Collective], name: str) -> Tensor:
     if len(kinds) > 1:
         raise RuntimeError(f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}")
     tensors, op = [c.tensor for c in collectives], collectives[0].op
-    if op == "gather":
+    if op in ("gather", "alltoall"):
         return torch.stack(tensors)
     if op == "share":
         return tensors[collectives[0].root].clone()

@@ -66,6 +66,9 @@ class TorchDistributed:
             work = _all_gather(result.view(-1), tensor.view(-1), group=group, async_op=True)
         elif collective.op == "sum":
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        elif collective.op == "alltoall":
+            result = torch.empty_like(tensor)
+            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
