@@ -24,6 +24,8 @@ def walk(paths):
             results = [torch.stack(tensors) for _ in paths]
         elif op == "share":
             results = [tensors[requests[0].root].clone() for _ in paths]
+        elif op == "alltoall":
+            results = list(torch.stack(tensors).transpose(0, 1).contiguous())
         else:
             results = [torch.stack(tensors).sum(0) for _ in paths]
         updates = []
@@ -169,6 +171,7 @@ CONFIGS = {
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
+    "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
     "prepaid, shared": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="shared"),
 }
@@ -240,5 +243,6 @@ def counted_sizes(sparsity):
     compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
     bucket = Bucket("", dict(reversed(compressed.items())))
     layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
-    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, Support(layout).nbytes, 4 * (layout.slots + 1))
+    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, Support(layout).nbytes, 4 * (layout.slots + 1),
+                       bucket.numel, layout.slots)
     return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel

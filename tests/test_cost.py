@@ -234,24 +234,29 @@ def test_gathering_grows_with_the_workers_and_shared_support_does_not():
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 40),
-       st.sampled_from([1, 2, 3, 8]))
-def test_no_exchange_sends_more_than_the_dense_one(dense, message, support, values, n, g):
+       st.sampled_from([1, 2, 3, 8]), st.integers(1, 10**6), st.floats(0, 1))
+def test_no_exchange_sends_more_than_the_dense_one(dense, message, support, values, n, g, numel, density):
     if n * g == 1:
         return
-    sizes = Sizes(dense, message, support, values)
+    sizes = Sizes(dense, message, support, values, numel, math.ceil(density * numel))
     for name in cost.EXCHANGES:
         contributors = n if cost.EXCHANGES[name].hierarchical else n * g
         summed = 2 * (contributors - 1) / contributors
-        sent = summed * dense if cost.sends_dense(name, sizes, n, g) else (
-            support + summed * values if name.endswith("shared") else (contributors - 1) * message)
+        sent = support + summed * values if name.endswith("shared") else (contributors - 1) * message
+        if name.endswith("reduce"):
+            size = cost.region(numel, contributors)
+            sent = (contributors - 1) * sum(cost.row_bytes(slots, size, 2) for slots in (
+                cost.row_slots(sizes.slots, contributors), cost.kept_slots(numel, sizes.slots, contributors)))
+        if cost.sends_dense(name, sizes, n, g):
+            sent = summed * dense
         assert sent <= summed * dense * (1 + 1e-12)
 
 
 def test_the_cheapest_exchange_changes_with_the_workers():
-    link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 33_000, 17_000, 32_000)
+    link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 33_000, 17_000, 32_000, 8_000_000, 8_000)
     chosen = {n: min(cost.EXCHANGES, key=lambda name, n=n: cost.seconds(cost.exchange(name, sizes, n, 1),
                                                                         Cluster(n, 1, link, link))) for n in (2, 256)}
-    assert chosen[2] == "allgather" and chosen[256] == "shared"
+    assert chosen[2] == "allgather" and chosen[256] == "reduce"
 
 
 def test_copying_takes_time_for_each_byte():

@@ -18,6 +18,8 @@ from dgc.paths.task import Task
 PATHS: dict[str, Callable[[Task], Path[Update]]] = {  # by Config.exchange
     "allgather": gather, "reduce": add_at_owners, "shared": sum_at_support}
 
+AUTO = ("allgather", "shared")  # of which Config(exchange="auto") takes that of fewer bytes
+
 
 def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[str, bool]:
     """The exchange for these messages. It depends on sizes alone, and so is alike on every rank.
@@ -38,6 +40,5 @@ def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[s
 @lru_cache(1024)
 def _choose(exchange: str, sizes: cost.Sizes, nodes: int) -> tuple[str, bool]:
     if exchange == "auto":
-        flat = [name for name, known in cost.EXCHANGES.items() if not known.hierarchical]
-        exchange = min(flat, key=lambda name: cost.port_bytes(cost.exchange(name, sizes, nodes, 1)))
+        exchange = min(AUTO, key=lambda name: cost.port_bytes(cost.exchange(name, sizes, nodes, 1)))
     return exchange, cost.sends_dense(exchange, sizes, nodes, 1)

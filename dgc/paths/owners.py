@@ -124,7 +124,7 @@ def _to_all(task: Task, plan: Plan, status: Tensor) -> tuple[Tensor, Taken]:
     """
     bucket, regions, own = task.bucket, plan.regions, task.world.node
     wrong = (status >= CORRUPT).any()
-    local = _largest(_scores(bucket, plan, own), plan.to_all.slots, task.step)
+    local = _largest(_scores(task, plan), plan.to_all.slots, task.step)
     index = regions.index(own, local)
     row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
     message, sent = plan.to_all.encode(row, local, _worth(task, index, row == 0), 1)
@@ -158,12 +158,17 @@ def _fitting(row: Tensor, values: Tensor, task: Task, plan: Plan) -> Tensor:
     return torch.where(place < slots, row, n)
 
 
-def _scores(bucket: Bucket, plan: Plan, own: int) -> Tensor:
-    """|v| of the own region over the mean |v| there of the parameter, as parameters' gradients differ in scale."""
-    sums = plan.regions.read(bucket.v, own).abs_()
-    means = torch.segment_reduce(sums, "mean", lengths=plan.lengths, initial=0.0)
-    return sums.div_(means.clamp_(min=torch.finfo(sums.dtype).tiny).repeat_interleave(
-        plan.lengths, output_size=len(sums)))
+def _scores(task: Task, plan: Plan) -> Tensor:
+    """|v| of the own region over the mean |v| there of the parameter, as parameters' gradients differ in scale; 0 of
+    one that sits this step out.
+    """
+    sums = plan.regions.read(task.bucket.v, task.world.node).abs_()
+    means = torch.segment_reduce(sums, "mean", lengths=plan.lengths, initial=0.0).clamp_(
+        min=torch.finfo(sums.dtype).tiny)
+    absent = [name not in task.gradients for name in task.bucket.names]
+    if any(absent):
+        means.masked_fill_(torch.tensor(absent).to(means.device, non_blocking=True), torch.inf)
+    return sums.div_(means.repeat_interleave(plan.lengths, output_size=len(sums)))
 
 
 def _lengths(bucket: Bucket, regions: Regions, own: int) -> Tensor:

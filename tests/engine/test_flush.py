@@ -57,7 +57,7 @@ def test_flush_leaves_frozen_parameters_alone(config):
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "shared"])
+@pytest.mark.parametrize("exchange", ["allgather", "shared", "reduce"])
 @pytest.mark.parametrize("dtype", [torch.float16, None])
 def test_flushing_while_evaluating(exchange, dtype):
     """As a trainer does that evaluates in inference mode: the training goes on as after any flush."""

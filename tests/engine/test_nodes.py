@@ -34,7 +34,7 @@ from dgc.transport.bytes import node_size
 def hierarchical():
     """Some configurations by node, on twice two processes. Horovod says first what process sets it needs."""
     configs = {name: replace(CONFIGS[name], hierarchical=True) for name in (
-        "default", "shared", "clipped", "warm-up", "dense fallback")}
+        "default", "shared", "reduced", "clipped", "warm-up", "dense fallback")}
     if find().__class__.__name__ == "Horovod":
         dynamic = os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
         try:
@@ -137,7 +137,7 @@ def pending(optimizer):
 SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.items()},
             "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
 CASES = [(name, 2, 2, {}) for name in SETTINGS] + [
-    (name, n, g, arguments) for name in ("default", "shared", "clipped", "decay sent")
+    (name, n, g, arguments) for name in ("default", "shared", "reduced", "clipped", "decay sent")
     for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [
     ("clipped per tensor", 2, 4, SUM), ("dense fallback", 5, 2, {})]
 

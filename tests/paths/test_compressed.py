@@ -1,6 +1,5 @@
 """The path of one bucket, walked without a transport."""
 
-import contextlib
 import math
 
 import pytest
@@ -124,20 +123,29 @@ def test_a_parameter_without_gradient_sits_out():
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.75, 0.9375, 0.999])
-@pytest.mark.parametrize("exchange", ["allgather", "shared", "auto"])
+@pytest.mark.parametrize("exchange", ["allgather", "shared", "reduce", "auto"])
 def test_never_more_bytes_than_dense(exchange, n, sparsity):
-    b, sent, asked = buckets(1)[0], 0.0, []
-    path = reduce(b, gradients(0, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, World(0, n))
-    with contextlib.suppress(StopIteration):
+    mine, asked, sent = buckets(n), [], 0.0
+    paths = [reduce(b, gradients(r, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, w)
+             for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))]
+
+    def counting(path):
+        nonlocal sent
         request = next(path)
         while True:
             sent += sent_bytes(request, World(0, n))
             asked.append(request.op)
-            request = path.send(torch.stack([request.tensor] * n) if request.op == "gather" else request.tensor)
+            try:
+                request = path.send((yield request))
+            except StopIteration as end:
+                return end.value
+
+    walk([counting(paths[0]), *paths[1:]])
+    b = mine[0]
     assert sent <= 2 * (n - 1) / n * 4 * b.numel
     if exchange == "allgather":
         assert asked == ["sum" if sparsity == 0 or (1 - sparsity) * n >= 2 else "gather"]  # 4 bytes an entry, 8/N dense
-    assert asked in (["sum"], ["gather"], ["share", "sum"])
+    assert asked in (["sum"], ["gather"], ["share", "sum"], ["alltoall", "gather"])
 
 
 def test_the_dense_fallback_sends_the_same_entries():
@@ -226,11 +234,12 @@ def refusals(paths):
     while not errors:
         tensors, (op, root) = torch.stack([request.tensor for request in requests]), (requests[0].op, requests[0].root)
         requests = []
-        for path in paths:
-            result = {"gather": tensors.clone(), "sum": tensors.sum(0), "share": tensors[root].clone()}[op]
+        for r, path in enumerate(paths):
+            result = (tensors[:, r] if op == "alltoall" else tensors if op == "gather" else tensors[root]
+                      if op == "share" else tensors.sum(0)).clone()
             try:
                 requests.append(path.send(result))
-            except FloatingPointError as error:
+            except (FloatingPointError, ValueError) as error:
                 errors.append(str(error))
     assert not requests
     return errors

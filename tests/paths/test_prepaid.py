@@ -32,7 +32,8 @@ def flat(some, bucket):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("wire", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("exchange", "n"), [("allgather", 1), ("allgather", 3), ("allgather", 16), ("shared", 3)])
+@pytest.mark.parametrize(("exchange", "n"), [("allgather", 1), ("allgather", 3), ("allgather", 16), ("shared", 3),
+                                               ("reduce", 3), ("reduce", 16)])
 def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, wire, nesterov):
     """Through changes of the sparsity, dense steps, dense sums (which are fewer bytes with 16 ranks), rounding, missing
     gradients, messages that are put back, and a flush.

@@ -1,0 +1,287 @@
+"""The exchange that adds up at owners. Agreement, DDP, loss scales, checkpoints, transports and nodes are tested with the
+other configurations, among which it is.
+"""
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import walk, worlds
+from test_compressed import buckets, gradients, refusals
+
+import dgc
+from dgc import cost
+from dgc.collective import AbandonedError, World, sent_bytes
+from dgc.compression.regions import CORRUPT, Regions, Rows, seal
+from dgc.compression.residual import Bucket, Gradient
+from dgc.paths.compressed import reduce
+
+CPU = torch.device("cpu")
+REDUCE = dgc.Config(0.9, exchange="reduce", min_numel=0)
+
+
+def owners(numel, n):
+    """Whose each entry is, as regions.py says it: blocks of 16, each round of N beginning with another owner."""
+    block = np.arange(numel) // 16
+    turn = ((block // n * 0x61C88647) % 2**32 // 2**12) % n
+    return (block + turn) % n
+
+
+@given(st.integers(1, 3000), st.integers(1, 70))
+@settings(max_examples=60, deadline=None)
+def test_each_entry_has_one_owner_and_one_place(numel, n):
+    regions, every = Regions(numel, n, CPU), torch.arange(numel)
+    owner, local = regions.owner(every), regions.local(every)
+    assert owner.tolist() == owners(numel, n).tolist() and torch.equal(regions.index(owner, local), every)
+    assert regions.sizes.tolist() == torch.bincount(owner, minlength=n).tolist()
+    assert max(regions.sizes) <= regions.size and max(regions.sizes) - min(regions.sizes) <= 16
+    flat = torch.randn(numel)
+    for one in range(n):
+        region = regions.read(flat, one)
+        assert torch.equal(region, flat[owner == one])
+        regions.write(flat, one, region + 1)
+        assert torch.equal(flat[owner == one], region + 1)
+    assert torch.equal(regions.read(flat, 0), flat[owner == 0])  # the others' were not touched
+
+
+@given(st.integers(1, 200_000), st.integers(1, 5), st.integers(0, 40), st.sampled_from([torch.float16, torch.float32]),
+       st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_rows_are_read_as_they_were_written(size, rows, entries, dtype, seed):
+    draw = torch.Generator().manual_seed(seed)
+    entries = min(entries, size)
+    made = [torch.randperm(size, generator=draw)[:entries].sort().values for _ in range(rows)]
+    row = torch.cat([torch.full((entries,), r) for r in range(rows)]) if entries else torch.zeros(0, dtype=torch.int64)
+    values = torch.randn(rows * entries, generator=draw) * 1e-3
+    row[torch.rand(len(row), generator=draw) < 0.2] = rows  # not to be written
+    form = Rows(max(entries, 1), size, dtype, torch.float32, CPU)
+    message, sent = form.encode(row, torch.cat(made), values, rows)
+    assert message.shape == (rows, cost.row_bytes(form.slots, size, dtype.itemsize))
+    assert torch.allclose(sent, torch.where(row < rows, values, 0), rtol=1e-3 if dtype == torch.float16 else 0)
+    got = form.decode(message, torch.tensor([size]))
+    for r in range(rows):
+        dense, expected = torch.zeros(2, size)
+        dense.index_add_(0, got.local[r], got.values[r])
+        expected[torch.cat(made)[row == r]] = sent[row == r]
+        assert torch.equal(dense, expected)
+
+
+def transcription(shapes, gradient, size, steps, lr, m, k, masking, nesterov):
+    """Both phases in float64: what is chosen, where it is added up, and what is passed on."""
+    numels = [int(np.prod(shape)) for shape in shapes]
+    ends, total = np.cumsum(numels), sum(numels)
+    parts = [slice(end - n, end) for end, n in zip(ends, numels, strict=True)]
+    owner, parameter = owners(total, size), np.repeat(np.arange(len(numels)), numels)
+    p, u, v = np.zeros(total), np.zeros((size, total)), np.zeros((size, total))
+    kept = int(np.ceil(cost.KEPT * sum(k) / size))
+    for step in range(steps):
+        arrived = np.zeros(total)
+        for r in range(size):
+            g = np.concatenate([x.numpy().ravel() for x in gradient(r, step)])
+            u[r] = m * u[r] + g
+            new = g + m * u[r] if nesterov else u[r]
+            seen = np.where(owner == r, 0, v[r]) + new  # others' entries, in the own region, are not chosen again
+            v[r] += new
+            for part, count in zip(parts, k, strict=True):
+                for i in part.start + np.argsort(-np.abs(seen[part]))[:count]:
+                    if owner[i] != r:
+                        arrived[i] += v[r, i]
+                        v[r, i] = 0
+                        u[r, i] = 0 if masking else u[r, i]
+        for r in range(size):
+            here = np.flatnonzero(owner == r)
+            v[r, here] += arrived[here]
+            means = np.array([np.abs(v[r, here[parameter[here] == i]]).mean() if (parameter[here] == i).any() else 1
+                              for i in range(len(numels))])
+            for i in here[np.argsort(-np.abs(v[r, here]) / means[parameter[here]])[:kept]]:
+                p[i] -= lr * v[r, i] / size
+                v[r, i] = 0
+                u[r, i] = 0 if masking else u[r, i]
+    return p
+
+
+@pytest.mark.parametrize(("size", "masking", "nesterov"), [(2, True, False), (3, False, True), (8, True, True)])
+def test_it_is_the_transcription(size, masking, nesterov):
+    shapes, k = [(30, 40), (7, 11), (200, 3)], [12, 1, 6]
+
+    def gradient(rank, step):
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        return [10.0**i * torch.randn(shape, generator=draw, dtype=torch.float64) for i, shape in enumerate(shapes)]
+
+    def worker():
+        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=nesterov)
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, [(str(i), p) for i, p in enumerate(parameters)],
+            dgc.Config(0.99, exchange="reduce", factor_masking=masking, wire_dtype=torch.float32, min_numel=0))
+        for step in range(30):
+            for p, g in zip(parameters, gradient(dgc.lockstep.current().world.rank, step), strict=True):
+                p.grad = g
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    def backwards(rank, step):  # a bucket has its parameters in the order in which a backward pass completes them
+        return gradient(rank, step)[::-1]
+
+    expected = transcription(shapes[::-1], backwards, size, 30, 0.1, 0.9, k[::-1], masking, nesterov)
+    expected = np.concatenate([expected[677:], expected[600:677], expected[:600]])
+    for result in dgc.lockstep.run(worker, size):
+        assert np.allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("masking", [True, False, "prepay"])
+@pytest.mark.parametrize("slack", [cost.SLACK, -20])
+def test_nothing_is_lost(n, masking, slack, monkeypatch):
+    """What ranks have accumulated is what was applied and what they have pending, in sum; also where rows have no slots
+    for most entries.
+    """
+    monkeypatch.setattr(cost, "row_slots", lambda slots, n: max(1, int(slots / n + slack)))
+    mine, total = buckets(n, torch.float64), torch.zeros(buckets(1)[0].numel, dtype=torch.float64)
+    config = dgc.Config(0.9, exchange="reduce", factor_masking=masking, min_numel=0)
+    for step in range(8):
+        plain = [gradients(r, step, torch.float64, 0.0) for r in range(n)]  # without momentum nothing is masked
+        total += sum(torch.cat([g[name].g.flatten() for name in mine[0].names]) for g in plain)
+        updates = walk([reduce(b, g, config, step, w, average=False)
+                        for b, g, w in zip(mine, plain, worlds(n), strict=True)])
+        assert all(torch.equal(update, updates[0]) for update in updates)
+        total -= updates[0]
+        assert torch.allclose(total, sum(b.v for b in mine), rtol=0, atol=1e-11)
+
+
+def test_what_is_masked_was_taken_and_nothing_else():
+    mine = buckets(4)
+    before = buckets(4)
+    for r, b in enumerate(before):
+        b.accumulate(gradients(r, 0))
+    update = walk([reduce(b, gradients(r, 0), REDUCE, 0, w) for r, (b, w) in enumerate(
+        zip(mine, worlds(4), strict=True))])[0]
+    whose = torch.from_numpy(owners(mine[0].numel, 4))
+    for r, (b, c) in enumerate(zip(mine, before, strict=True)):
+        masked, own = (b.u == 0) & (c.u != 0), whose == r
+        assert torch.equal(b.u[~masked], c.u[~masked])
+        assert not masked[own & (update == 0)].any() and masked[own & (update != 0)].all()
+        assert (b.v[masked & ~own].abs() <= 1e-3 * c.v[masked & ~own].abs()).all()  # but for rounding
+        assert torch.equal(b.v[~masked & ~own], c.v[~masked & ~own])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_told_to_all(bad):
+    mine, paths = buckets(3), []
+    for r, (bucket, world) in enumerate(zip(mine, worlds(3), strict=True)):
+        g = gradients(r, 0)
+        if r == 1:
+            g["b"].g[5, 5] = bad
+        paths.append(reduce(bucket, g, REDUCE, 0, world))
+    assert set(refusals(paths)) == {"rank 1 has a gradient that is not finite, in: b"}
+    for r, bucket in enumerate(mine):
+        rest = {k: g.g for k, g in gradients(r, 0).items()}
+        if r == 1:
+            rest["b"][5, 5] = 0
+        assert torch.allclose(bucket.v, torch.cat([rest[k].flatten() for k in bucket.names]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_damaged_message_is_refused_by_all(phase):
+    """Also where one owner alone has received it: it tells the others."""
+    mine = buckets(4)
+    paths = [reduce(b, gradients(r, 0), REDUCE, 0, w) for r, (b, w) in enumerate(zip(mine, worlds(4), strict=True))]
+
+    def damaged(rank, path):
+        request = next(path)
+        for at in range(9):
+            result = yield request
+            if at == phase and (at == 1 or rank == 2):
+                result = result.clone()
+                result[1, 5] ^= 64
+            try:
+                request = path.send(result)
+            except StopIteration as end:
+                return end.value
+
+    assert set(refusals([damaged(r, path) for r, path in enumerate(paths)])) == {
+        "the message of rank 1 for bucket 0 is corrupt: it is not what a rank with the same model, Config and schedule "
+        "has written"}
+    for r, bucket in enumerate(mine):
+        expected = torch.cat([gradients(r, 0)[k].g.flatten() for k in bucket.names])
+        assert torch.allclose(bucket.v, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_an_exchange_that_is_given_up_puts_back(rounds):
+    mine = buckets(3)
+    paths = [reduce(b, gradients(r, 0), REDUCE, 0, w) for r, (b, w) in enumerate(zip(mine, worlds(3), strict=True))]
+    rows = [next(path).tensor for path in paths]
+    for r, path in enumerate(paths):
+        if rounds == 2:
+            path.send(torch.stack([row[r] for row in rows]))
+        with suppress(AbandonedError):
+            path.throw(AbandonedError())
+        expected = torch.cat([gradients(r, 0)[k].g.flatten() for k in mine[r].names])
+        assert torch.allclose(mine[r].v, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_rows_are_refused_or_read_within_bounds(seed):
+    """With a checksum that is right again, so that what is checked is what the row says."""
+    draw = np.random.default_rng(seed)
+    form, size = Rows(24, 200_000, torch.float16, torch.float32, CPU), torch.tensor([190_000])
+    index = torch.from_numpy(np.sort(draw.choice(190_000, 20, replace=False)))
+    message, _ = form.encode(torch.zeros(20, dtype=torch.int64), index, torch.randn(20), 1)
+    for _ in range(250):
+        row = message.clone()
+        for at in draw.integers(0, form.nbytes - 8, draw.integers(1, 4)):
+            row[0, at] = int(draw.integers(0, 256))
+        if draw.random() < 0.5:
+            assert int(form.decode(row, size).status) == CORRUPT or torch.equal(row, message)
+        got = form.decode(seal(row), size)
+        assert ((got.local >= 0) & (got.local < 190_000)).all()
+        assert int(got.status) < CORRUPT or not got.values.any()
+
+
+def test_what_cancels_is_gone_and_what_all_want_is_learned():
+    """Half of the ranks have +3 at 40 entries, half -3, and all have 1 at 20 others; there are 20 slots a step."""
+    n, steps = 8, 300
+    g = torch.zeros(n, 4, 500)
+    g[:, 0, :40] = torch.where(torch.arange(n) % 2 == 0, 3.0, -3.0)[:, None]
+    g[:, 2, 100:120] = 1.0
+
+    def worker():
+        p = torch.nn.Parameter(torch.zeros(4, 500))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)],
+                                             dgc.Config(0.99, exchange="reduce"))
+        for _ in range(steps):
+            p.grad = g[dgc.lockstep.current().world.rank].clone()
+            optimizer.step()
+        return p.detach(), optimizer.residual_state_dict()["v"]["p"]
+
+    results = dgc.lockstep.run(worker, n)
+    p, pending = results[0][0], torch.stack([v for _, v in results])
+    assert (p[2, 100:120] < -0.9 * steps).all() and p[0, :40].abs().max() < 12
+    assert pending.abs().max() < 40  # what nobody frees would be at 3 x 300
+
+
+@pytest.mark.parametrize("numel", [2_000_000])
+def test_bytes_do_not_grow_with_the_workers(numel):
+    """While a row holds some tens of entries; and never are they more than a dense sum's."""
+    def nbytes(n):
+        bucket = Bucket("b", {"a": torch.empty(numel // 1000, 1000)})
+        g = {"a": Gradient(torch.randn(numel // 1000, 1000, generator=torch.Generator().manual_seed(0)))}
+        path, total = reduce(bucket, g, dgc.Config(0.999, exchange="reduce"), 0, World(0, n)), 0.0
+        request = next(path)
+        total += sent_bytes(request, World(0, n))
+        request = path.send(request.tensor[:1].expand(n, -1).contiguous())  # its own, empty, from everybody
+        total += sent_bytes(request, World(0, n))
+        path.close()
+        return total
+
+    message = 4 * numel // 1000
+    by_workers = {n: nbytes(n) / message for n in (8, 64, 256)}
+    assert by_workers[64] < 1.3 * by_workers[8] and max(by_workers.values()) < 10
+    for n, ratio in by_workers.items():
+        size = cost.region(numel, n)
+        slots = cost.row_slots(numel // 1000, n), cost.kept_slots(numel, numel // 1000, n)
+        assert ratio * message == (n - 1) * sum(cost.row_bytes(count, size, 2) for count in slots)
