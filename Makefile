@@ -57,7 +57,7 @@ lint: setup
 	$(VENV)/bin/mypy
 
 docs: $(STAMPS)/docs
-	$(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 demo: setup

@@ -1,7 +1,8 @@
 """What mkdocs needs beside docs/: files of the repository that pages lead to, and docstrings that must be there.
 
 mkdocs.yml names this file as a hook. A link from docs/ to a file beside it, such as ``../CHANGELOG.md``, works in the
-repository; the site gets a copy of that file. A public name without a docstring is a warning, which ends a strict build.
+repository; the site gets a copy of that file. A public name without a docstring is a warning, which
+ends a strict build.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def on_pre_build(config: Any) -> None:
     shown = {name.removeprefix("dgc.") for name in SHOWN.findall(reference)}
     public = set(package.exports or ()) - {"__version__", "Average", "Sum"}  # two numbers, in a table
     for name in sorted(public - shown):
-        log.warning("docs/reference must show every name of dgc.__all__, got none for %s (add '::: dgc.%s')", name, name)
+        log.warning("docs/reference must show all names of dgc.__all__, got no %s (add '::: dgc.%s')", name, name)
     for name in sorted(shown):
         for path, member in _documented(name, package[name]):
             if member.docstring is None:

@@ -37,7 +37,7 @@ def test_links_lead_somewhere(page):
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
-        if anchor and target.suffix == ".md" and "reference" not in target.parts:  # whose anchors are made of docstrings
+        if anchor and target.suffix == ".md" and "reference" not in target.parts:  # there they are of docstrings
             assert anchor in anchors(target), link
 
 
