@@ -4,6 +4,7 @@
 # make test        all tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make lint        ruff and mypy
+# make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
 VENV := .venv
 DATA ?=
@@ -12,7 +13,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test soak lint clean
+.PHONY: setup demo reproduce test soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -32,6 +33,11 @@ $(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
 	  pytest-xdist ruff
 	touch $@
 
+# Apart from the others: neither tests nor the site wait for what only the other needs.
+$(STAMPS)/docs: constraints.txt pyproject.toml $(STAMPS)/venv
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
+	touch $@
+
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
 	PYTHON=$(VENV)/bin/python scripts/build_horovod.sh
 	touch $@
@@ -49,6 +55,10 @@ soak: setup
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo "build/site/index.html"
 
 demo: setup
 	$(VENV)/bin/python recipes/demo.py $(if $(DATA),--data "$(DATA)")

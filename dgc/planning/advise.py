@@ -16,7 +16,7 @@ NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 SHARED = 0.99  # the largest sparsity at which a shared support is named: with more it learns less for certain
 UNMASKED = 0.99  # the largest sparsity that learns better without momentum factor masking (docs/tuning.md)
-# Waits as a share of all steps, and what the nearest that was measured cost at 99.9 %: in README, but for the paper's.
+# Waits as a share of all steps, and what the nearest that was measured cost at 99.9 % (docs/results/accuracy.md).
 LOST = ((0.02, "The paper lost nothing with such a share."),
         (0.11, "With a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
         (0.55, "With half, ResNet-20 lost 2.6 points of accuracy on CIFAR-10: train longer, or send more."),

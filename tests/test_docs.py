@@ -1,0 +1,115 @@
+"""What the documentation says of the code, held to it: links, commands, figures that are computed, texts of errors."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import end
+
+from dgc import planning
+from dgc.cost import Cluster
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+LIMIT = 120  # seconds of a launch
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in LINK.findall(text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md" and "reference" not in target.parts:  # there they are of docstrings
+            assert anchor in anchors(target), link
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def block(text, first):
+    """The code block that begins with a line."""
+    return next(found for found in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+                if found.startswith(first))
+
+
+def run(command, folder):
+    """The lines that a launch printed, which ends with all that it has started."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                   "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(LIMIT)
+        finally:
+            end(process.pid)
+    output = (folder / "log").read_text()
+    assert status == 0, output
+    return re.findall(r"(step +\d+): loss ([\d.]+), (.*)", output)
+
+
+@pytest.mark.parametrize(("name", "first", "command"), [
+    ("train.py", "import torch\n", [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
+    ("train_horovod.py", "import horovod.torch as hvd\n", ["horovodrun", "-np", "2", sys.executable])])
+def test_the_quickstart_prints_what_it_says(tmp_path, name, first, command):
+    """Bytes to the byte; losses, of which other processors round otherwise, within a tenth and 0.1."""
+    (tmp_path / name).write_text(block(QUICKSTART, first))
+    said = re.findall(r"(step +\d+): loss ([\d.]+), (.*)", block(README, "$ torchrun --nproc-per-node 2"))
+    printed = run([*command, name], tmp_path)
+    assert [(step, sent) for step, _, sent in printed] == [(step, sent) for step, _, sent in said]
+    for (_, loss, _), (_, expected, _) in zip(printed, said, strict=True):
+        assert float(loss) == pytest.approx(float(expected), rel=0.1, abs=0.1)
+
+
+def test_readme_and_quickstart_have_the_same_script():
+    assert block(README, "import torch\n") == block(QUICKSTART, "import torch\n")
+
+
+@pytest.mark.parametrize(("column", "model", "compute"), [(1, "resnet50", 0.2), (2, "bert-large", 0.4)])
+def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute):
+    for network in ("1gbit", "10gbit", "25gbit"):
+        cluster = Cluster(8, 1, planning.NETWORKS[network], planning.INSIDE["pcie"])
+        advice = planning.advise(planning.load(model).shapes, cluster, compute, local=planning.LOCAL["gpu"])
+        row = re.search(rf"^\| {network[:-4]} Gbit/s \|.*$", README, re.MULTILINE)[0].strip("|").split("|")[column]
+        faster = advice.dense.step_seconds / advice.dgc.step_seconds
+        assert float(re.search(r"([\d.]+) times", row)[1]) == pytest.approx(faster, rel=0.025)
+        assert ("**no**" in row) == (not advice.pays)
+
+
+def literals():
+    """Each string in the package, as the texts between its placeholders."""
+    for file in (ROOT / "dgc").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield [node.value]
+
+
+def test_errors_are_listed_by_the_texts_that_the_code_has():
+    texts = ["".join(parts) for parts in literals()]
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    rows = [row.split("|")[1] for row in re.findall(r"^\| `.*$", page, re.MULTILINE)]
+    listed = [text for row in rows for text in re.findall(r"`([^`]+)`", row) if " " in text]
+    assert len(listed) > 40
+    for text in listed:
+        pattern = ".*".join(re.escape(part.strip()) for part in text.split("..."))
+        assert any(re.search(pattern, each, re.DOTALL) for each in texts), text
