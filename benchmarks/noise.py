@@ -15,8 +15,9 @@ measured; in the first two the means never change:
   which entries are large in the mean.
 - The valley: the mean leads back to a minimum, the faster the more curved the loss is along an entry, and so answers
   what has been applied. The loss that remains, over dense training's, when each worker sends its own largest entries
-  (all-gather), when all send those of one worker, another one each step (shared), and when all send those that are
-  largest in the mean, which nobody knows. A transcription in plain torch, without masking.
+  (all-gather), when all send those of one worker, another one each step (shared), when owners add up what workers
+  send and pass on the largest sums, r messages' worth of them (reduce; the package's r is 4), and when all send those
+  that are largest in the mean, which nobody knows. A transcription in plain torch, without masking.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from torch import Tensor
 
 import dgc
 from dgc.compression import select
+from dgc.compression.regions import Regions
 
 SPARSITIES = (0.75, 0.9, 0.9375, 0.984375, 0.99, 0.996, 0.999)
-CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("shared", 0.996), ("shared", 0.99))
+CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("shared", 0.996), ("shared", 0.99),
+                                  ("reduce", 0.999))
 SHAPE, WORKERS, MOMENTUM = (100, 100), 4, 0.9
-CHOICES = {"allgather": "a worker's own", "shared": "one worker's", "mean": "the mean's"}
+CHOICES = {"allgather": "a worker's own", "shared": "one worker's", "mean": "the mean's",
+           **{f"reduce {r}": f"owners', r = {r}" for r in (1, 2, 4, 8)}}
 VALLEY, CURVATURES = 4000, (-3.0, 0.5)  # entries, and the range of the decimal logarithms of their curvatures
 
 
@@ -109,20 +113,34 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
     draw = torch.Generator().manual_seed(0)
     curvature = 10 ** (CURVATURES[0] + (CURVATURES[1] - CURVATURES[0]) * torch.rand(VALLEY, generator=draw))
     noise, k, losses = (curvature * workers / WORKERS).sqrt(), select.count(sparsity, VALLEY), []
-    x, u, v = torch.zeros(VALLEY), torch.zeros(workers, VALLEY), torch.zeros(workers, VALLEY)
+    x, u, v, sums = torch.zeros(VALLEY), *torch.zeros(3, workers, VALLEY)
+    owner = Regions(VALLEY, workers, x.device).owner(torch.arange(VALLEY))
+    own = owner == torch.arange(workers)[:, None]  # which entries each worker adds up
     for step in range(steps):
         u.mul_(MOMENTUM).add_(curvature * x + noise * torch.randn(workers, VALLEY, generator=draw))
         v += u
         if choice is None:
             sent = v.clone()
+        elif choice.startswith("reduce"):  # what is not passed on stays in an owner's sums
+            arrived = torch.where(own, 0, _largest(v, v, k))
+            v -= arrived
+            sums += torch.where(own, arrived.sum(0) + v, 0)
+            v[own] = 0
+            sent = _largest(sums, sums, -(-int(choice.split()[1]) * k // workers))
+            sums -= sent
         else:
-            large = {"allgather": v, "shared": v[step % workers], "mean": v.mean(0)}[choice]
-            index = large.abs().topk(k).indices.expand(workers, k)
-            sent = torch.zeros_like(v).scatter_(1, index, v.gather(1, index))
-        v -= sent
+            sent = _largest({"allgather": v, "shared": v[step % workers], "mean": v.mean(0)}[choice], v, k)
+        if not (choice or "").startswith("reduce"):
+            v -= sent
         x = x - 0.2 * (1 - sparsity) * sent.mean(0)
         losses.append(float((curvature * x * x).sum() / 2))
     return x, sum(losses[steps // 4:]) / len(losses[steps // 4:])
+
+
+def _largest(large: Tensor, v: Tensor, k: int) -> Tensor:
+    """Of v, (workers, entries), what is where the k largest entries of ``large`` are: each worker's, or one for all."""
+    index = large.abs().topk(min(k, large.shape[-1])).indices.expand(len(v), -1)
+    return torch.zeros_like(v).scatter_(1, index, v.gather(1, index))
 
 
 def remaining(sparsity: float, steps: int) -> list[dict[str, Any]]:

@@ -53,10 +53,12 @@ class Config:
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
-            bytes that a rank sends grow with the number of ranks. ``"shared"``: one rank, another one each step, says
-            which entries are its largest, and those of all ranks are summed; the bytes stay the same, but more entries
-            are needed, and it may learn less even so (docs/tuning.md). ``"auto"``: what is fewer bytes, for each bucket
-            and step.
+            bytes that a rank sends grow with the number of ranks. ``"reduce"``: each its own largest entries, to the
+            ranks that add them up, each of which sends the largest of its sums to all; about 6 messages' bytes
+            however many ranks there are, for one more round (docs/tuning.md). ``"shared"``: one rank, another one each
+            step, says which entries are its largest, and those of all ranks are summed; the bytes stay the same, but
+            it learns less. ``"auto"``: of ``"allgather"`` and ``"shared"`` what is fewer bytes, for each bucket and
+            step.
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a

@@ -244,8 +244,11 @@ def region(numel: int, n: int) -> int:
 
 
 def row_slots(slots: int, n: int) -> int:
-    """Entries for which a worker has room in what it sends to each of n owners."""
-    return min(slots, math.ceil(slots / n + SLACK * math.sqrt(slots / n)) + 1)
+    """Entries for which a worker has room in what it sends to each of n owners: few are in its own region, of which
+    it keeps the large ones.
+    """
+    mean = slots / max(1, n - 1)
+    return min(slots, math.ceil(mean + SLACK * math.sqrt(mean)) + 1)
 
 
 def kept_slots(numel: int, slots: int, n: int) -> int:
@@ -300,6 +303,14 @@ class Exchange:
     exchange: str
     hierarchical: bool = False
     sums: bool = False
+
+    def own_bytes(self, sizes: Sizes, n: int, g: int) -> int:
+        """Bytes that a worker contributes: its message or values; its rows, and what it passes on as an owner."""
+        if self.exchange == "reduce":
+            contributors = n if self.hierarchical else n * g
+            row, kept = _rows(sizes, contributors)
+            return contributors * row + kept
+        return sizes.values if self.sums else sizes.message
 
     def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
         """See :func:`sends_dense`."""

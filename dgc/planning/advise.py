@@ -97,9 +97,9 @@ def _config(method: Method, sparsity: float) -> str:
     end = "" if sparsity == 0.999 else f", end={sparsity:g}"
     schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
     masking = ", factor_masking=False" if sparsity <= UNMASKED or method.exchange.sums else ""
-    shared = f', exchange="{method.exchange.exchange}"' if method.exchange.sums else ""
+    exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
-    return f"dgc.Config(sparsity={schedule}{masking}{shared}{across})"
+    return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
 
 
 def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
@@ -145,6 +145,9 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
         yield (f"Recommended: {_config(dgc.method, sparsity)}"
                + ("." if given or sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
+    if advice.pays and dgc.method.exchange.exchange == "reduce":
+        yield ('exchange="reduce" is new: it learns like an all-gather in simulations, and no whole training has been '
+               "compared yet (docs/tuning.md).")
     if advice.shared:
         yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: "
                f"{_config(advice.shared.method, advice.sparsity_shared)}. It learns less, with so many entries too "
