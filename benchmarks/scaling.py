@@ -6,6 +6,10 @@ ResNet-110's gradient at 99.9 %, all workers in this process (dgc.lockstep), col
 ring allreduce, tree broadcast. Only what travels compressed is counted; the small tensors are the same with each
 exchange. "auto" is run at every number of workers, to see where it changes its mind. The model's bytes are those of the
 busiest port: with a shared support the leader's, who sends it log2 N times, while a worker sends it once on average.
+
+Up to 1,024 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
+it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
+simulated, with gradients whose rows and columns differ in scale by a factor of ten and more.
 """
 
 from __future__ import annotations
@@ -20,18 +24,20 @@ import typer
 import dgc
 from dgc import cost
 from dgc import planning as plan
+from dgc.compression.regions import Regions
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
-COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
+COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:purple", "tab:green", "tab:brown", "tab:red"), strict=True))
+MANY = (4, 16, 64, 256, 1024)  # workers, by formula
 
 
 def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
-    by_node = cost.EXCHANGES[name].hierarchical
-    exchange = "shared" if name.endswith("shared") else "auto" if name == "auto" else "allgather"
+    by_node = name in cost.EXCHANGES and cost.EXCHANGES[name].hierarchical
+    exchange = cost.EXCHANGES[name].exchange if name in cost.EXCHANGES else name
     config = dgc.Config(exchange=exchange, hierarchical=by_node)
 
     def worker() -> float:
@@ -51,6 +57,29 @@ def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
     return cost.port_bytes(cost.exchange(name, sizes, workers // gpus, gpus)) / gpus
 
 
+def in_messages(workers: int) -> dict[str, float]:
+    """What a worker sends of ResNet-50's gradient at 99.9 %, in messages; and the share of entries without a slot."""
+    shapes = tuple(s for s in plan.MODELS["resnet50"]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
+    sizes = [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
+    message = sum(each.message for each in sizes)
+    sent = {name: sum(cost.port_bytes(cost.exchange(name, each, workers, 1)) for each in sizes) / message
+            for name in ("allgather", "reduce")}
+    dense = sum(2 * (workers - 1) / workers * each.dense for each in sizes) / message
+    without = [without_slot(each.numel, each.slots, workers) * each.slots for each in sizes]
+    return {"workers": workers, **sent, "dense": dense, "without_slot": sum(without) / sum(e.slots for e in sizes)}
+
+
+def without_slot(numel: int, slots: int, workers: int) -> float:
+    """The share of a worker's entries for which its rows have no slot: those that are largest in a matrix whose rows and
+    columns differ in scale.
+    """
+    draw = torch.Generator().manual_seed(workers)
+    rows, columns = (torch.randn(n, generator=draw).exp() for n in (-(-numel // 512), 512))
+    entries = (torch.randn(len(rows), 512, generator=draw) * rows[:, None] * columns).abs().flatten()[:numel]
+    counts = torch.bincount(Regions(numel, workers, entries.device).owner(entries.topk(slots).indices))
+    return float((counts - cost.row_slots(slots, workers)).clamp(min=0).sum() / slots)
+
+
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =
          Path("docs/scaling.png")) -> None:
     """Counts, draws, and says where auto changes its mind."""
@@ -67,15 +96,20 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     turns = next(n for n in every if predicted("shared", n, sizes) < predicted("allgather", n, sizes))
     gathers = {n: min((n - 1) * sizes.message, 2 * (n - 1) / n * sizes.dense) for n in every}
     turned = next(n for n in every if auto[n] != gathers[n])
+    many = [in_messages(n) for n in MANY]
     draw(rows, auto, numel, out)
     results = Path(__file__).parent / "results" / "scaling.json"
     results.write_text(json.dumps({
         "benchmark": "scaling", "model": "resnet110", "entries": numel, "slots": shipment.slots, "node": NODE,
         "sizes": sizes._asdict(), "rows": rows, "auto": auto, "auto_turns_predicted": turns,
-        "auto_turns_counted": turned}, indent=1) + "\n")
+        "auto_turns_counted": turned, "resnet50_in_messages": many}, indent=1) + "\n")
     for row in rows:
         print(f"{row['exchange']:>20} {row['workers']:>3} workers: {row['counted']:>9,.0f} bytes counted, "
               f"{row['predicted']:>9,.0f} predicted")
+    for each in many:
+        print(f"ResNet-50, {each['workers']:>5} workers: " + ", ".join(
+            f"{name} {each[name]:.3g} messages" for name in ("allgather", "reduce", "dense"))
+              + f"; without a slot {100 * each['without_slot']:.2g} %")
     print(f"auto shares from {turned} workers on; predicted: {turns}")
 
 
@@ -83,7 +117,7 @@ def draw(rows: list[dict[str, object]], auto: dict[int, float], numel: int, out:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9.5, 4.6), layout="constrained")
     for name, colour in COLOURS.items():
         mine = [row for row in rows if row["exchange"] == name]
         label = name + (f" (machines of {NODE})" if cost.EXCHANGES[name].hierarchical else "")
@@ -98,7 +132,7 @@ def draw(rows: list[dict[str, object]], auto: dict[int, float], numel: int, out:
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(out, dpi=130)
 
 

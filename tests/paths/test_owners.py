@@ -1,5 +1,5 @@
-"""The exchange that adds up at owners. Agreement, DDP, loss scales, checkpoints, transports and nodes are tested with the
-other configurations, among which it is.
+"""The exchange that adds up at owners. Agreement, DDP, loss scales, checkpoints, transports and nodes are tested with
+the other configurations, among which it is.
 """
 
 from contextlib import suppress
