@@ -58,7 +58,7 @@ def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
 
 
 def in_messages(workers: int) -> dict[str, float]:
-    """What a worker sends of ResNet-50's gradient at 99.9 %, in messages; and the share of entries without a slot."""
+    """What a worker sends of ResNet-50's gradient at 99.9 %, in messages; and the share without a slot."""
     shapes = tuple(s for s in plan.MODELS["resnet50"]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
     sizes = [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
     message = sum(each.message for each in sizes)

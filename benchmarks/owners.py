@@ -1,0 +1,95 @@
+"""The local work of a worker in the reduce exchange, beside the all-gather's, phase by phase.
+
+    python benchmarks/owners.py --out benchmarks/results/owners.json
+
+ResNet-50's compressed tensors at 99.9 %, fresh heavy-tailed gradients, one core, fused loops. Nothing is sent: the path
+is given what a worker would have received. "choose" is to accumulate, select and encode; "add up" is an owner's part:
+to decode the rows of all workers, add them, choose and encode the largest sums; "apply" is to decode what all owners
+send and to write the update. The best of some repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import time
+from typing import Annotated
+
+import torch
+import typer
+
+import dgc
+from dgc import planning as plan
+from dgc.collective import Path, World
+from dgc.compression.kernels import compile_ahead
+from dgc.compression.residual import Bucket, Gradient
+from dgc.engine.buckets import pack
+from dgc.paths.averaged import Update
+from dgc.paths.compressed import reduce
+
+PHASES = ("choose", "add up", "apply")
+
+
+def made() -> list[Bucket]:
+    """ResNet-50's compressed parameters in buckets, as the optimizer packs them."""
+    shapes = [s for s in plan.MODELS["resnet50"]() if len(s) > 1 and torch.Size(s).numel() >= 1024]
+    parameters = {str(i): torch.empty(shape) for i, shape in enumerate(shapes)}
+    names = {p: name for name, p in parameters.items()}
+    return [Bucket(f"bucket {i}", {name: parameters[name] for name in together})
+            for i, (together, _) in enumerate(pack(list(parameters.values()), names, None, 1024))]
+
+
+def step(bucket: Bucket, exchange: dgc.config.ExchangeName, workers: int, turn: int) -> dict[str, float]:
+    """One step of one bucket; seconds of each phase."""
+    gradients = {name: Gradient(torch.randn(shape) ** 3, 0.9)
+                 for name, shape in zip(bucket.names, bucket.shapes, strict=True)}
+    seconds, began = {}, time.perf_counter()
+    path = reduce(bucket, gradients, dgc.Config(0.999, exchange=exchange), turn, World(0, workers))
+    asked = next(path)
+    seconds["choose"] = time.perf_counter() - began
+    if asked.op == "alltoall":  # a row for another owner is as long as one for this one
+        rows = asked.tensor[1:2].expand(workers, -1).contiguous()
+        began = time.perf_counter()
+        asked = path.send(rows)
+        seconds["add up"] = time.perf_counter() - began
+    messages = asked.tensor.expand(workers, -1).contiguous()
+    targets: list[torch.Tensor | None] = [torch.zeros(n) for n in bucket.numels]
+    began = time.perf_counter()
+    update_of(path, messages).write(targets)
+    seconds["apply"] = time.perf_counter() - began
+    return seconds
+
+
+def update_of(path: Path[Update], messages: torch.Tensor) -> Update:
+    """What a path returns for the last messages."""
+    try:
+        path.send(messages)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the path asks for more")
+
+
+def main(workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,16,64",
+         repeats: Annotated[int, typer.Option(min=1)] = 7,
+         out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+    """Times both exchanges and prints milliseconds."""
+    torch.set_num_threads(1)
+    compile_ahead(torch.float32)
+    rows = []
+    for n in map(int, workers.split(",")):
+        for exchange in ("allgather", "reduce"):
+            buckets = made()
+            every = [[step(bucket, exchange, n, turn) for bucket in buckets] for turn in range(repeats)]
+            best = {phase: 1e3 * min(sum(b.get(phase, 0.0) for b in turn) for turn in every) for phase in PHASES}
+            rows.append({"exchange": exchange, "workers": n, **best, "in all": sum(best.values())})
+            print(f"{exchange:>9}, {n:>3} workers: "
+                  + ", ".join(f"{phase} {rows[-1][phase]:.1f} ms" for phase in (*PHASES, "in all")))
+    if out:
+        out.write_text(json.dumps({"benchmark": "owners", "entries": sum(b.numel for b in made()), "rows": rows,
+                                   "torch": torch.__version__, "machine": platform.processor() or platform.machine()},
+                                  indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
