@@ -62,11 +62,11 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Has ``save_state`` and ``load_state``, which call on all ranks, take the residuals along."""
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        if model in models:
+        if model.module in models:  # else the accelerator has been told to forget it
             dgc.checkpoint.save_checkpoint(Path(folder) / FOLDER, model.module, optimizer)
 
     def load(models: list[Any], folder: str) -> None:
-        if model in models:
+        if model.module in models:  # else the accelerator has been told to forget it
             load_if_there(accelerator, folder, model.module, optimizer)
 
     accelerator.register_save_state_pre_hook(save)
