@@ -43,7 +43,8 @@ class Trainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Connects model and optimizer before anything is loaded into them."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        compress(self.accelerator, self.model_wrapped, self.optimizer, self.compression)
+        if not hasattr(self.optimizer.optimizer, "residual_state_dict"):  # it has them where train() is called again
+            compress(self.accelerator, self.model_wrapped, self.optimizer, self.compression)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
