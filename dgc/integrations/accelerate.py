@@ -34,9 +34,9 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
     in a folder ``dgc`` within its own, and ``load_state()`` takes it up; without that folder the residuals begin with
     zero. ``optimizer.optimizer.report()`` tells what was sent. With one process nothing is changed.
 
-    The bound of ``accelerator.clip_grad_norm_`` must be known before the exchange: give it as ``Config(clip_norm=...)``,
-    too. Each rank then bounds its local gradient (paper, section 3.2), and the call itself clips nothing: it returns the
-    norm of what is in ``p.grad``, the exchanged update.
+    The bound of ``accelerator.clip_grad_norm_`` must be known before the exchange: give it as
+    ``Config(clip_norm=...)``, too. Each rank then bounds its local gradient (paper, section 3.2), and the call itself
+    clips nothing: it returns the norm of what is in ``p.grad``, the exchanged update.
 
     Args:
         accelerator: that prepared both.

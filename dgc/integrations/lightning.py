@@ -24,12 +24,12 @@ class DGCStrategy(DDPStrategy):
 
     Accumulation, precision and schedulers go as in Lightning's own DDP. Three things differ:
 
-    - ``gradient_clip_val`` bounds the local gradient of each rank before it is compressed, as the paper has it (section
-      3.2), and becomes the config's ``clip_norm``. Lightning itself then clips nothing: what it sees in ``p.grad`` is the
-      exchanged update.
-    - A checkpoint ``last.ckpt`` has a folder ``last.ckpt.dgc`` beside it, which :func:`dgc.save_checkpoint` writes, with
-      what each rank has pending. Lightning removes both together. Move or copy both together, too. Without the folder,
-      as from a training without DGC, the residuals begin with zero.
+    - ``gradient_clip_val`` bounds the local gradient of each rank before it is compressed, as the paper has it
+      (section 3.2), and becomes the config's ``clip_norm``. Lightning itself then clips nothing: what it sees in
+      ``p.grad`` is the exchanged update.
+    - A checkpoint ``last.ckpt`` has a folder ``last.ckpt.dgc`` beside it, which :func:`dgc.save_checkpoint` writes,
+      with what each rank has pending. Lightning removes both together. Move or copy both together, too. Without the
+      folder, as from a training without DGC, the residuals begin with zero.
     - ``configure_optimizers`` returns one optimizer, of all parameters that require a gradient.
 
     ``module.optimizers().report()`` tells what was sent.
@@ -38,6 +38,8 @@ class DGCStrategy(DDPStrategy):
         compression: None means ``Config()``, 99.9 % without warm-up.
         arguments: those of ``DDPStrategy``.
     """
+
+    optimizers: list[Any]  # Lightning's
 
     def __init__(self, compression: Config | None = None, **arguments: Any):
         super().__init__(**arguments)

@@ -80,7 +80,7 @@ def train(parts, epochs=EPOCHS, clip=None):
     return flat(model)
 
 
-# -- jobs: each on both ranks -------------------------------------------------------------------------------------------
+# -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
 def dense():
     return {name: [train(made(config, **arguments)) for config in (None, dgc.Config(sparsity=0.0))]
@@ -189,7 +189,7 @@ def of(job):
     return ran("torch", 2, [getattr(here, other.__name__) for other in JOBS])[job]
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------------
+# -- laws --------------------------------------------------------------------------------------------------------------
 
 def test_at_sparsity_0_it_is_accelerates_ddp():
     for results in of(dense):

@@ -100,7 +100,7 @@ def folder():
     return Path(made[0])
 
 
-# -- jobs: each on both ranks -------------------------------------------------------------------------------------------
+# -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
 def dense():
     """At sparsity 0, beside Lightning's DDP: plain, accumulating, in bf16."""
@@ -127,10 +127,9 @@ def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
         sampler.set_epoch(epoch)
         for i, (x, y) in enumerate(loader):
             sync = (i + 1) % accumulate == 0
-            with torch.autocast("cpu", torch.float16 if scaler else torch.bfloat16, enabled=precision):
-                with (model.no_sync() if not sync else torch.enable_grad()):
+            with torch.enable_grad() if sync else model.no_sync():
+                with torch.autocast("cpu", torch.float16 if scaler else torch.bfloat16, enabled=precision):
                     loss = nn.functional.cross_entropy(model(x), y) / accumulate
-            with (model.no_sync() if not sync else torch.enable_grad()):
                 (scaler.scale(loss) if scaler else loss).backward()
             if sync and scaler:
                 scaler.step(optimizer)
@@ -228,7 +227,7 @@ def of(job):
     return ran("torch", 2, [getattr(here, other.__name__) for other in JOBS])[job]
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------------
+# -- laws --------------------------------------------------------------------------------------------------------------
 
 def test_at_sparsity_0_it_is_lightnings_ddp():
     for results in of(dense):

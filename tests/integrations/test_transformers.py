@@ -1,5 +1,4 @@
-"""The Trainer of transformers itself, on two processes: the stock Trainer and a script of a few lines are the references.
-"""
+"""The Trainer of transformers itself, on two processes: the stock one and a plain script are the references."""
 
 import logging
 import sys
@@ -96,11 +95,12 @@ def train(kind, model, data, path=None, name="out", own_optimizer=True, **argume
     return trainer
 
 
-# -- jobs: each on both ranks -------------------------------------------------------------------------------------------
+# -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
 def dense():
     """At sparsity 0, beside the stock Trainer."""
-    return {name: [flat(train(kind, language_model(0.0), text(), compression=dgc.Config(sparsity=0.0), **arguments).model)
+    at_0 = {"compression": dgc.Config(sparsity=0.0)}
+    return {name: [flat(train(kind, language_model(0.0), text(), **at_0, **arguments).model)
                    for kind in (transformers.Trainer, Trainer)]
             for name, arguments in {"plain": {}, "accumulated": {"gradient_accumulation_steps": 3},
                                     "bf16": {"bf16": True}}.items()}
@@ -187,7 +187,7 @@ def of(job):
     return ran("torch", 2, [getattr(here, other.__name__) for other in JOBS])[job]
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------------
+# -- laws --------------------------------------------------------------------------------------------------------------
 
 def test_at_sparsity_0_it_is_the_stock_trainer():
     for results in of(dense):
