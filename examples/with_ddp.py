@@ -12,7 +12,7 @@ from torch import nn
 
 import dgc
 
-EPOCHS, BATCH = 30, 32
+EPOCHS, BATCH = 12, 32
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import dgc
 import dgc.elastic
 
-STEPS, BATCH = 600, 32
+STEPS, BATCH = 300, 32
 digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
@@ -38,7 +38,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    sparsity = dgc.warmup(epochs=0.1, stages=4, end=0.99, steps_per_epoch=STEPS)
+    sparsity = dgc.warmup(epochs=0.2, stages=4, end=0.99, steps_per_epoch=STEPS)
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(sparsity=sparsity))
     train(dgc.elastic.TorchState(model=model, optimizer=optimizer, step=0))
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dgc
 
-STEPS, BATCH = 600, 32
+STEPS, BATCH = 300, 32
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    sparsity = dgc.warmup(epochs=0.1, stages=4, end=0.99, steps_per_epoch=STEPS)
+    sparsity = dgc.warmup(epochs=0.2, stages=4, end=0.99, steps_per_epoch=STEPS)
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(sparsity=sparsity),
                                          process_set=mesh["across"].get_group())
 

@@ -14,7 +14,7 @@ from torch import nn
 import dgc
 from dgc.integrations.lightning import DGCStrategy
 
-EPOCHS, BATCH = 30, 32
+EPOCHS, BATCH = 12, 32
 
 
 class Digits(lightning.LightningModule):
@@ -24,9 +24,7 @@ class Digits(lightning.LightningModule):
 
     def training_step(self, batch, index):
         images, labels = batch
-        loss = nn.functional.cross_entropy(self.net(images), labels)
-        self.log("loss", loss)
-        return loss
+        return nn.functional.cross_entropy(self.net(images), labels)
 
     def on_train_epoch_end(self) -> None:
         self.logger.log_metrics(self.optimizers().report().as_dict(), self.global_step)
@@ -43,9 +41,8 @@ def main() -> None:
     lightning.seed_everything(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    data = torch.utils.data.TensorDataset(x, y)
-    train = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(1500)), batch_size=BATCH, shuffle=True)
-    test = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(1500, len(data))), batch_size=BATCH)
+    train = torch.utils.data.DataLoader([*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True)
+    test = torch.utils.data.DataLoader([*zip(x[1500:], y[1500:], strict=True)], batch_size=BATCH)
 
     sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2)  # of two processes
     trainer = lightning.Trainer(strategy=DGCStrategy(dgc.Config(sparsity=sparsity)), accelerator="cpu", devices=2,

@@ -22,9 +22,9 @@ class Trainer(transformers.Trainer):
 
     Accumulation, precision and schedulers go as ever. ``max_grad_norm``, 1 by default, bounds the local gradient of
     each rank before it is compressed, as the paper has it (section 3.2), and becomes the config's ``clip_norm``; what
-    is logged as ``grad_norm`` is the norm of the exchanged update. A checkpoint's folder has a folder ``dgc`` more, with
-    what each rank has pending. ``trainer.optimizer.optimizer.report()`` tells what was sent. With one process nothing
-    is changed.
+    is logged as ``grad_norm`` is the norm of the exchanged update. A checkpoint's folder has a folder ``dgc`` more,
+    with what each rank has pending. ``trainer.optimizer.optimizer.report()`` tells what was sent. With one process
+    nothing is changed.
 
     Another trainer, say for sequences: ``class Mine(dgc.integrations.transformers.Trainer, Seq2SeqTrainer): pass``.
 

@@ -93,7 +93,7 @@ def test_elastic_when_a_worker_is_killed(tmp_path):
         finally:
             end(process.pid)
     output = path.read_text()
-    assert status == 0 and "step 600 of 1" in output, output
+    assert status == 0 and "step 300 of 1" in output, output
     accuracy, lost = figures(output)
     assert accuracy > 0.85 and lost == 1
 
