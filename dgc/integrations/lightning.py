@@ -39,7 +39,9 @@ class DGCStrategy(DDPStrategy):
         arguments: those of ``DDPStrategy``.
     """
 
-    optimizers: list[Any]  # Lightning's
+    model: Any  # this and what follows is Lightning's
+    lightning_module: Any
+    optimizers: list[Any]
 
     def __init__(self, compression: Config | None = None, **arguments: Any):
         super().__init__(**arguments)

@@ -14,7 +14,7 @@ try:
     import transformers
 except ModuleNotFoundError as error:
     raise ImportError("dgc.integrations.transformers must have Hugging Face transformers, got none "
-                      "(pip install 'transformers>=5.24' accelerate)") from error
+                      "(pip install 'transformers>=5.20' accelerate)") from error
 
 
 class Trainer(transformers.Trainer):
@@ -32,6 +32,9 @@ class Trainer(transformers.Trainer):
         arguments: those of ``transformers.Trainer``.
         compression: None means ``Config()``, 99.9 % without warm-up.
     """
+
+    model: Any
+    optimizer: Any  # when it trains, Accelerate's, with ours within
 
     def __init__(self, *arguments: Any, compression: Config | None = None, **named: Any):
         super().__init__(*arguments, **named)
