@@ -2,6 +2,7 @@
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
 # make test        all tests
+# make examples    installs PyTorch Lightning, Accelerate and transformers, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
@@ -13,7 +14,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test soak lint docs clean
+.PHONY: setup demo reproduce test examples soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -46,8 +47,15 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+$(STAMPS)/examples: constraints.txt pyproject.toml $(STAMPS)/package
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt lightning accelerate transformers
+	touch $@
+
 test: setup
 	$(VENV)/bin/python -m pytest tests -n logical --maxprocesses 4 --dist loadfile
+
+examples: $(STAMPS)/examples
+	$(VENV)/bin/python -m pytest tests/examples tests/integrations
 
 soak: setup
 	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint -s

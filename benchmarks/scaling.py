@@ -70,7 +70,7 @@ def in_messages(workers: int) -> dict[str, float]:
 
 
 def without_slot(numel: int, slots: int, workers: int) -> float:
-    """The share of a worker's entries for which its rows have no slot: those that are largest in a matrix whose rows and
+    """The share of a worker's entries for which its rows have no slot. They are the largest of a matrix whose rows and
     columns differ in scale.
     """
     draw = torch.Generator().manual_seed(workers)

@@ -23,6 +23,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "optimizer": {"config", "engine", "frontends"},
     "ddp": {"frontends"},
     "elastic": {"engine"},
+    "integrations": {"config", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
     "planning": LEAVES | {"compression", "engine"},
     "tune": {"config", "schedule", "transport"},
@@ -114,7 +115,8 @@ def test_no_test_file_is_longer_than_can_be_read():
 
 def test_importing_brings_no_optional_package():
     code = ("import sys, dgc, dgc.tune; "
-            "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna') "
+            "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna', 'lightning', "
+            "'accelerate', 'transformers') "
             "if m in sys.modules])")
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert output.stdout.strip() == "[]"
