@@ -112,10 +112,7 @@ class TorchPowerSGD:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
         before, dense = self.state.total_numel_after_compression, self.state.iter < START
         result = powerSGD_hook(self.state, Bucket(tensors)).wait()
-        if dense:  # the future of a plain sum holds a list
-            result, sent = (result[0] if isinstance(result, list) else result), sum(t.numel() for t in tensors)
-        else:
-            sent = self.state.total_numel_after_compression - before
+        sent = len(result) if dense else self.state.total_numel_after_compression - before
         self.bytes_sent += dense_bytes(sent, self.world.size)
         return unflat(result, tensors)
         yield  # a generator, as all of them
