@@ -4,9 +4,9 @@ Algorithm 1, with M the gradient as a matrix plus the error e (algorithm 2):
 
     Q orthonormal;  P = sum of M Q over ranks;  P orthonormal;  Q = mean of M^T P over ranks;  M ~ P Q^T;  e = M - P Q^T
 
-Q is where the next step begins. Both sums go by ring allreduce. :class:`TorchPowerSGD` is torch's hook as it ships, over
-torch.distributed; :class:`PowerSGD` is the same, to rounding, for where the hook cannot run: ranks in one process, Horovod.
-Both begin after two dense steps, which are the fewest that torch's hook accepts. Tensors that shrink to no less than half,
+The next step begins with this Q. Both sums go by ring allreduce. :class:`TorchPowerSGD` is torch's hook as it ships,
+over torch.distributed. :class:`PowerSGD` is the same, to rounding, where the hook cannot run: with ranks in one process.
+Both begin after two dense steps, the fewest that torch's hook accepts. Tensors that would not shrink to less than half,
 and one-dimensional ones, travel dense.
 """
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 GREY, BLUE = "#888888", "#0072b2"
-OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"), "low rank": ("#117733", "D"),
-          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
+OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"),
+          "low rank": ("#117733", "D"), "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
@@ -41,7 +41,7 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a method, means over its seeds; lost is below dense training with the same seeds, None where it has none."""
+    """One row a method, means over its seeds. Lost: below dense training with the same seeds; None where it has none."""
     dense = {run["seed"]: run["accuracy"] for run in runs if run["method"] == "dense"}
     methods: dict[str, list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
@@ -124,11 +124,12 @@ def label(figure: Any, axes: Any, found: list[dict[str, Any]], points: list[tupl
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in axes.transData.transform(points)]
     for row, point in zip(found, points, strict=True):
         colour, _ = style(row["method"])
+        line = {"arrowstyle": "-", "color": "#cccccc", "lw": 0.6}
         places = [(dx, dy) for reach in range(0, 90, 10) for dy in (reach, -reach) for dx in (8, -8)]
         for dx, dy in places:
             text = axes.annotate(row["title"], point, (dx, dy), textcoords="offset points", color=colour, fontsize=8,
                                  ha="left" if dx > 0 else "right", va="center",
-                                 arrowprops={"arrowstyle": "-", "color": "#cccccc", "lw": 0.6} if abs(dy) > 10 else None)
+                                 arrowprops=line if abs(dy) > 10 else None)
             box = text.get_window_extent(renderer).extents
             inside = axes.bbox.x0 < box[0] and box[2] < figure.bbox.x1 and axes.bbox.y0 < box[1] < box[3] < axes.bbox.y1
             if inside and not any(overlap(box, other) for other in taken):

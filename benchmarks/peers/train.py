@@ -21,13 +21,14 @@ import torch.nn.functional as F  # noqa: N812
 import typer
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "recipes")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import cifar10
 import job
 from data import CACHE
-from peers import METHODS, attach
 
 import dgc
+from peers import METHODS, attach
 
 JOBS = ("bf16", "sparsity", "warmup_epochs", "virtual_node")  # what the recipes' functions ask for besides
 FILE = "epoch{:03d}-rank{}.pt"
@@ -52,7 +53,8 @@ def train(a: Any) -> dict[str, Any]:
     peer = attach(a.method, sgd, list(model.named_parameters()), a.seed, warmup(a, steps))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(peer.sgd, [max(1, round(a.epochs * e / 164)) for e in (81, 122)])
 
-    now = {**{key: value for key, value in job.settings(a).items() if key not in JOBS}, "lr": lr, "dataset": dataset, "workers": size}
+    now = {**{key: value for key, value in job.settings(a).items() if key not in JOBS},
+           "lr": lr, "dataset": dataset, "workers": size}
     parts = {"model": model, "peer": peer, "scheduler": scheduler}
     history = resume(a, now, parts, rank, size, device) if a.resume else []
     generator = torch.Generator()
