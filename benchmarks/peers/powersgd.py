@@ -5,7 +5,7 @@ Algorithm 1, with M the gradient as a matrix plus the error e (algorithm 2):
     Q orthonormal;  P = sum of M Q over ranks;  P orthonormal;  Q = mean of M^T P over ranks;  M ~ P Q^T;  e = M - P Q^T
 
 The next step begins with this Q. Both sums go by ring allreduce. :class:`TorchPowerSGD` is torch's hook as it ships,
-over torch.distributed. :class:`PowerSGD` is the same, to rounding, where the hook cannot run: with ranks in one process.
+over torch.distributed. :class:`PowerSGD` is the same, to rounding, for ranks in one process, where it cannot run.
 Both begin after two dense steps, the fewest that torch's hook accepts. Tensors that would not shrink to less than half,
 and one-dimensional ones, travel dense.
 """

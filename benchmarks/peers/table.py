@@ -15,7 +15,8 @@ import typer
 
 GREY, BLUE = "#888888", "#0072b2"
 OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"),
-          "low rank": ("#117733", "D"), "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
+          "low rank": ("#117733", "D"),
+          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
@@ -41,7 +42,7 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a method, means over its seeds. Lost: below dense training with the same seeds; None where it has none."""
+    """One row a method, means over its seeds. Lost: below dense training with the same seeds; None if it has none."""
     dense = {run["seed"]: run["accuracy"] for run in runs if run["method"] == "dense"}
     methods: dict[str, list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):

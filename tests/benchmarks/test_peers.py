@@ -14,15 +14,15 @@ from launch import ran
 import dgc
 from dgc.collective import World
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-sys.path.insert(0, str(BENCHMARKS.parent / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import cifar10
 import peers
 import typer
 from peers import atomo, packing, table, terngrad, train
 from peers.exchange import Exchanging
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPES, N, LR = [(12, 5, 3, 3), (7,), (10, 16), (3,)], 3, 0.05
 
 
@@ -266,6 +266,31 @@ def test_atomo_chooses_as_algorithm_1_and_is_unbiased(s):
     variance = sum((1 / p[i] - 1) * (atoms[i] * np.outer(u[:, i], vt[i])) ** 2 for i in range(len(p)))
     assert_mean(decoded, matrix.double(), torch.from_numpy(variance))
     assert atomo.probabilities(torch.zeros(4), s).tolist() == [0] * 4
+
+
+def test_what_is_drawn_is_averaged_and_vectors_travel_dense():
+    """Each rank's own draw again, with the seed that it has."""
+    (ranks,) = g = gradients(1)
+    matrices = [[t for t in tensors if t.ndim > 1] for tensors in ranks]
+    where = peers.QSGD(World(0, N)).buckets(matrices[0])
+    assert where.tolist() == [i // 512 for i in range(540)] + [2] * 160
+    layers = packing.owners(matrices[0])
+
+    def decoded(name, seed):
+        method = peers.METHODS[name].make(World(0, N), seed)
+        if name == "qsgd":
+            return method.decode(method.encode(packing.flat(matrices[seed]), where), where)
+        if name == "terngrad":
+            clipped = [terngrad.clipped(t, 2.5) for t in matrices[seed]]
+            return method.decode(method.encode(clipped, layers), layers)
+        return packing.flat(method.decode(method.encode([t.flatten(1) for t in matrices[seed]]), matrices[seed]))
+
+    for name in ("qsgd", "terngrad", "atomo"):
+        (found,), _ = steps_of(peers.METHODS[name].make, g, lr=1.0)
+        split = dict(enumerate(parts(found)))
+        large = sum(decoded(name, seed) for seed in range(N)) / N
+        assert_close([np.concatenate([split[0].reshape(-1), split[2].reshape(-1)])], [large.numpy()], 1e-5)
+        assert_close([split[1], split[3]], [sum(tensors[i] for tensors in ranks).numpy() / N for i in (1, 3)], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["qsgd", "terngrad", "atomo"])
