@@ -4,8 +4,8 @@ Algorithm 1, on each rank: m = b m + g; q = the k largest coefficients of the co
 each chunk of m; m = m - inverse of q. All ranks' q are averaged and transformed back, and each entry moves by the sign,
 times the learning rate. What is not taken stays in m, which is momentum and error feedback in one.
 
-A tensor is a matrix of its first dimension by all others. A chunk's sides are the largest divisors of its sides up to
-64. A coefficient is a float32 and a 16-bit place in its chunk; chunks of at most k entries travel whole, without places.
+A tensor is a matrix of its first dimension by all others. A side of its chunks is the largest divisor of its own side
+up to 64. A coefficient is a float32 and a 16-bit place in its chunk. Chunks of at most k entries travel whole.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The methods that DGC is compared with are those of their papers, send what they say, and train."""
 
+import io
 import json
 import math
 import sys
@@ -362,13 +363,19 @@ def test_the_collective_is_the_one_that_the_entry_names(name):
 
 
 def over_whatever_there_is(names=tuple(EXCHANGING)):
-    """Parameters after five steps with each method, its bytes, and the class that did it."""
+    """Parameters after five steps with each method, its bytes, and the class that did it. After the third, all that
+    has not been saved is gone.
+    """
     g, found = gradients(5, 2), {}
     rank = dgc.transport.find().world.rank
     for name in names:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         peer = Exchanging(torch.optim.SGD(parameters, LR), peers.METHODS[name].make)
         for step, ranks in enumerate(g):
+            if step == 3:
+                torch.save(peer.state_dict(), file := io.BytesIO())
+                peer = Exchanging(torch.optim.SGD(parameters, LR), peers.METHODS[name].make)
+                peer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
             for p, own in zip(parameters, ranks[rank], strict=True):
                 p.grad = own.clone()
             peer.step(last=step == 4)
@@ -377,7 +384,7 @@ def over_whatever_there_is(names=tuple(EXCHANGING)):
 
 
 def test_processes_do_as_ranks_in_one_process_and_powersgd_is_torchs_hook():
-    processes = ran("torch", 2, [over_whatever_there_is], limit=60)[over_whatever_there_is]
+    processes = ran("torch", 2, [over_whatever_there_is], limit=150)[over_whatever_there_is]
     lockstep = dgc.lockstep.run(over_whatever_there_is, 2)
     for name in EXCHANGING:
         (first, sent, kind), (second, *_) = (process[name] for process in processes)
