@@ -1,0 +1,91 @@
+"""DGC beside the other ways to exchange gradients: each method at its paper's setting, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+import dgc
+from dgc.config import ExchangeName, Schedule
+from dgc.transport import lockstep
+
+from .atomo import Atomo
+from .casts import Cast
+from .demo import DeMo
+from .dense import Dense
+from .diloco import DiLoCo
+from .efsignsgd import EFSignSGD
+from .exchange import Bring, Compressed, Exchanging, Method
+from .powersgd import PowerSGD, TorchPowerSGD
+from .qsgd import QSGD
+from .signsgd import SignSGD
+from .terngrad import TernGrad
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its settings.
+
+    Args:
+        title: in tables and figures.
+        collective: by which compressed tensors travel.
+        paper: whose it is.
+        make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``.
+        momentum: of SGD, with Nesterov's where it is not 0. 0 where the method has its own, or none.
+        lr: at the start of the training.
+    """
+
+    title: str
+    collective: Bring
+    paper: str
+    make: Callable[..., Any]
+    momentum: float = 0.9
+    lr: float = 0.1
+
+
+def powersgd(world: Any, seed: int, rank: int) -> Method:
+    """torch's own, where torch.distributed is what ranks exchange over."""
+    hook = torch.distributed.is_initialized() and lockstep.current() is None
+    return (TorchPowerSGD if hook else PowerSGD)(world, seed, rank)
+
+
+def dropping(schedule: Schedule) -> dgc.Config:
+    """Largest entries, and what is not sent is kept; 99 % as in the paper, from the first step on."""
+    return dgc.Config(0.99, momentum_correction=False, factor_masking=False)
+
+
+def deep(schedule: Schedule, exchange: ExchangeName) -> dgc.Config:
+    return dgc.Config(schedule, exchange=exchange)
+
+
+COLLECTIVES: dict[str, Bring] = {"allgather": "allgather", "shared": "allreduce"}  # of dgc.Config's exchanges
+METHODS = {
+    "dense": Entry("dense", "allreduce", "", Dense),
+    "fp16": Entry("fp16", "allreduce", "", partial(Cast, dtype=torch.float16)),
+    "bf16": Entry("bf16", "allreduce", "", partial(Cast, dtype=torch.bfloat16)),
+    "qsgd": Entry("QSGD, 4 bits", "allgather", "Alistarh et al. 2017", QSGD),
+    "terngrad": Entry("TernGrad", "allgather", "Wen et al. 2017", TernGrad),
+    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-4),
+    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD, momentum=0, lr=0.056),
+    "atomo": Entry("ATOMO, s = 3", "allgather", "Wang et al. 2018", Atomo),
+    **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "allreduce", "Vogels et al. 2019",
+                                 partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
+    "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping),
+    "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4),
+    "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo),
+    **{f"dgc-{name}": Entry(f"DGC, {name}", COLLECTIVES.get(name, "either"), "Lin et al. 2018",
+                            partial(deep, exchange=name)) for name in get_args(ExchangeName)},
+}
+
+
+def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
+           schedule: Schedule) -> Exchanging | Compressed:
+    """What drives this SGD by the method of that name; ``schedule`` is of DGC's sparsity."""
+    if name == "dropping" or name.startswith("dgc-"):
+        return Compressed(sgd, named, METHODS[name].make(schedule))
+    return Exchanging(sgd, METHODS[name].make, seed)

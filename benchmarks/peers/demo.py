@@ -1,0 +1,100 @@
+"""DeMo (Peng, Chen, Su, Quesnelle, Kingma, Liu, 2024): the momentum's largest frequencies, and a sign.
+
+Algorithm 1, on each rank: m = b m + g; q = the k largest coefficients of the cosine transform (DCT-II, orthonormal) of
+each chunk of m; m = m - inverse of q. All ranks' q are averaged and transformed back, and each entry moves by the sign,
+times the learning rate. What is not taken stays in m, which is momentum and error feedback in one.
+
+A tensor is a matrix of its first dimension by all others. A side of its chunks is the largest divisor of its own side
+up to 64. A coefficient is a float32 and a 16-bit place in its chunk. Chunks of at most k entries travel whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective, Path, World
+
+from .packing import message, take
+
+
+@cache
+def dct(n: int) -> Tensor:
+    """The orthonormal DCT-II as a matrix (n, n), float32: row k is a cosine of k half waves."""
+    k, place = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64) + 0.5
+    rows = torch.cos(math.pi / n * k * place) * math.sqrt(2 / n)
+    rows[0] /= math.sqrt(2)
+    return rows.float()
+
+
+def side(n: int, most: int) -> int:
+    return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
+
+
+@dataclass
+class DeMo:
+    world: World
+    seed: int = 0
+    decay: float = 0.999  # b
+    chunk: int = 64
+    k: int = 32  # of a chunk's up to 4,096 coefficients
+    m: list[Tensor] | None = None
+    bytes_sent: float = 0.0
+    exchanges = "gradients"
+
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+        if self.m is None:
+            self.m = [torch.zeros_like(g) for g in tensors]
+        parts = []
+        for m, g in zip(self.m, tensors, strict=True):
+            m.mul_(self.decay).add_(g)
+            coefficients = self.transform(m)
+            places = self.largest(coefficients)
+            values = coefficients.gather(1, places.long())
+            m -= self.inverse(torch.zeros_like(coefficients).scatter_(1, places.long(), values), m)
+            parts += [values] if places.shape == coefficients.shape else [values, places]
+        messages = yield Collective("gather", message(*parts))
+        totals = [self.inverse(total, m) for total, m in zip(self.totals(messages), self.m, strict=True)]
+        return [total.sign() for total in totals]
+
+    def sides(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Chunks and the entries of one, down and across."""
+        rows, columns = (1, len(x)) if x.ndim == 1 else (len(x), x[0].numel())
+        a, b = side(rows, self.chunk), side(columns, self.chunk)
+        return rows // a, a, columns // b, b
+
+    def transform(self, x: Tensor) -> Tensor:
+        """The coefficients of its chunks: (chunks, entries of one)."""
+        _, a, _, b = sides = self.sides(x)
+        chunks = x.reshape(sides).permute(0, 2, 1, 3)
+        return (dct(a).to(x.device) @ chunks @ dct(b).T.to(x.device)).reshape(-1, a * b)
+
+    def inverse(self, coefficients: Tensor, like: Tensor) -> Tensor:
+        down, a, across, b = self.sides(like)
+        chunks = dct(a).T.to(like.device) @ coefficients.view(down, across, a, b) @ dct(b).to(like.device)
+        return chunks.permute(0, 2, 1, 3).reshape(like.shape)
+
+    def largest(self, coefficients: Tensor) -> Tensor:
+        """The places of the k largest of each chunk (chunks, k), int16; all of them in order, if there are no more."""
+        chunks, size = coefficients.shape
+        if size <= self.k:
+            return torch.arange(size, dtype=torch.int16, device=coefficients.device).repeat(chunks, 1)
+        return coefficients.abs().topk(self.k).indices.to(torch.int16)
+
+    def totals(self, messages: Tensor) -> list[Tensor]:
+        """The sum over ranks of the coefficients of each tensor. A sign follows, so that it need not be divided."""
+        start, found = 0, []
+        for m in self.m or []:
+            down, a, across, b = self.sides(m)
+            chunks, k = down * across, min(self.k, a * b)
+            total, end = torch.zeros(chunks, a * b, device=m.device), start + 4 * chunks * k
+            for content in messages:
+                places = take(content, end, chunks * k, torch.int16) if k < a * b else self.largest(total)
+                values = take(content, start, chunks * k, torch.float32).view(chunks, k)
+                total.scatter_add_(1, places.view(chunks, k).long(), values)
+            start, found = end + (2 * chunks * k if k < a * b else 0), [*found, total]
+        return found

@@ -1,0 +1,116 @@
+"""What a method is, and how any of them drives torch's SGD, over torch.distributed, Horovod or ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+import dgc
+from dgc.collective import Collective, Path, World, sent_bytes
+from dgc.transport import find
+from dgc.transport.runner import PathRun
+
+Bring = Literal["allreduce", "allgather", "either"]  # a ring can sum it; all must see each message; it depends
+
+
+class Method(Protocol):
+    """One way to exchange tensors. Its attributes, ``world`` aside, are what a checkpoint keeps."""
+
+    exchanges: Literal["gradients", "parameters"]  # gradients before SGD's step, parameters after it
+    world: World
+    bytes_sent: float  # by this rank so far
+
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+        """What replaces this rank's tensors, after the collectives that it yields.
+
+        Args:
+            tensors: float32, of any shapes, the same on every rank and in every step.
+            lr: by which SGD multiplies a gradient in this step.
+            last: whether this is the last step of the training.
+        """
+
+
+class Exchanging:
+    """torch's SGD, whose gradients or parameters a method exchanges.
+
+    Args:
+        sgd: with one group of parameters.
+        make: the method, of the world and a seed of this rank.
+        seed: of the training.
+    """
+
+    def __init__(self, sgd: torch.optim.SGD, make: Callable[[World, int], Method], seed: int = 0):
+        self.sgd, self._transport = sgd, find()
+        world = self._transport.world
+        if world is None:
+            raise ValueError("the process must be in the process group, got one outside (launch all alike)")
+        self.method: Any = make(world, 1000 * seed + world.rank)
+        if self.method.exchanges == "parameters":
+            self.method.begin(sgd.param_groups[0]["params"])
+
+    @property
+    def bytes_sent(self) -> float:
+        return self.method.bytes_sent
+
+    @torch.no_grad()
+    def step(self, last: bool = False) -> None:
+        """One step of SGD; every parameter has a gradient."""
+        (group,) = self.sgd.param_groups
+        if self.method.exchanges == "parameters":
+            self.sgd.step()
+        tensors = [p if self.method.exchanges == "parameters" else p.grad for p in group["params"]]
+        for own, new in zip(tensors, self._run(self.method.exchange(tensors, group["lr"], last)), strict=True):
+            own.copy_(new)
+        if self.method.exchanges == "gradients":
+            self.sgd.step()
+
+    def _run(self, path: Path[list[Tensor]]) -> list[Tensor]:
+        def count(collective: Collective) -> None:
+            self.method.bytes_sent += sent_bytes(collective, self.method.world)
+
+        try:
+            run = PathRun(path, self._transport, "peers", count)
+        except StopIteration as end:  # nothing to exchange in this step
+            return end.value
+        return run.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's, for torch.save."""
+        kept = {key: value.get_state() if isinstance(value, torch.Generator) else value
+                for key, value in vars(self.method).items() if key != "world"}
+        return {"optimizer": self.sgd.state_dict(), "method": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sgd.load_state_dict(state["optimizer"])
+        for key, value in state["method"].items():
+            if isinstance(getattr(self.method, key), torch.Generator):
+                getattr(self.method, key).set_state(value)
+            else:
+                setattr(self.method, key, value)
+
+
+class Compressed:
+    """The same for ``dgc.DistributedOptimizer``, which does all of it by itself."""
+
+    def __init__(self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config):
+        self.sgd: Any = dgc.DistributedOptimizer(sgd, named, config)
+
+    @property
+    def bytes_sent(self) -> float:
+        return self.sgd.report().total_bytes_sent
+
+    def step(self, last: bool = False) -> None:
+        """One step; after the last, what is pending is applied."""
+        self.sgd.step()
+        if last:
+            self.sgd.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.sgd.state_dict(), "residuals": self.sgd.residual_state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sgd.load_residual_state_dict(state["residuals"])
+        self.sgd.load_state_dict(state["optimizer"])

@@ -1,0 +1,157 @@
+"""One Markdown table and one figure of what train.py has written: points lost against bytes sent.
+
+    python benchmarks/peers/table.py runs/*.json --out docs/peers.png
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+GREY, BLUE = "#888888", "#0072b2"
+OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"),
+          "low rank": ("#117733", "D"),
+          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
+FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
+            "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
+            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
+ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters")  # of runs that can be compared
+
+
+def load(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The runs.
+
+    Raises:
+        typer.BadParameter: they cannot be compared, or a method has a seed twice, or none of them is dense.
+    """
+    runs = [json.loads(file.read_text()) for file in files]
+    for key in ALIKE:
+        if len(found := {str(run.get(key)) for run in runs}) > 1:
+            raise typer.BadParameter(f"{key} must be the same in all files, got {', '.join(sorted(found))}")
+    seen = [(run["method"], run["seed"]) for run in runs]
+    if twice := sorted({pair for pair in seen if seen.count(pair) > 1}):
+        raise typer.BadParameter(f"each method must have a seed once, got twice: {twice}")
+    if not any(run["method"] == "dense" for run in runs):
+        raise typer.BadParameter("one of the files must be of --method dense, from which points are lost, got none")
+    return runs
+
+
+def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a method, means over its seeds. Lost: below dense training with the same seeds; None if it has none."""
+    dense = {run["seed"]: run["accuracy"] for run in runs if run["method"] == "dense"}
+    methods: dict[str, list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        methods.setdefault(run["method"], []).append(run)
+    found = []
+    for name, own in methods.items():
+        lost = [dense[run["seed"]] - run["accuracy"] for run in own if run["seed"] in dense]
+        means = {key: mean([run[key] for run in own])
+                 for key in ("bytes_per_step", "ratio", "accuracy", "local_seconds", "exchange_seconds")}
+        found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
+                      "lost": mean(lost), "seeds": [run["seed"] for run in own]})
+    return sorted(found, key=lambda row: -row["bytes_per_step"])
+
+
+def mean(values: list[Any]) -> float | None:
+    return None if not values or None in values else statistics.mean(values)
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    """The table; "-" is what has not been measured."""
+    lines = ["| method | collective | bytes / worker / step | compression | test accuracy | points lost | seeds | "
+             "local work | exchange |", "|---|---|---|---|---|---|---|---|---|"]
+    for row in found:
+        name = f"{row['title']} ({row['paper']})" if row["paper"] else row["title"]
+        cells = [name, row["collective"], shown(row["bytes_per_step"], ",.0f"), shown(row["ratio"], ",.1f", " x"),
+                 shown(row["accuracy"], ".2f", " %"), shown(row["lost"], "+.2f"), ", ".join(map(str, row["seeds"])),
+                 *(shown(row[key] and 1e3 * row[key], ".1f", " ms") for key in ("local_seconds", "exchange_seconds"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other beats in both, in rising order of the first; less is better."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def style(method: str) -> tuple[str, str]:
+    """Colour and marker."""
+    if method == "dense":
+        return GREY, "o"
+    return (BLUE, "o") if method.startswith("dgc-") else OTHERS[FAMILIES[method]]
+
+
+def draw(found: list[dict[str, Any]], out: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = [row for row in found if row["lost"] is not None and row["bytes_per_step"]]
+    points = [(row["bytes_per_step"], row["lost"]) for row in found]
+    figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
+    axes.plot(*zip(*front(points), strict=True), color="#bbbbbb", linewidth=1, zorder=1, label="Pareto front")
+    for row, (x, y) in zip(found, points, strict=True):
+        colour, marker = style(row["method"])
+        axes.scatter(x, y, color=colour, marker=marker, s=40, zorder=3)
+    axes.set(xscale="log", xlabel="bytes sent / worker / step, mean over the training",
+             ylabel="points of accuracy below dense training")
+    axes.margins(0.12)
+    axes.invert_yaxis()  # better is up
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.draw_without_rendering()
+    label(figure, axes, found, points)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def label(figure: Any, axes: Any, found: list[dict[str, Any]], points: list[tuple[float, float]]) -> None:
+    """Writes each method's name beside its point, at the nearest free place around it."""
+    renderer = figure.canvas.get_renderer()
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in axes.transData.transform(points)]
+    for row, point in zip(found, points, strict=True):
+        colour, _ = style(row["method"])
+        line = {"arrowstyle": "-", "color": "#cccccc", "lw": 0.6}
+        places = [(dx, dy) for reach in range(0, 90, 10) for dy in (reach, -reach) for dx in (8, -8)]
+        for dx, dy in places:
+            text = axes.annotate(row["title"], point, (dx, dy), textcoords="offset points", color=colour, fontsize=8,
+                                 ha="left" if dx > 0 else "right", va="center",
+                                 arrowprops=line if abs(dy) > 10 else None)
+            box = text.get_window_extent(renderer).extents
+            inside = axes.bbox.x0 < box[0] and box[2] < figure.bbox.x1 and axes.bbox.y0 < box[1] < box[3] < axes.bbox.y1
+            if inside and not any(overlap(box, other) for other in taken):
+                break
+            if (dx, dy) != places[-1]:
+                text.remove()
+        taken.append(tuple(box))
+
+
+def overlap(a: Any, b: Any) -> bool:
+    return bool(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3])
+
+
+def main(files: Annotated[list[Path], typer.Argument(help="What train.py --out wrote.", exists=True)],
+         out: Annotated[Path | None, typer.Option(help="PNG of the figure.")] = None) -> None:
+    """Prints the table, and draws the figure."""
+    found = rows(load(files))
+    print(markdown(found), end="")
+    if out:
+        draw(found, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
