@@ -58,7 +58,6 @@ class DGCStrategy(DDPStrategy):
                              "with several param groups)")
         register_comm_hook(self.model, self.optimizers[0], self._with_bound(trainer),
                            grad_scaler=getattr(self.precision_plugin, "scaler", None))
-        self.optimizers = self.optimizers  # Lightning's wrapper imitates the optimizer's class, which has changed
 
     def _with_bound(self, trainer: Any) -> Config:
         """The config with the trainer's bound, which the trainer forgets until the end."""

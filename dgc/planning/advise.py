@@ -145,13 +145,7 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
         yield (f"Recommended: {_config(dgc.method, sparsity)}"
                + ("." if given or sparsity == max(SPARSITIES) else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
-    if advice.pays and dgc.method.exchange.exchange == "reduce":
-        yield ('exchange="reduce" is new: it learns like an all-gather in simulations, and no whole training has been '
-               "compared yet (docs/tuning.md).")
-    if advice.shared:
-        yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: "
-               f"{_config(advice.shared.method, advice.sparsity_shared)}. It learns less, with so many entries too "
-               "where batches are small (docs/tuning.md): compare.")
+    yield from _learning(advice)
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
@@ -161,6 +155,17 @@ def _words(cluster: Cluster, compute: float, advice: Advice, given: bool) -> Ite
         yield (f"At least {duration(worked)} of that step is compressing and decoding, which a GPU does faster "
                "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
     yield "This is about time. Whether accuracy holds is for a trial to tell: the method was made for SGD."
+
+
+def _learning(advice: Advice) -> Iterable[str]:
+    """What is known of how well the exchanges learn."""
+    if advice.pays and advice.dgc.method.exchange.exchange == "reduce":
+        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less '
+               "(docs/tuning.md): compare.")
+    if advice.shared:
+        yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: "
+               f"{_config(advice.shared.method, advice.sparsity_shared)}. It learns less, with so many entries too "
+               "where batches are small (docs/tuning.md): compare.")
 
 
 def waiting(sparsity: float, steps: int) -> str:

@@ -87,7 +87,8 @@ def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:
     def result() -> Tensor:
         while not done():  # Horovod's own waiting looks once a millisecond
             time.sleep(PAUSE)
-        return read(_arrived([hvd.synchronize(handle) for handle in handles][-1]))
+        last = [hvd.synchronize(handle) for handle in handles][-1]
+        return read(_arrived(last[0] if isinstance(last, tuple) else last))  # an all-to-all also says how it was split
 
     return Wait(result, done)
 
