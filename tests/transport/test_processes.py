@@ -148,7 +148,8 @@ IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, star
 
 
 @pytest.mark.parametrize("place", [("horovod", 2), ("torch", 2)], ids=lambda place: place[0])
-@pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "reduce"), (0.9, "shared")])
+@pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "reduce"),
+                                                (0.9, "shared")])
 def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
     results = [rank[sparsity, exchange] for rank in ran(*place, IN_PROCESSES[place])[socket_bytes]]
