@@ -58,7 +58,7 @@ examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations
 
 soak: setup
-	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint -s
+	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint tests/paths/test_owners.py -s
 
 lint: setup
 	$(VENV)/bin/ruff check .
