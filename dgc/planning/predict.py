@@ -60,8 +60,8 @@ class Local:
 
 DGC, CPU = Config(), Local()
 # What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each entry of the gradient,
-# and for each of its own region. ResNet-50's gradient on a CPU core, 4 to 64 workers.
-REDUCE, OWNED = 1.1, 19.0
+# and for each of its own region. On a CPU core, 4 to 64 workers (benchmarks/results/owners.json).
+REDUCE, OWNED = 2.5, 20.0
 # A GPU's are an estimate, not measured: the 36 bytes an entry that the loops move, at a memory of 1 TB/s.
 LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, convert=0.0)}
 
