@@ -238,9 +238,12 @@ KEPT = 4  # messages' worth of entries that all owners together pass on in a ste
 SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
 
 
+LINE = 16  # neighbouring entries that one owner adds up: a cache line of float32
+
+
 def region(numel: int, n: int) -> int:
-    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of 16."""
-    return -(-numel // (16 * n)) * 16
+    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of ``LINE``."""
+    return -(-numel // (LINE * n)) * LINE
 
 
 def row_slots(slots: int, n: int) -> int:

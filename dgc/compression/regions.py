@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.compression.wire import BLOCK, MIXER, NONFINITE, checksums, exponents, scaled
+from dgc.compression.wire import BLOCK, MIXER, NONFINITE, checksums, exponents, scaled, seal
 
-LINE = 16  # neighbours that one owner adds up: a cache line of float32
-CORRUPT = NONFINITE - 1  # the exponent that says: a row that this owner was sent is damaged; its first count says whose
-WRONG = CORRUPT  # from here on exponents tell of errors
+LINE = cost.LINE
+# The exponent that says: a row that this owner was sent is damaged; its first count says whose. From here on exponents
+# tell of errors.
+CORRUPT = NONFINITE - 1
 
 
 class Regions:
@@ -93,8 +94,7 @@ class Regions:
     def _blocks(self, owner: int) -> Tensor:
         """An owner's whole blocks: int64, ascending."""
         if owner not in self._blocks_of:
-            rounds = torch.arange(self.size // LINE, device=self.device)
-            blocks = rounds * self.owners + (owner - self._turn(rounds)) % self.owners
+            blocks = self.index(owner, torch.arange(0, self.size, LINE, device=self.device)) // LINE
             self._blocks_of[owner] = blocks[blocks < self.numel // LINE]
         return self._blocks_of[owner]
 
@@ -179,7 +179,7 @@ class Rows:
         wide = counts.to(torch.int64)
         ends = wide.cumsum(1)
         damaged = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1)
-        telling = status[:, 0] >= WRONG
+        telling = status[:, 0] >= CORRUPT
         bad = damaged | (~telling & ((wide < 0) | (wide > self._sizes)).any(1) | (ends[:, -1] > self.slots))
         used = torch.where(bad | telling, 0, ends[:, -1])
         slot = torch.arange(self.slots, device=self.device).expand(len(message), -1)
@@ -206,9 +206,3 @@ class Rows:
 def _placed(values: Tensor, where: Tensor, rows: int, slots: int) -> Tensor:
     """(R, S) with these values at these places of it, counted through all rows, and zeros elsewhere."""
     return values.new_zeros(rows * slots + 1).index_copy_(0, where, values)[:-1].view(rows, slots)
-
-
-def seal(message: Tensor) -> Tensor:
-    """Writes every row's checksum, and returns the message."""
-    message.view(torch.int32)[:, -2:] = checksums(message)
-    return message

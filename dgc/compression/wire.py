@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dgc import cost
 from dgc.compression.residual import Bucket
 
 BLOCK = 1 << 16  # entries of a parameter that share a count
@@ -122,6 +123,13 @@ class Layout:
         into.values.copy_(coded)
         into.exponents.copy_(exponent)
         return seal(message), scaled(coded, exponent[self.owner], self.residual)
+
+    @cached_property
+    def sizes(self) -> cost.Sizes:
+        """What the messages of each exchange have in bytes."""
+        itemsize = self.residual.itemsize
+        return cost.Sizes(itemsize * self.numel, self.nbytes, self.support.nbytes, itemsize * (self.slots + 1),
+                          self.numel, self.slots, self.dtype.itemsize)
 
     @cached_property
     def support(self) -> Support:
@@ -282,8 +290,8 @@ def _sealed(nbytes: int) -> int:
 
 
 def seal(message: Tensor) -> Tensor:
-    """Writes the checksum into a message, and returns it."""
-    message.view(torch.int32)[-2:] = checksums(message)
+    """Writes the checksum into a message, or into each of several, (..., nbytes), and returns it."""
+    message.view(torch.int32)[..., -2:] = checksums(message)
     return message
 
 

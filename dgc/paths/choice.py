@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from dgc import cost
 from dgc.collective import Path
-from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
 from dgc.paths.allgather import gather
 from dgc.paths.averaged import Update
@@ -21,7 +20,7 @@ PATHS: dict[str, Callable[[Task], Path[Update]]] = {  # by Config.exchange
 AUTO = ("allgather", "shared")  # of which Config(exchange="auto") takes that of fewer bytes
 
 
-def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[str, bool]:
+def choose(exchange: str, layout: Layout, nodes: int) -> tuple[str, bool]:
     """The exchange for these messages. It depends on sizes alone, and so is alike on every rank.
 
     Args:
@@ -31,10 +30,7 @@ def choose(exchange: str, layout: Layout, bucket: Bucket, nodes: int) -> tuple[s
     Returns:
         The exchange, and whether the same entries are fewer bytes as one dense sum.
     """
-    itemsize = bucket.v.element_size()
-    return _choose(exchange, cost.Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
-                                        itemsize * (layout.slots + 1), bucket.numel, layout.slots,
-                                        layout.dtype.itemsize), nodes)
+    return _choose(exchange, layout.sizes, nodes)
 
 
 @lru_cache(1024)

@@ -48,7 +48,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
         return (yield from _sum_all(task))
-    exchange, dense = choose(config.exchange, layout, bucket, world.nodes)
+    exchange, dense = choose(config.exchange, layout, world.nodes)
     return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
 
 

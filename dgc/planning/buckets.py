@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dgc.compression import select
-from dgc.compression.residual import Bucket, residual_dtype
+from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
 from dgc.config import Config
 from dgc.cost import Sizes
@@ -74,6 +74,4 @@ def _departing(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, lis
 def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) -> tuple[Sizes, int]:
     bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
     layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
-    itemsize = residual_dtype(together[0].dtype).itemsize
-    return Sizes(itemsize * bucket.numel, layout.nbytes, layout.support.nbytes,
-                 itemsize * (layout.slots + 1), bucket.numel, layout.slots, dtype.itemsize), layout.slots
+    return layout.sizes, layout.slots
