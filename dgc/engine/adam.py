@@ -1,58 +1,66 @@
-"""AdamW with its momentum in u: gradients travel dense until its denominator is known, which then stays as it is.
+"""AdamW with its momentum in u, over a denominator that follows the updates that come.
 
 AdamW's step is p = p - lr (m / D), with m the average of gradients that momentum b1 makes, and D = sqrt(s) + eps from
-the average s of their squares (b2), both freed of their bias. D is not linear in the gradients, so it cannot be
-accumulated by each rank alone; and it changes little once it has settled, which 1-bit Adam (Tang et al., ICML 2021)
-makes use of. So do we. While D is live everything is sent, and torch's AdamW takes the step. From the first compressed
-step on D is frozen, and each rank accumulates u = b1 u + (1 - b1) g / D and v = v + u: momentum correction (paper,
-equation 4) of a preconditioned gradient. The parameters' step is then p = p - lr decay p - lr (mean of what was sent).
+the average s of their squares (b2), both freed of their bias. D is not linear in the gradients, so no rank can
+accumulate m / D alone. But it can accumulate over a D that all ranks have alike: u = b1 u + (1 - b1) g / D, v = v + u,
+momentum correction (paper, equation 4) of a preconditioned gradient. At first everything is sent, and torch's AdamW
+takes the step. From the first compressed step on D follows from the averaged updates, which are alike on every rank
+(:func:`followed`), and the parameters' step is p = p - lr decay p - lr (mean of what was sent).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dgc.compression.residual import Gradient, residual_dtype
+from dgc.compression.select import count
 from dgc.config import Config
 from dgc.engine.kind import decays_apart, is_adam, sign
+from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
 from dgc.warn import warn
 
-FROZEN = "dgc_frozen"  # in param_groups[0]: the step of the schedule from which D was frozen; -1 before
+BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
+RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad
+FEWEST = 8  # updates that D is an average of, at least, where an entry's waits are longer than b2 remembers
 
 
 class Denominators:
     """The denominators D of what travels compressed.
 
-    Frozen ones follow from the state that torch's AdamW has (``exp_avg_sq`` and ``step``, which it no longer changes),
-    so they are saved, loaded and broadcast with it.
+    They follow from the state that torch's AdamW has (``exp_avg_sq`` and ``step``) and from ``dgc_received`` beside it,
+    so they are saved, loaded and broadcast with it. ``step`` stays at the number of dense steps, whose bias is in all
+    of ``exp_avg_sq``.
 
     Args:
         settings: of the optimizer.
         parameters: that are updated.
         inner: the class of the wrapped optimizer.
+        nodes: how ranks are grouped.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
-        self._settings, self._parameters, self._inner = settings, parameters, inner
+    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer], nodes: Nodes):
+        self._settings, self._parameters, self._inner, self._nodes = settings, parameters, inner, nodes
         self.used = settings.exchanges and settings.config.momentum_correction and is_adam(inner)
+        self._sparsity = 0.0  # that the schedule gives for this step
         self._factors: dict[Tensor, tuple[float, Tensor]] = {}  # parameter -> b1, (1 - b1) / D
 
     @property
-    def live(self) -> bool:
+    def dense(self) -> bool:
         """Whether torch's AdamW takes the step, from gradients that travel dense."""
-        return self.used and self._group.get(FROZEN, -1) < 0
+        return self.used and self._group.get(BEGAN, -1) < 0
 
     @property
-    def frozen(self) -> bool:
+    def compressed(self) -> bool:
         """Whether u has the momentum, of gradients over D."""
-        return self.used and not self.live
+        return self.used and not self.dense
 
     @property
     def _group(self) -> dict[str, Any]:
@@ -62,12 +70,30 @@ class Denominators:
         """Begins, or goes on with a training that was loaded."""
         self._factors.clear()
         if self.used:
-            self._group.setdefault(FROZEN, -1)
+            self._group.setdefault(BEGAN, -1)
         else:
-            self._group.pop(FROZEN, None)  # from a checkpoint; torch's own step changes D again
+            self._group.pop(BEGAN, None)  # from a checkpoint; torch's own step changes D again
+
+    def fill_state(self) -> None:
+        """Makes the state complete from the start, so that all ranks have the same to broadcast."""
+        for p, group in self._parameters.group_of().items():
+            if p.requires_grad or self._parameters.optimizer.state.get(p):
+                self._state(p, group)
+
+    def _state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state, completed. One that joins compressed steps has the others' mean square."""
+        state: dict[str, Any] = self._parameters.optimizer.state[parameter]
+        if "exp_avg" not in state:
+            state.update(fresh(parameter, group))
+        if self._parameters.compressed_bucket(parameter) is not None and RECEIVED not in state:
+            state[RECEIVED] = torch.zeros_like(parameter, dtype=torch.int32, requires_grad=False)
+            if self.compressed:
+                self._fill_unseen(state, group, self._mean_of_all())
+                state[RECEIVED].fill_(self._parameters.step)
+        return state
 
     def open(self, config: Config) -> None:
-        """A step begins: freezes D if it is the first that is compressed.
+        """A step begins; torch's AdamW takes no more of them if it is the first that is compressed.
 
         That is the first to which the schedule gives a sparsity above 0. A schedule that has one from the start says
         nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
@@ -75,18 +101,18 @@ class Denominators:
         Args:
             config: the settings, with the schedule's sparsity.
         """
-        if not self.live:
+        if not self.used:
             return
-        step = self._parameters.step
+        step, self._sparsity = self._parameters.step, config.sparsity_at(self._parameters.step)
         settles = max(round(1 / (1 - group["betas"][1])) for group in self._parameters.groups)
-        if config.sparsity_at(step) > 0 and (step >= settles or config.sparsity_at(0) == 0):
-            self._freeze(step)
+        if self.dense and self._sparsity > 0 and (step >= settles or config.sparsity_at(0) == 0):
+            self._take_over(step)
 
     @torch.no_grad()
-    def _freeze(self, step: int) -> None:
+    def _take_over(self, step: int) -> None:
         """Moves AdamW's momentum into u; it is alike on every rank, so in a sum each has its share."""
-        self._group[FROZEN] = step
-        group_of, state = self._parameters.group_of(), self._parameters.optimizer.state
+        self._tell_of_unseen(step)
+        group_of, mean = self._parameters.group_of(), self._mean_of_all()
         share = 1.0 if self._settings.average else 1 / self._settings.world.size
         for bucket in self._parameters.buckets:
             if not bucket.compressed:
@@ -94,15 +120,30 @@ class Denominators:
             assert bucket.kept is not None and bucket.kept.u is not None
             u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
             for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
-                factor, own, b1 = self._factor(p, group_of[p]), state.get(p, {}), group_of[p]["betas"][0]
+                group, state = group_of[p], self._state(p, group_of[p])
+                self._fill_unseen(state, group, mean)
+                state[RECEIVED].fill_(step)
+                factor, b1 = self._factor(p, group), group["betas"][0]
                 # A step that failed has left its gradient in v: it enters as if it had come one step before.
                 v[name].mul_(factor)
                 u[name].copy_(v[name])
-                if own:
-                    momentum = local(own["exp_avg"]).to(factor) * (sign(group_of[p]) * share / (1 - b1))
-                    u[name].add_(momentum.mul_(factor), alpha=1 / (1 - b1 ** float(own["step"])))
-                    own["exp_avg"].zero_()
-        self._tell_of_unseen()
+                if (steps := float(state["step"])) > 0:
+                    momentum = local(state["exp_avg"]).to(factor) * (sign(group) * share / (1 - b1))
+                    u[name].add_(momentum.mul_(factor), alpha=1 / (1 - b1**steps))
+                    state["exp_avg"].zero_()
+        self._group[BEGAN] = step
+
+    def _fill_unseen(self, state: dict[str, Any], group: Mapping[str, Any], mean_of_all: Tensor) -> None:
+        """Gives entries that have had no gradient, or a single one, an s that no gradient to come can make too large a
+        step from.
+        """
+        unbiased = _unbiased(state, group)
+        mean, least = mean_of_seen([_square(state, group)]), (1 - group["betas"][1]) / unbiased
+        for key in SQUARES & state.keys():
+            own = local(state[key])
+            square = own.to(residual_dtype(own.dtype)) / unbiased
+            # Where the mean is 0, no entry has had a gradient.
+            own.copy_(floored(square, torch.where(mean > 0, mean, mean_of_all.to(mean)), least) * unbiased)
 
     def gradient(self, parameter: Tensor, g: Tensor, group: Mapping[str, Any]) -> Gradient:
         """What a parameter's gradient (its shape) is accumulated as.
@@ -111,7 +152,7 @@ class Denominators:
             ValueError: the group has a weight decay that is not decoupled.
         """
         check_decay(self._inner, group)
-        if self.live:
+        if self.dense:
             return Gradient(g)
         factor = self._factor(parameter, group)
         return Gradient(factor * g.detach(), group["betas"][0])
@@ -125,45 +166,119 @@ class Denominators:
         values, lr = [local(p) for p in given], float(group["lr"])
         torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
         torch._foreach_add_(values, [local(p.grad) for p in given], alpha=-lr * sign(group))
+        for p in given:
+            self._follow(p, local(p.grad), group)
+
+    def flushed(self, parameters: Iterable[Tensor]) -> None:
+        """All that was pending has come: waits begin anew, and D stays as it is."""
+        if self.compressed:
+            for p in parameters:
+                if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
+                    received.fill_(self._parameters.step)
+
+    def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> None:
+        """Has D follow an averaged update, where there is one."""
+        state, factor = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
+        now, (b1, b2), unbiased = self._parameters.step, group["betas"], _unbiased(state, group)
+        received, squares = local(state[RECEIVED]), [local(state[key]) for key in sorted(SQUARES & state.keys())]
+        k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
+        # On a GPU the host does not ask how many there are, and all entries are gone over.
+        came = torch.nonzero(x, as_tuple=True) if x.device.type == "cpu" else (...,)
+        some = received[came]
+        arrived = x[came].to(factor.dtype)
+        number = torch.count_nonzero(arrived)
+        waited = (now - some).clamp_(min=1).to(factor.dtype)  # 0 where a script applies p.grad twice
+        square = squares[0][came].to(factor.dtype) / unbiased
+        new = followed(square, arrived * ((1 - b1) / factor[came]), waited, (number / k).clamp(min=1), b1, b2)
+        new = torch.where(arrived != 0, new, square).mul_(unbiased)
+        squares[0][came] = new.to(squares[0].dtype)
+        received[came] = torch.where(arrived != 0, now, some)
+        if group["amsgrad"]:
+            new = torch.maximum(new, squares[1][came].to(new.dtype))
+            squares[1][came] = new.to(squares[1].dtype)
+        factor[came] = (1 - b1) / ((new / unbiased).sqrt_() + group["eps"])
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
         """(1 - b1) / D, in the shape of this rank's part."""
         b1 = group["betas"][0]
         made_for, factor = self._factors.get(parameter, (None, None))
         if factor is None or made_for != b1:
-            square, least = self._square(parameter, group)
-            mean = mean_of_seen([square])
-            if not mean > 0:  # none of its entries has had a gradient
-                mean, least = self._mean_of_all(), 1.0
-            factor = (1 - b1) / (floored(square, mean, least).sqrt_() + group["eps"])
+            factor = (1 - b1) / (_square(self._state(parameter, group), group).sqrt_() + group["eps"])
             self._factors[parameter] = b1, factor
         return factor
 
-    def _square(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, float]:
-        """s, freed of its bias; and what a single gradient in all of the steps so far has counted in it."""
-        state, b2 = self._parameters.optimizer.state.get(parameter, {}), group["betas"][1]
-        if not state:
-            own = local(parameter)
-            return torch.zeros_like(own, dtype=residual_dtype(own.dtype)), 1.0
-        square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-        unbiased = 1 - b2 ** float(state["step"])
-        return square.to(residual_dtype(square.dtype)) / unbiased, (1 - b2) / unbiased
-
     def _mean_of_all(self) -> Tensor:
         group_of = self._parameters.group_of()
-        return mean_of_seen([self._square(p, group_of[p])[0] for p in self._compressed()])
+        return mean_of_seen([_square(state, group_of[p]) for p in self._compressed()
+                             if "exp_avg" in (state := self._parameters.optimizer.state[p])])
 
     def _compressed(self) -> list[Tensor]:
         return [p for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters]
 
-    def _tell_of_unseen(self) -> None:
+    def _tell_of_unseen(self, steps: int) -> None:
         """Warns of parameters whose D nothing is known about."""
         group_of = self._parameters.group_of()
-        unseen = [self._parameters.names[p] for p in self._compressed() if not self._square(p, group_of[p])[0].any()]
+        unseen = [self._parameters.names[p] for p in self._compressed()
+                  if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
         if unseen and self._settings.world.rank == 0:
             warn(f"{', '.join(unseen[:5])}{' ...' if len(unseen) > 5 else ''} had no gradient in the "
-                 f"{self._group[FROZEN]} dense steps in which AdamW's denominator is found: it is the root mean square "
+                 f"{steps} dense steps in which AdamW's denominator is found: it begins as the root mean square "
                  "of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
+
+
+def followed(s: Tensor, g: Tensor, waited: Tensor, rarity: Tensor, b1: float, b2: float) -> Tensor:
+    """The mean square of gradients, from what has come of them.
+
+    A sum of w independent gradients of mean square s has a mean square of w s. Of the momentum that n steps make,
+    which is what was accumulated, some is still to come, and some is of steps before. As a share of n s, the mean
+    square of this sum is 1 - 2 b1 (1 - b1^n) / (n (1 - b1^2)). n is longer than w, as it is not the same ranks that
+    send an entry every time.
+
+    Args:
+        s: the mean squares so far, any shape.
+        g: sums of gradients that have come, averaged over ranks, in the shape of s, as the others are.
+        waited: w, the steps since something has come.
+        rarity: how many entries have come, over how many each rank has sent; 0-dim, at least 1.
+        b1: of the momentum.
+        b2: of the mean squares: a step's share is 1 - b2, and that of w steps 1 - b2^w; but at most an eighth.
+    """
+    n = waited * rarity
+    share = 1 - 2 * b1 / (1 - b1 * b1) * (1 - b1**n) / n
+    weight = (1 - b2**waited).clamp(max=max(1 - b2, 1 / FEWEST))
+    return torch.lerp(s, g.square() / (waited * share), weight)
+
+
+def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that torch's AdamW makes in its first step."""
+    keys = ["exp_avg", *sorted(SQUARES if group["amsgrad"] else SQUARES - {"max_exp_avg_sq"})]
+    wide = group.get("fused") is None and torch.get_default_dtype() == torch.float64
+    on_device = group.get("capturable") or group.get("fused")
+    step = torch.zeros((), dtype=torch.float64 if wide else torch.float32,
+                       device=parameter.device if on_device else "cpu")
+    return {"step": step, **{key: torch.zeros_like(parameter, requires_grad=False) for key in keys}}
+
+
+def restore_counts(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """After torch's ``load_state_dict``, which casts all state to the dtype of its parameter: as bfloat16 a number of
+    steps would be rounded.
+    """
+    pairs = zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    parameters = {i: p for given, own in pairs for i, p in zip(given["params"], own["params"], strict=True)}
+    for i, state in saved["state"].items():
+        if RECEIVED in state:
+            own = optimizer.state[parameters[i]]
+            own[RECEIVED] = state[RECEIVED].to(own[RECEIVED].device, torch.int32, copy=True)
+
+
+def _unbiased(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """What the mean squares in a state are divided by, as they began at 0."""
+    return float(1 - group["betas"][1] ** max(float(state["step"]), 1.0))
+
+
+def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """s, freed of its bias, in a new tensor."""
+    square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+    return square.to(residual_dtype(square.dtype)) / _unbiased(state, group)
 
 
 def mean_of_seen(squares: list[Tensor]) -> Tensor:

@@ -64,11 +64,12 @@ class Engine:
         self.settings, self.source = settings, source
         self.parameters = parameters = Parameters(optimizer, names, settings)
         self.ledger = Ledger()
-        self.progress = Progress(settings, parameters, denominators := Denominators(settings, parameters, inner))
-        self.misuse = Misuse(settings, parameters)
-        self.agreement = Agreement(settings, parameters)
         self.scaling = Scaling(settings, parameters)
         self.nodes = Nodes(settings, parameters, self.scaling)
+        denominators = Denominators(settings, parameters, inner, self.nodes)
+        self.progress = Progress(settings, parameters, denominators)
+        self.misuse = Misuse(settings, parameters)
+        self.agreement = Agreement(settings, parameters)
         self.nonfinite = NonFinite(settings, parameters)
         outgoing = Outgoing(settings, parameters, self.scaling, self.nodes, denominators)
         self.launcher = Launcher(settings, parameters, outgoing, self.nodes, self.nonfinite, self.progress, self.misuse,

@@ -24,3 +24,4 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
     group_of = parameters.group_of()
     for bucket, thawed, exchange in exchanges:
         applier.add(Delivery(bucket, thawed, exchange.finish()), group_of)
+        applier.flushed(thawed)

@@ -35,6 +35,11 @@ class Nodes:
         self.single = False  # hierarchical was asked for, and all ranks are on one machine
         self.residuals_may_differ = False  # within a node
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to exchange compressed gradients with."""
+        return self.single or self._settings.world.size == 1
+
     def group(self, world: World) -> None:
         """Has nodes take part from now on, rather than ranks.
 

@@ -38,10 +38,12 @@ class Applier:
         self.is_sgd = is_sgd(inner)
 
     def fill_state(self) -> None:
-        """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast.
+        """Makes the state of SGD or AdamW complete from the start, so that all ranks have the same to broadcast.
 
-        A momentum that the wrapped optimizer had for a compressed parameter moves into u.
+        A momentum that SGD had for a compressed parameter moves into u.
         """
+        if self._denominators.used:
+            self._denominators.fill_state()
         if not self.is_sgd:
             return
         all_state = self._parameters.optimizer.state
@@ -107,7 +109,7 @@ class Applier:
         optimizer, direct, hidden = self._parameters.optimizer, step.direct, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
-            if self._denominators.frozen:
+            if self._denominators.compressed:
                 parts = [(group, *self._parted(group)) for group in original]
                 hidden = [(group, compressed) for group, _, compressed in parts]
                 optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
@@ -185,6 +187,10 @@ class Applier:
             for p, target in others:
                 local(p).add_(target.mul_(rates[p]).to(p.dtype))
 
+    def flushed(self, parameters: list[Tensor]) -> None:
+        """All that was pending of these parameters has been added to them."""
+        self._denominators.flushed(parameters)
+
     @property
     def adds(self) -> bool:
         """Whether what is pending can be added to parameters: it is an update, not a gradient."""
@@ -192,7 +198,7 @@ class Applier:
 
     def pending_in(self, bucket: ParameterBucket) -> bool:
         """Whether a bucket has such updates."""
-        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.frozen))
+        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.compressed))
 
     def momentum_missing(self, step: int) -> bool:
         """Whether so many steps were taken whose momentum is not in the state of torch's own SGD."""

@@ -111,7 +111,7 @@ class Outgoing:
                     config: Config) -> Path[Update]:
         """The path of a bucket that travels compressed."""
         assert bucket.kept is not None
-        if self._nodes.single or step.world.size == 1:  # an elastic job down to one: there is nobody to save bytes for
+        if self._nodes.alone:  # an elastic job down to one: there is nobody to save bytes for
             config = replace(config, sparsity=0.0)
         gradients = {}
         for parameter in parameters:

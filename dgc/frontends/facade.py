@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dgc.config import Config
+from dgc.engine.adam import restore_counts
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
@@ -189,7 +190,7 @@ class Distributed(torch.optim.Optimizer):
         """
         engine = engine_of(self)
         fresh = engine.parameters.groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
-        if fresh and engine.applier.is_sgd and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE:
+        if fresh and engine.applier.adds and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE:
             for parameter in engine.parameters.all():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -206,6 +207,7 @@ class Distributed(torch.optim.Optimizer):
         optimizer = engine.parameters.optimizer
         groups = optimizer.param_groups
         self._inner.load_state_dict(optimizer, state_dict)
+        restore_counts(optimizer, state_dict)
         # A scheduler made before wrapping goes by this list.
         groups[:], optimizer.param_groups = optimizer.param_groups, groups
         engine.go_on()

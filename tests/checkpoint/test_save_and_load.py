@@ -63,7 +63,7 @@ def test_adamw_goes_on_with_its_frozen_denominators(tmp_path):
     def second():
         network, optimizer = made(kind=torch.optim.AdamW, config=config)
         dgc.load_checkpoint(tmp_path, network, optimizer)
-        assert optimizer.param_groups[0]["dgc_frozen"] == 3
+        assert optimizer.param_groups[0]["dgc_compressed_from"] == 3
         return optimizer.residual_state_dict(), trained(range(5, 8), network, optimizer)
 
     before, after, others = in_lockstep(first, 2), in_lockstep(second, 2), in_lockstep(second, 3)
