@@ -18,7 +18,7 @@ NETWORK = Network()
 
 
 class AdamOracle:
-    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on the mean gradient. After ``dense`` steps each node accumulates
+    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on the mean gradient. After ``dense`` steps nodes accumulate
     u = b1 u + (1 - b1) g / D, v = v + u, of which the largest entries are sent; and s follows what comes
     (docs/method.md, AdamW).
     """
@@ -56,7 +56,7 @@ class AdamOracle:
         return [np.sqrt(s) + EPS for s in self.s]
 
     def follow(self, i, x, t):
-        """Of w steps' independent gradients over D the sum has a mean square of w s / D^2, less what the momentum of the
+        """The sum of w steps' independent gradients over D has the mean square w s / D^2, less what the momentum of the
         n = w (received / sent by each) steps in which they were accumulated has not added yet.
         """
         came, w = x != 0, t + 1 - self.received[i]
@@ -279,7 +279,8 @@ def test_nothing_is_lost_and_all_is_flushed():
             g = NETWORK.gradient([w.detach().numpy() for w in weights], rank, step)
             square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
             d = [torch.maximum(s, s.mean() * least if step == DENSE else s).sqrt() + EPS for s in square]
-            start["gradients"] = [total + torch.tensor(x) / y for total, x, y in zip(start["gradients"], g, d, strict=True)]
+            start["gradients"] = [total + torch.tensor(x) / y
+                                  for total, x, y in zip(start["gradients"], g, d, strict=True)]
             start.setdefault("d", d)
             backward(weights, optimizer, rank, step)
             optimizer.step()
