@@ -84,9 +84,9 @@ def method() -> None:
         middle, low = bottom + height / 2, bottom - 0.06
         arrow(figure, drawing.DENSE, (0.32, middle), (0.362, middle))
         arrow(figure, drawing.DGC, (0.64, middle), (0.742, target))
-        arrow(figure, drawing.DENSE, (0.5, bottom), (0.5, low), (0.18, low), (0.18, bottom + 0.01))
+        arrow(figure, drawing.DENSE, (0.53, bottom), (0.53, low), (0.15, low), (0.15, bottom + 0.01))
         figure.text(0.34, low, "The rest (grey) waits for the next step.", color=drawing.DENSE, ha="center",
-                    va="center", backgroundcolor="white")
+                    va="center", fontsize=9, backgroundcolor="white")
     figure.text(0.685, 0.48, "0.1 % of\nthe entries", color=drawing.DGC, ha="center", va="center", fontsize=9)
     drawing.save(figure, DOCS / "method.png")
 
