@@ -29,6 +29,7 @@ from hosts import WORK, Network, check_tools, clean_leftovers, shape_link
 from network import METHODS, exchanges, sgd
 
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # drawing.py
 OPTIONS = {"apply_directly": True, "dense_dtype": "torch.float16"}  # so that DGC itself takes the least
 ALONE = 20  # steps without an exchange; the first 5 are not counted
 FOLLOWS = 1.25  # a density has followed when it is within this factor of the one that it settles at
@@ -93,26 +94,29 @@ def figures(seconds: list[float], sparsities: list[float], alone: float, change:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    steps, change, (first, second) = range(result["steps"]), result["change"], result["rates"]
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    upper.step(steps, [100 * (1 - s) for s in result["sparsities"]], where="post")
-    upper.set(ylabel="entries sent (%)", yscale="log",
-              title=f"ResNet-50's gradients, {result['hosts']} hosts, {1000 * result['alone']:.0f} ms of computing")
-    for kind in ("major", "minor"):
-        getattr(upper.yaxis, f"set_{kind}_formatter")("{x:g}")  # 0.2, not 2 x 10^-1
-    lower.plot(steps, [s / result["alone"] for s in result["seconds"]], ".", markersize=4)
-    lower.axhline(WITHIN, color="tab:gray", linestyle=":", label=f"{WITHIN}")
-    highest = max(result["seconds"][1:]) / result["alone"]  # in the first step kernels are compiled
-    lower.set(xlabel="step", ylabel="step / computing alone", ylim=(0.9, max(1.5, 1.05 * highest)))
+    import drawing
+    change, rates = result["change"], result["rates"]
+    figure, (upper, lower) = drawing.panels(rows=2, height=4.6, sharex=True)
+    sent = [100 * (1 - s) for s in result["sparsities"]]
+    upper.step(range(result["steps"]), sent, where="post", color=drawing.DGC)
+    upper.set_title(f"entries sent (%); ResNet-50's gradients, {result['hosts']} hosts")
+    drawing.log_axis(upper, "y", [x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if
+                                  min(sent) / 1.6 < x < 1.6 * max(sent)])
+    upper.set_ylim(min(sent) / 1.6, 1.2 * max(sent))
+    slower = [s / result["alone"] for s in result["seconds"]]
+    lower.plot(range(result["steps"]), slower, ".", markersize=4, color=drawing.DGC)
+    lower.axhline(1, color=drawing.DENSE)
+    lower.axhline(WITHIN, color=drawing.DENSE, linestyle=":")
+    lower.set(xlabel="step", ylim=(0.95, max(1.3, 1.05 * max(slower[1:]))),  # in the first step kernels are compiled
+              title=f"times as long as a step of computing alone ({result['alone']:.2f} s)")
+    drawing.name_lines(lower, [(text, (result["steps"], y), drawing.DENSE)
+                               for text, y in (("computing alone", 1.0), (f"{WITHIN:g} times that", WITHIN))])
     for axis in (upper, lower):
-        axis.axvline(change, color="tab:red", linewidth=1, label=f"{first:g} -> {second:g} Mbit/s")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
-    figure.savefig(file, dpi=130)
+        axis.axvline(change, color="black", linewidth=1, linestyle="--")
+        axis.set_xlim(0, result["steps"])
+    for x, side, rate in ((change - 3, "right", rates[0]), (change + 3, "left", rates[1])):
+        upper.text(x, 0.05, f"{rate:g} Mbit/s", ha=side, transform=upper.get_xaxis_transform())
+    drawing.save(figure, file)
 
 
 def main(

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,7 @@ from dgc.paths.compressed import reduce
 from dgc.paths.dense import reduce_dense
 from dgc.paths.task import layout_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
 TOPK, SAMPLED, FUSED = METHODS = "exact top-k (torch)", "sampled (torch)", "fused (numba)"
@@ -235,25 +237,29 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def picture(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for method, colour in zip(METHODS, ("tab:red", "tab:orange", "tab:blue"), strict=True):
-        for tensors, style in (("flat", "o-"), ("ResNet-50", "*")):
-            own = [r for r in rows if r["method"] == method and r["mode"] == "directly"
-                   and (r["tensors"] == 1) == (tensors == "flat")]
-            axes.plot([r["numel"] for r in own], [r["ms"] for r in own], style, color=colour,
-                      markersize=13 if tensors != "flat" else 5, label=method if tensors == "flat" else None)
+    """Medians, with whiskers from the first to the third quartile."""
+    import drawing
+    figure, axes = drawing.panels(height=4.2)
+    ends = []
+    for method, colour in zip(METHODS, (*drawing.MUTED[:2], drawing.DGC), strict=True):
+        for flat, style in ((True, "o-"), (False, "*")):
+            own = sorted((r for r in rows if r["method"] == method and r["mode"] == "directly"
+                          and (r["tensors"] == 1) == flat), key=lambda row: row["numel"])
+            apart = [[abs(row["quartiles"][i] - row["ms"]) for row in own] for i in (0, 1)]
+            axes.errorbar([row["numel"] for row in own], [row["ms"] for row in own], apart, fmt=style, color=colour,
+                          markersize=4 if flat else 12, elinewidth=1)
+            ends += [(method, (own[-1]["numel"], own[-1]["ms"]), colour)] if flat and own else []
     floor = sorted({r["numel"]: r["floor_ms"] for r in rows if r["mode"] == "directly" and r["tensors"] == 1}.items())
-    axes.plot(*zip(*floor, strict=True), "k--", label="floor: 5 n floats at the speed of a copy")
-    axes.plot([], [], "k*", markersize=13, label="ResNet-50, 161 tensors")
-    axes.set(xscale="log", yscale="log", xlabel="entries", ylabel="ms", title="Local work of one step on the CPU")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=150)
+    if floor:
+        axes.plot(*zip(*floor, strict=True), "--", color=drawing.DENSE)
+        ends.append(("floor: 5 n floats, at\nthe speed of a copy", floor[-1], drawing.DENSE))
+    drawing.log_axis(axes, "x", sorted({row["numel"] for row in rows if row["tensors"] == 1}),
+                     lambda n: f"{n / 1e6:g} M")
+    drawing.log_axis(axes, "y", [1, 10, 100, 1000], "{:,g}".format)
+    axes.set(xlabel="entries of one tensor; stars: ResNet-50, 25.6 M in 161 tensors", ylabel="milliseconds a step",
+             title="Local work of one step on the CPU, 99.9 %: medians and quartiles")
+    drawing.name_lines(axes, ends)
+    drawing.save(figure, file)
 
 
 def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a picture goes beside it.")] = None,

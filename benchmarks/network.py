@@ -45,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # drawing.py, cifar10.py
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
 WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
@@ -106,6 +107,10 @@ def dgc_config(options: dict[str, Any]) -> Any:
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "torch-fp16": torch_fp16,
     "powersgd": powersgd, "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer}
+NAMES = {"horovod-fp32": "Horovod", "horovod-fp16": "Horovod, float16", "torch-dense": "DDP",
+         "torch-fp16": "DDP, float16", "powersgd": "PowerSGD, rank 4", "dgc-horovod": "DGC over Horovod",
+         "dgc-torch": "DGC over torch.distributed"}
+TITLES = {"resnet50": "ResNet-50", "lstm": "the LSTM", "resnet110": "ResNet-110", "resnet110-wide": "a wide ResNet-110"}
 
 
 def sgd(model: Any) -> Any:
@@ -173,7 +178,6 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compu
 def training(method: str, options: dict[str, Any], rank: int, model: str,
              batch: int) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
     """Training steps of a CIFAR ResNet-110 on random images; as above."""
-    sys.path.insert(0, str(HERE.parents[1] / "recipes"))
     import torch
     import torch.nn.functional as F  # noqa: N812
     from cifar10 import resnet
@@ -299,29 +303,33 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
     return result
 
 
-def plot(cases: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    models = list(dict.fromkeys(case["model"] for case in cases))
-    rates = list(dict.fromkeys(case["rate"] for case in cases))
-    methods = [method for method in METHODS if any(case["method"] == method for case in cases)]
-    figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False, sharey=True,
-                                  layout="constrained")
-    for axis, model in zip(axes[0], models, strict=True):
-        for i, method in enumerate(methods):
-            bars = {case["rate"]: case for case in cases if (case["model"], case["method"]) == (model, method)}
-            medians = [case["median_seconds"] for case in bars.values()]
-            below = [case["median_seconds"] - case["spread_seconds"][0] for case in bars.values()]
-            above = [case["spread_seconds"][1] - case["median_seconds"] for case in bars.values()]
-            axis.bar([rates.index(rate) + 0.8 * (i + 0.5) / len(methods) - 0.4 for rate in bars], medians,
-                     0.8 / len(methods), yerr=[below, above], label=method, error_kw={"linewidth": 0.8})
-        axis.set(yscale="log", xticks=range(len(rates)), xticklabels=rates, ylabel="seconds a step (min, median, max)",
-                 title=f"training {model}" if MODELS[model] else f"one exchange of {model}")
-    lowest, highest = (f(value for case in cases for value in case["spread_seconds"]) for f in (min, max))
-    axes[0][0].set_ylim(lowest / 3, 1.2 * highest)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods))
-    figure.savefig(file, dpi=150)
+def plot(cases: list[dict[str, Any]], hosts: int, file: Path) -> None:
+    """A bar for each method's median, with a whisker from the fastest to the slowest step. A row for each rate."""
+    import drawing
+    models, rates, methods = (list(dict.fromkeys(case[key] for case in cases)) for key in ("model", "rate", "method"))
+    height = 0.7 + (0.3 * len(methods) + 0.6) * len(rates)
+    figure, panes = drawing.panels(len(models), len(rates), height, squeeze=False, sharey=True)
+    for row, rate in zip(panes, rates, strict=True):
+        for axes, model in zip(row, models, strict=True):
+            own = {case["method"]: case for case in cases if (case["rate"], case["model"]) == (rate, model)}
+            for method, case in own.items():
+                bar(axes, methods.index(method), case, drawing.DGC if method.startswith("dgc") else
+                    drawing.DENSE if method in ("horovod-fp32", "torch-dense") else drawing.MUTED[0])
+            what = f"training step, {TITLES[model]}" if MODELS[model] else f"exchange of {TITLES[model]}'s gradient"
+            longest = max(case["spread_seconds"][1] for case in own.values())
+            axes.set(title=f"{what},\n{hosts} hosts, {rate[:-4]} {rate[-4].upper()}bit/s", xlim=(0, 1300 * longest))
+            axes.grid(visible=False, axis="y")
+        row[0].set_yticks(range(len(methods)), [NAMES[method] for method in methods])
+        row[0].invert_yaxis()
+    for axes in panes[-1]:
+        axes.set_xlabel("milliseconds: median, fastest and slowest")
+    drawing.save(figure, file)
+
+
+def bar(axes: Any, place: int, case: dict[str, Any], colour: str) -> None:
+    median, (low, high) = 1e3 * case["median_seconds"], (1e3 * s for s in case["spread_seconds"])
+    axes.barh(place, median, 0.7, color=colour, xerr=[[median - low], [high - median]], error_kw={"linewidth": 1})
+    axes.annotate(f"{median:,.0f} ms", (high, place), (5, 0), textcoords="offset points", va="center", color=colour)
 
 
 def parse(values: str, accepted: Any, option: str) -> list[str]:
@@ -413,7 +421,7 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
     for rate, model in dict.fromkeys((rate, model) for rate, model, _ in cases):
         console.print(table(result["cases"], rate, model, network.hosts))
     if cases:
-        plot(result["cases"], out.with_suffix(".png"))
+        plot(result["cases"], network.hosts, out.with_suffix(".png"))
     for failure in result["failed"]:
         print(f"network.py: {failure}", file=sys.stderr)
     return result["failed"]

@@ -15,8 +15,9 @@ simulated, with gradients whose rows and columns differ in scale by a factor of 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,11 +27,11 @@ from dgc import cost
 from dgc import planning as plan
 from dgc.compression.regions import Regions
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
-COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:purple", "tab:green", "tab:brown", "tab:red"), strict=True))
 MANY = (4, 16, 64, 256, 1024)  # workers, by formula
 
 
@@ -86,7 +87,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     torch.set_num_threads(1)
     (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
-    sizes, numel = shipment.sizes, shipment.numel
+    sizes = shipment.sizes
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]
     rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
              "predicted": predicted(name, n, sizes)}
@@ -97,12 +98,11 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     gathers = {n: min((n - 1) * sizes.message, 2 * (n - 1) / n * sizes.dense) for n in every}
     turned = next(n for n in every if auto[n] != gathers[n])
     many = [in_messages(n) for n in MANY]
-    draw(rows, auto, numel, out)
-    results = Path(__file__).parent / "results" / "scaling.json"
-    results.write_text(json.dumps({
-        "benchmark": "scaling", "model": "resnet110", "entries": numel, "slots": shipment.slots, "node": NODE,
-        "sizes": sizes._asdict(), "rows": rows, "auto": auto, "auto_turns_predicted": turns,
-        "auto_turns_counted": turned, "resnet50_in_messages": many}, indent=1) + "\n")
+    result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
+              "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto": auto, "auto_turns_predicted": turns,
+              "auto_turns_counted": turned, "resnet50_in_messages": many}
+    (Path(__file__).parent / "results" / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, out)
     for row in rows:
         print(f"{row['exchange']:>20} {row['workers']:>3} workers: {row['counted']:>9,.0f} bytes counted, "
               f"{row['predicted']:>9,.0f} predicted")
@@ -113,27 +113,25 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     print(f"auto shares from {turned} workers on; predicted: {turns}")
 
 
-def draw(rows: list[dict[str, object]], auto: dict[int, float], numel: int, out: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axis = plt.subplots(figsize=(9.5, 4.6), layout="constrained")
-    for name, colour in COLOURS.items():
-        mine = [row for row in rows if row["exchange"] == name]
-        label = name + (f" (machines of {NODE})" if cost.EXCHANGES[name].hierarchical else "")
-        axis.plot([r["workers"] for r in mine], [r["predicted"] for r in mine], "-", color=colour, label=label)
-        axis.plot([r["workers"] for r in mine], [r["counted"] for r in mine], "o", color=colour)
-    axis.plot(list(auto), list(auto.values()), ".", color="black", markersize=3, label="auto, counted")
-    axis.plot(list(auto), [2 * (n - 1) / n * 4 * numel for n in auto], ":", color="tab:gray",
-              label="dense ring, float32")
-    axis.set(xscale="log", yscale="log", xlabel="workers", ylabel="bytes to other machines, of what is compressed",
-             title="ResNet-110 at 99.9 %, one step.\nLines: the busiest worker's, predicted; dots: the mean, counted")
-    axis.set_xticks(WORKERS, [str(n) for n in WORKERS])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(out, dpi=130)
+def draw(result: dict[str, Any], out: Path) -> None:
+    """What was counted; the dense ring's, for comparison, by its formula."""
+    import drawing
+    figure, axes = drawing.panels(height=4.4)
+    ends = []
+    for name, colour in zip(NAMES, (drawing.DGC, *drawing.MUTED), strict=False):
+        mine = [(row["workers"], row["counted"]) for row in result["rows"] if row["exchange"] == name]
+        axes.plot(*zip(*mine, strict=True), ".-", color=colour)
+        ends.append((f"{name}, machines of {result['node']}" if cost.EXCHANGES[name].hierarchical else name, mine[-1],
+                     colour))
+    dense = [(n, 2 * (n - 1) / n * 4 * result["entries"]) for n in WORKERS]
+    axes.plot(*zip(*dense, strict=True), "--", color=drawing.DENSE)
+    drawing.log_axis(axes, "x", WORKERS)
+    drawing.log_axis(axes, "y", [10.0**n for n in range(3, 8)], lambda x: f"{x / 1e3:g} kB" if x < 1e6 else
+                     f"{x / 1e6:g} MB")
+    axes.set(xlabel="workers", title="Bytes that a worker sends to other machines in a step: ResNet-110 at 99.9 %, "
+                                     "counted,\nwithout the small tensors, which are the same with each exchange")
+    drawing.name_lines(axes, [*ends, ("dense ring, float32", dense[-1], drawing.DENSE)])
+    drawing.save(figure, out)
 
 
 if __name__ == "__main__":

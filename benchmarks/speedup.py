@@ -18,8 +18,9 @@ figure is without.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,10 +29,15 @@ from dgc import planning as plan
 from dgc.cost import Cluster
 from dgc.planning import Method
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 NODES, GPUS = (1, 2, 4, 8, 16, 32, 64), 4
 FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
 # Examples a GPU, and multiply-adds of the forward pass of each; the backward pass has twice as many.
 WORK = {"alexnet": (512, 0.714e9), "resnet50": (32, 4.09e9), "lstm": (20 * 35, 51.0e6)}
+WORK_TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50", "lstm": "LSTM"}
+NETWORKS = ("1gbit", "10gbit")
+PAPER = ((40, "the paper's AlexNet, DGC:\n    more than 40"),  # with 64 nodes
+         (30, "the paper's AlexNet, dense:\n    about 30"))
 CURVES = {"dense": Method("hierarchical ring", "float32"), "DGC": Method("hierarchical", "dgc")}
 
 
@@ -54,34 +60,37 @@ def speedup(model: str, network: str, method: Method, nodes: int, overlap: bool)
     return nodes * alone / seconds(model, network, method, nodes, overlap) if nodes > 1 else 1.0
 
 
+def draw(result: dict[str, Any], out: Path) -> None:
+    """Without overlap of the exchange and the backward pass, at both rates."""
+    import drawing
+    figure, panes = drawing.panels(len(NETWORKS), height=4.2, sharey=True)
+    for axes, network, (place, paper) in zip(panes, NETWORKS, PAPER, strict=True):
+        curves, ends = result["speedup_by_overlap"]["False"][network], []
+        axes.plot(NODES, NODES, ":", color="black", linewidth=1)
+        for model, title in WORK_TITLES.items():
+            for name, style, colour in (("dense", "--", drawing.DENSE), ("DGC", "-", drawing.DGC)):
+                line = curves[model][name]
+                axes.plot(result["nodes"], line, style, marker=".", color=colour)
+                ends.append((f"{name}, {title}", (NODES[-1], line[-1]), colour))
+        axes.plot(NODES[-1], place, "v", color="black", markersize=8, clip_on=False, zorder=5)
+        axes.text(0.04, 0.95, f"\N{BLACK DOWN-POINTING TRIANGLE} {paper}", va="top", transform=axes.transAxes)
+        axes.set(title=f"{plan.bits(plan.NETWORKS[network].bandwidth)}: a model, not measured", xlim=(0, NODES[-1]),
+                 ylim=(0, NODES[-1]), xlabel="nodes of 4 GPUs", xticks=[n for n in NODES if n > 4])
+        drawing.name_lines(axes, [*ends, ("ideal", (NODES[-1], NODES[-1]), "black")])
+    panes[0].set_ylabel("times as fast as one node")
+    drawing.save(figure, out)
+
+
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/speedup.json.")] =
          Path("docs/speedup.png")) -> None:
     """Draws it, and prints the two numbers that the paper states."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     results = {str(overlap): {network: {model: {name: [speedup(model, network, method, n, overlap) for n in NODES]
                                                 for name, method in CURVES.items()} for model in WORK}
-                              for network in ("1gbit", "10gbit")} for overlap in (False, True)}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
-    for axis, network in zip(axes, ("1gbit", "10gbit"), strict=True):
-        for model, colour in zip(WORK, ("tab:blue", "tab:orange", "tab:green"), strict=True):
-            for name, style in (("dense", "--"), ("DGC", "-")):
-                axis.plot(NODES, results["False"][network][model][name], style, marker=".", color=colour,
-                          label=f"{model}, {name}")
-        axis.plot(NODES, NODES, ":", color="tab:gray", label="ideal")
-        axis.set(title=f"{plan.bits(plan.NETWORKS[network].bandwidth)} Ethernet", xlabel="nodes of 4 GPUs")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].plot(64, 40, "v", color="black", label="paper: DGC, AlexNet, more than 40")
-    axes[1].plot(64, 30, "v", color="black", label="paper: dense, AlexNet, about 30")
-    for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
-    axes[0].set(ylabel="speedup over one node")
-    figure.savefig(out, dpi=130)
+                              for network in NETWORKS} for overlap in (False, True)}
+    result = {"nodes": NODES, "compute_seconds": {m: compute(m) for m in WORK}, "speedup_by_overlap": results}
+    draw(result, out)
     numbers = Path(__file__).parent / "results" / "speedup.json"
-    numbers.write_text(json.dumps({"nodes": NODES, "compute_seconds": {m: compute(m) for m in WORK},
-                                   "speedup_by_overlap": results}, indent=1) + "\n")
+    numbers.write_text(json.dumps(result, indent=1) + "\n")
     for overlap in (False, True):
         r = results[str(overlap)]
         print(f"AlexNet, 64 nodes, {'with' if overlap else 'without'} overlap: dense at 10 Gbit/s "

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report
 import typer
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +37,6 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
     },
 }
 WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
-CONFIG = ("sparsity", "warmup_epochs", "selection", "prepay", *report.PARTS)  # settings of which all is in the Config
 
 
 @dataclass(frozen=True)

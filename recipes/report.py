@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import cifar10
+import drawing
 import job
 import numpy as np
 import ptb
@@ -43,7 +46,7 @@ RECIPES = {
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off
-COLOURS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+CONFIG = ("sparsity", "warmup_epochs", "selection", "prepay", *PARTS)  # settings of which all is in the Config
 
 
 def label(result: Result) -> str:
@@ -105,47 +108,84 @@ def table(results: list[Result]) -> Table:
 
 
 def picture(results: list[Result], out: Path) -> None:
-    """Training loss and what is measured over the epochs, and the sparsity over the steps."""
-    recipe = RECIPES[results[0]["recipe"]]
-    figure, (loss, measure, sparsity) = panels(3)
-    for i, result in enumerate(results):
-        epochs, style = result["history"], {"label": label(result), "color": COLOURS[i % len(COLOURS)]}
-        fine = [(i + j / len(epoch["losses"]), value) for i, epoch in enumerate(epochs)
+    """Training loss, what is measured, and the share of entries sent, over the epochs. Runs that differ in nothing but
+    their seed are one line, their mean, with a band from the lowest to the highest.
+    """
+    recipe, groups = RECIPES[results[0]["recipe"]], by_settings(results)
+    figure, (loss, measure, sent) = drawing.panels(3)
+    ends, lowest = [], 100.0
+    for runs, colour in zip(groups, colours([label(runs[0]) for runs in groups]), strict=True):
+        band(loss, *losses(runs), colour)
+        epochs = [epoch["epoch"] for epoch in runs[0]["history"]]
+        values = [[epoch[recipe.measure] for epoch in run["history"]] for run in runs]
+        band(measure, epochs, values, colour)
+        sent.step(*(shares := density(runs[0])), where="post", color=colour)
+        lowest = min(lowest, *shares[1])
+        ends.append((label(runs[0]), (epochs[-1], float(np.mean(values, 0)[-1])), colour))
+    loss.set(xlabel="epoch", title="training loss of worker 0", ylim=(0, None), xlim=(0, None))
+    measure.set(xlabel="epoch", title=f"{recipe.curve}{recipe.unit and f' ({recipe.unit.strip()})'}", xlim=(0, None),
+                yscale=recipe.scale)
+    if recipe.scale == "log":
+        low, high = measure.get_ylim()
+        places = [m * 10.0**n for n in range(-3, 7) for m in (1, 1.5, 2, 3, 5, 7)]
+        drawing.log_axis(measure, "y", [x for x in places if low <= x <= high])
+    drawing.log_axis(sent, "y", [10.0**n for n in range(math.floor(math.log10(lowest)), 3)])
+    sent.set(xlabel="epoch", title="entries sent (%)", xlim=(0, None), ylim=(lowest / 1.4, 140))
+    drawing.name_lines(measure, ends)
+    drawing.save(figure, out)
+
+
+def by_settings(results: list[Result]) -> list[list[Result]]:
+    """The runs that differ in nothing but their seed, together."""
+    groups: list[tuple[Any, list[Result]]] = []
+    for result in results:
+        key = comes_to(result)
+        found = next((runs for other, runs in groups if other == key), None)
+        if found is None:
+            groups.append((key, found := []))
+        found.append(result)
+    return [runs for _, runs in groups]
+
+
+def comes_to(result: Result) -> tuple[Any, ...]:
+    """What a run's settings are but for the seed, however they were said: its Config, and the settings beside it. Dense
+    and naive have nothing pending to flush.
+    """
+    recipe, chosen = RECIPES[result["recipe"]], result["settings"]
+    without = (*CONFIG, "seed", *(("flush",) if chosen["method"] in ("dense", "naive") else ()))
+    rest = {key: value for key, value in complete(recipe, chosen).items() if key not in without}
+    return result["workers"], settings(result), rest
+
+
+def colours(names: list[str]) -> list[str]:
+    """Of each line: grey if it is dense, blue if it is the first of DGC, a muted one else."""
+    others, blue = itertools.cycle(drawing.MUTED), next((name for name in names if name.startswith("DGC")), None)
+    return [drawing.DENSE if name == "dense" else drawing.DGC if name == blue else next(others) for name in names]
+
+
+def losses(runs: list[Result]) -> tuple[list[float], list[list[float]]]:
+    """Of each epoch and run; where there are few epochs, also within them."""
+    def fine(run: Result) -> list[tuple[float, float]]:
+        return [(i + j / len(epoch["losses"]), value) for i, epoch in enumerate(run["history"])
                 for j, value in enumerate(epoch.get("losses", []))]
-        points = fine if len(epochs) < 5 and fine else [(epoch["epoch"], epoch["loss"]) for epoch in epochs]
-        loss.plot(*zip(*points, strict=True), **style)
-        measure.plot([epoch["epoch"] for epoch in epochs], [epoch[recipe.measure] for epoch in epochs], ".-", **style)
-        kept = settings(result)
-        steps = range(len(epochs) * result["steps_per_epoch"])
-        sparsity.step(steps, [100 * kept.sparsity_at(step) * (result["workers"] > 1) for step in steps], where="post",
-                      **style)
-    loss.set(xlabel="epoch", ylabel="loss", title="training loss of worker 0", ylim=(0, None))
-    measure.set(xlabel="epoch", ylabel=recipe.axis, title=recipe.curve, xlim=(0, None), yscale=recipe.scale)
-    sparsity.set(xlabel="step", ylabel="entries kept back (%)", title="sparsity", ylim=(-4, 104))
-    measure.legend(frameon=False, loc="best")
-    save(figure, out)
+
+    few = len(runs[0]["history"]) < 5 and all(map(fine, runs))
+    points = [fine(run) if few else [(epoch["epoch"], epoch["loss"]) for epoch in run["history"]] for run in runs]
+    return [x for x, _ in points[0]], [[y for _, y in line] for line in points]
 
 
-def panels(columns: int, width: float = 12, height: float = 3.6) -> tuple[Any, Any]:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+def density(run: Result) -> tuple[list[float], list[float]]:
+    """Epochs, and the percentage of entries that a step sends; one worker has nothing to keep back."""
+    kept, n = settings(run), run["steps_per_epoch"]
+    steps = range(len(run["history"]) * n)
+    return [step / n for step in steps], [100 * (1 - kept.sparsity_at(step) * (run["workers"] > 1)) for step in steps]
 
 
-def save(figure: Any, out: Path) -> None:
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogFormatter, LogFormatterSciNotation
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):  # 200, not 2 x 10^2
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+def band(axes: Any, places: Any, values: list[list[float]], colour: str) -> None:
+    """The mean of the seeds, from the lowest to the highest of which the band goes."""
+    axes.plot(places, np.mean(values, 0), color=colour)
+    if len(values) > 1:
+        axes.fill_between(places, np.min(values, 0), np.max(values, 0), color=colour, alpha=drawing.BAND, linewidth=0)
 
 
 # -- a matrix of runs --------------------------------------------------------------------------------------------------
@@ -202,30 +242,6 @@ def ablation(recipe: Recipe, rows: list[Row]) -> str:
                      "compression", "after warm-up"], lines)
 
 
-def ablation_picture(recipe: Recipe, rows: list[Row], out: Path) -> None:
-    """A dot for each seed, a bar for their mean; only rows that have results, and again only those near the first."""
-    rows = [row for row in rows if row.results]
-    values = [[measured(result) for result in row.results.values()] for row in rows]
-    near = [x for row in values for x in row if abs(np.mean(row) / np.mean(values[0]) - 1) < 0.05]
-    closer = len(near) < sum(map(len, values))
-    figure, _ = panels(1 + closer, 12 if closer else 8, 0.5 * len(rows) + 1.2)
-    for axes in figure.axes:
-        for y, row in enumerate(values):
-            colour = COLOURS[y % len(COLOURS)]
-            axes.plot(row, [y] * len(row), "o", color=colour, alpha=0.6)
-            axes.plot([np.mean(row)], [y], "|", color=colour, markersize=20, markeredgewidth=2)
-        axes.set_yticks(range(len(rows)), [])
-        axes.set(xlabel=f"{recipe.title}{recipe.unit and f' ({recipe.unit.strip()})'}", xscale=recipe.scale,
-                 ylim=(len(rows) - 0.4, -0.6))
-    figure.axes[0].set_yticklabels([f"{row.title}, {len(row.results)} of {row.asked} seeds" for row in rows])
-    if closer:
-        around = 0.1 * (max(near) - min(near)) or 0.01 * near[0]
-        figure.axes[0].set(title="all")
-        figure.axes[1].set(xscale="linear", xlim=(min(near) - around, max(near) + around),
-                           title="those near dense training")
-    save(figure, out)
-
-
 def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable[[str, float, Result | None], str],
          ) -> str:
     """A Markdown table with a column for each line."""
@@ -254,53 +270,6 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
 
     return markdown([corner, *map(head, places)], [[name, *(cell(line, x) for x in places)]
                                                    for name, line in lines.items()])
-
-
-def differences_picture(recipe: Recipe, panes: Mapping[str, BySeed], out: Path) -> None:
-    """To the first line, of sparsities: a dot for each seed, and the means joined. A pane for each set of lines."""
-    figure, _ = panels(len(panes), 1 + 4.5 * len(panes))
-    for (title, lines), axes in zip(panes.items(), figure.axes, strict=True):
-        name, *others = lines
-        axes.axhline(0, color=COLOURS[0], linewidth=1, label=name)
-        places = dict.fromkeys(x for other in others for x in lines[other])
-        for i, other in enumerate(others, 1):
-            pairs = {100 * (1 - x): paired(ours, against(lines, x)) for x, ours in lines[other].items()}
-            dots = [(x, apart) for x, every in pairs.items() for apart in every]
-            means = [(x, np.mean(every)) for x, every in pairs.items() if every]
-            if dots:
-                axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[i], alpha=0.6)
-                axes.plot(*zip(*means, strict=True), "-", color=COLOURS[i], label=other)
-        axes.set(title=title, xlabel="entries sent (%)", xscale="log")
-        axes.set_xticks([100 * (1 - x) for x in places], [f"{100 * (1 - x):.2g}" for x in places])
-        axes.minorticks_off()
-    figure.axes[0].set_ylabel(f"{recipe.title}, difference to dense")
-    figure.axes[0].legend(frameon=False)
-    save(figure, out)
-
-
-def lines_picture(recipe: Recipe, lines: Lines, out: Path, xlabel: str, where: Callable[[float], float],
-                  tick: Callable[[float], str], dense: Result | None = None) -> None:
-    """What is measured along an axis; and, where there is dense training to compare it with, against the compression.
-    Only what has results.
-    """
-    panes: dict[str, Callable[[float, Result], float]] = {xlabel: lambda x, result: where(x)}
-    if dense:
-        panes["compression over all of training"] = lambda x, result: ratios(result)[0]
-    figure, _ = panels(len(panes), 3 + 4 * len(panes))
-    for axes, (label, place) in zip(figure.axes, panes.items(), strict=True):
-        for i, (name, line) in enumerate(lines.items()):
-            if found := {x: result for x, result in line.items() if result}:
-                axes.plot([place(*run) for run in found.items()], [measured(result) for result in found.values()], ".-",
-                          color=COLOURS[i % len(COLOURS)], label=f"{name}, {len(found)} of {len(line)} runs")
-        if dense:
-            axes.axhline(measured(dense), color="black", linewidth=1, linestyle=":", label="dense")
-        axes.set(xlabel=label, ylabel=recipe.axis, yscale=recipe.scale, xscale="log")
-    first = figure.axes[0]
-    places = {where(x): tick(x) for line in lines.values() for x, result in line.items() if result}
-    first.set_xticks(list(places), list(places.values()))
-    first.minorticks_off()
-    figure.legend(*first.get_legend_handles_labels(), frameon=False, loc="outside right upper")
-    save(figure, out)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

@@ -30,8 +30,8 @@ import ptb
 import report
 import torch
 import typer
-from experiments import BUDGETS, CONFIG, Budget, Run, chosen
-from report import RECIPES, Result
+from experiments import BUDGETS, Budget, Run, chosen
+from report import CONFIG, RECIPES, Result
 from rich.console import Console
 from rich.table import Column, Table
 from tables import draw

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import figures
 import report
 from experiments import (
     MAIN,
@@ -44,8 +45,9 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
             continue
         recipe = RECIPES[study.recipe]
         texts = [f"**The parts.** {conditions(study, rows)}\n\n{report.ablation(recipe, rows)}"]
-        report.ablation_picture(recipe, rows, budget.figures / f"{study.name}-ablation.png")
-        curves = [done[name] for row in MAIN if (name := run(study, row, 0).name) in done]
+        figures.ablation(recipe, rows, budget.figures / f"{study.name}-ablation.png")
+        curves = [done[run.name] for row in MAIN for run in ablations(budget)[study.recipe][row].values()
+                  if run.name in done]
         if curves:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
@@ -78,7 +80,7 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
     if not adds(budget, [at for lines in runs.values() for line in lines.values() for at in line.values()], done):
         return ""
     panes = {f"{n} epochs": by_seed(lines, done) for n, lines in runs.items()}
-    report.differences_picture(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
+    figures.differences(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
     seeds = ", ".join(map(str, budget.seeds[0]))
     return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
             "in proportion; in brackets the difference to dense training. "
@@ -120,8 +122,7 @@ def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
     def cell(name: str, workers: float, result: Result | None) -> str:
         return f"{report.shown(result) if result else '-'} ({paper[name][int(workers)]:.2f})"
 
-    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-workers.png", "workers",
-                         lambda n: n, str)
+    figures.workers(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-workers.png")
     return (f"**More workers**, each of batch 32, seed 0; in brackets the paper's, of ResNet-110 and 164 epochs. "
             f"{found(lines)}\n\n{report.grid('workers', lines, str, cell)}")
 
@@ -138,12 +139,22 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
         return f"{report.shown(result)} ({report.times(report.ratios(result)[0])})" if result else "-"
 
     dense = done.get(run(budget.cifar10, "dense", 0).name)
-    report.lines_picture(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-sparsity.png",
-                         "entries sent (%)", lambda sparsity: 100 * (1 - sparsity),
-                         lambda sparsity: f"{100 * (1 - sparsity):.2g}", dense)
+    figures.sparsity(RECIPES["cifar10"], seeds_of_cells(budget, done),
+                            [done[run.name] for run in ablations(budget)["cifar10"]["dense"].values()
+                             if run.name in done], budget.cifar10.options["warmup_epochs"],
+                            budget.figures / f"{budget.cifar10.name}-sparsity.png")
     return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
             f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")
+
+
+def seeds_of_cells(budget: Budget, done: Mapping[str, Result]) -> dict[float, dict[float, dict[int, Result]]]:
+    """Epochs of warm-up -> sparsity -> seed -> result, of those that are done."""
+    usual, more = budget.cifar10.options["sparsity"], by_warmup(budget)
+    cells = {warmup: {x: more[warmup] if x == usual else {0: run} for x, run in line.items()}
+             for warmup, line in by_sparsity(budget).items()}
+    return {warmup: {x: {seed: done[run.name] for seed, run in seeds.items() if run.name in done}
+                     for x, seeds in line.items()} for warmup, line in cells.items()}
 
 
 def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:

@@ -1,58 +1,58 @@
-"""Draws docs/architecture.png: the rooms that a gradient passes, from the backward pass to the parameter.
+"""Draws docs/architecture.png: the rooms that a gradient passes, with the numbers of docs/architecture.md.
 
     python scripts/draw_architecture.py
 """
 
+from __future__ import annotations
+
+import sys
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+import drawing
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.patches import FancyBboxPatch
-
-ROOMS = [  # title, files, left, bottom, width, height, colour
-    ("frontends", "optimizer, ddp", 0.2, 4.6, 2.6, 1.2, "#dbe9f6"),
-    ("engine", "", 3.3, 2.2, 6.4, 3.6, "#e6f2e2"),
-    ("paths", "compressed, allgather, shared,\ndense, sparse (no I/O)", 3.3, 0.2, 3.0, 1.4, "#fdf0d5"),
-    ("compression", "residual, select, wire, kernels", 0.2, 0.2, 2.6, 1.4, "#fde2dc"),
-    ("transport", "runner, streams;\nHorovod, torch.distributed, lockstep", 6.7, 0.2, 3.0, 1.4, "#eae3f3")]
-STEPS = [  # text, left, bottom, width
-    ("backward\na gradient arrives", 3.5, 4.1, 1.8), ("launch, outgoing\nits bucket leaves", 5.7, 4.1, 1.8),
-    ("arrivals\nthe update comes", 7.7, 2.6, 1.8), ("optimizer_step\np.grad, then SGD", 7.7, 4.1, 1.8),
-    ("scaling, nodes,\nnonfinite", 3.5, 2.6, 1.8)]
-ARROWS = [  # from, to, where the label is, label, bend
-    ((2.8, 4.75), (3.5, 4.6), (2.83, 4.85), "1 hook", ""), ((5.3, 4.55), (5.7, 4.55), (0, 0), "", ""),
-    ((6.0, 4.1), (6.0, 1.6), (6.08, 1.8), "2 path", ""), ((5.3, 3.1), (6.0, 3.1), (0, 0), "", ""),
-    ((3.3, 0.9), (2.8, 0.9), (2.82, 1.0), "3 u, v", ""), ((6.3, 1.0), (6.7, 1.0), (6.36, 1.1), "4", ""),
-    ((6.7, 0.7), (6.3, 0.7), (0, 0), "", ""), ((8.6, 1.6), (8.6, 2.6), (8.68, 1.8), "5 update", ""),
-    ((8.6, 3.5), (8.6, 4.1), (0, 0), "", ""),
-    ((2.8, 5.45), (8.6, 5.0), (2.83, 5.52), "6 step()", "angle,angleA=0,angleB=90")]
+ROOMS = [  # title, text, left, bottom, width, height
+    ("frontends/", "DistributedOptimizer,\nDDP's hook", 0.0, 2.3, 2.0, 2.1),
+    ("engine/", "", 2.7, 2.3, 7.3, 2.1),
+    ("compression/", "residual, select,\nwire, kernels", 0.0, 0.0, 2.0, 1.5),
+    ("paths/", "3  The path: compressed, dense,\nallgather, shared, owners, ...\nIt does no I/O.", 2.7, 0.0, 3.1, 1.5),
+    ("transport/", "4  The collective travels: runner,\nstreams; Horovod, torch.distributed,\nlockstep", 6.8, 0.0,
+     3.2, 1.5)]
+STEPS = [  # text, left
+    ("1  A gradient arrives\n\nbackward", 2.85), ("2  Its bucket leaves\n\nlaunch, outgoing,\nscaling, nodes", 5.27),
+    ("5  The update comes\n\narrivals,\noptimizer_step", 7.69)]
+ARROWS = [  # from, to, label, where it is
+    ((2.0, 3.1), (2.85, 3.1), "hook", (2.35, 3.18)), ((5.02, 3.1), (5.27, 3.1), "", (0, 0)),
+    ((5.5, 2.5), (5.5, 1.5), "a generator", (5.42, 1.87)), ((2.7, 0.75), (2.0, 0.75), "u, v", (2.35, 0.83)),
+    ((5.8, 1.0), (6.8, 1.0), "yields a\ncollective", (6.3, 1.06)), ((6.8, 0.6), (5.8, 0.6), "is sent\nits result",
+                                                                    (6.3, 0.18)),
+    ((8.77, 1.5), (8.77, 2.5), "", (0, 0)), ((2.0, 3.88), (8.77, 3.7), "step()", (2.35, 3.93))]
 
 
-def box(axes, left, bottom, width, height, colour, edge="#555555"):
-    axes.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.1",
+def box(axes: Any, left: float, bottom: float, width: float, height: float, colour: str, edge: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+    axes.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.08",
                                   facecolor=colour, edgecolor=edge, linewidth=1.0))
 
 
 def main() -> None:
-    figure, axes = plt.subplots(figsize=(10, 6.2), layout="constrained")
-    axes.set(xlim=(0, 9.9), ylim=(0, 6.1))
+    figure, axes = drawing.panels(height=4.2)
+    axes.set(xlim=(-0.05, 10.05), ylim=(-0.05, 4.5))
     axes.axis("off")
-    for title, files, left, bottom, width, height, colour in ROOMS:
-        box(axes, left, bottom, width, height, colour)
-        top = bottom + (0.32 if title == "engine" else height - 0.12)
-        axes.text(left + 0.12, top, f"{title}/", fontsize=12, fontweight="bold", va="top")
-        axes.text(left + 0.12, bottom + 0.15, files, fontsize=9, va="bottom")
-    for text, left, bottom, width in STEPS:
-        box(axes, left, bottom, width, 0.9, "white", "#999999")
-        axes.text(left + width / 2, bottom + 0.45, text, fontsize=9, ha="center", va="center")
-    for start, end, at, label, bend in ARROWS:
-        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.4,
-                                                  **({"connectionstyle": bend} if bend else {})})
-        axes.text(*at, label, fontsize=8, color="#333333")
-    axes.text(0.2, 3.2, "4: the path yields a collective,\n    and is sent its result", fontsize=9, va="center")
-    figure.savefig(Path(__file__).resolve().parents[1] / "docs" / "architecture.png", dpi=110)
+    for title, text, left, bottom, width, height in ROOMS:
+        box(axes, left, bottom, width, height, "#e8f0f7" if title == "engine/" else "#f0f1f3", drawing.DENSE)
+        axes.text(left + 0.12, bottom + height - 0.1, title, fontsize=11, fontweight="bold", va="top")
+        axes.text(left + 0.12, bottom + height - 0.5, text, fontsize=9, va="top")
+    for text, left in STEPS:
+        box(axes, left, 2.5, 2.17, 1.2, "white", drawing.DGC)
+        axes.text(left + 0.1, 3.6, text, fontsize=9, va="top")
+    for start, end, label, at in ARROWS:
+        bend = {"connectionstyle": "angle,angleA=0,angleB=90"} if label == "step()" else {}
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": drawing.DGC, "linewidth": 1.5,
+                                                  "shrinkA": 0, "shrinkB": 0, **bend})
+        axes.text(*at, label, fontsize=8.5, color=drawing.DGC, ha="right" if label == "a generator" else "center")
+    drawing.save(figure, Path(__file__).resolve().parents[1] / "docs" / "architecture.png")
 
 
 if __name__ == "__main__":

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-GREY, BLUE = "#888888", "#0072b2"
-OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"),
-          "low rank": ("#117733", "D"),
-          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import drawing
+from drawing import DENSE as GREY
+from drawing import DGC as BLUE
+
+OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps"),
+                  zip(drawing.MUTED, "^DosvP", strict=True), strict=True))  # the marker says the same
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
@@ -95,13 +99,9 @@ def style(method: str) -> tuple[str, str]:
 
 
 def draw(found: list[dict[str, Any]], out: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     found = [row for row in found if row["lost"] is not None and row["bytes_per_step"]]
     points = [(row["bytes_per_step"], row["lost"]) for row in found]
-    figure, axes = plt.subplots(figsize=(9, 5.4), layout="constrained")
+    figure, axes = drawing.panels(height=5.4)
     axes.plot(*zip(*front(points), strict=True), color="#bbbbbb", linewidth=1, zorder=1, label="Pareto front")
     for row, (x, y) in zip(found, points, strict=True):
         colour, marker = style(row["method"])
@@ -110,13 +110,10 @@ def draw(found: list[dict[str, Any]], out: Path) -> None:
              ylabel="points of accuracy below dense training")
     axes.margins(0.12)
     axes.invert_yaxis()  # better is up
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
     figure.draw_without_rendering()
     label(figure, axes, found, points)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+    drawing.save(figure, out)
 
 
 def label(figure: Any, axes: Any, found: list[dict[str, Any]], points: list[tuple[float, float]]) -> None:
