@@ -1,4 +1,7 @@
-"""DGC beside the other ways to exchange gradients: each method at its paper's setting, by name."""
+"""DGC beside the other ways to exchange gradients: each method by name, with its settings.
+
+Which of the settings are the paper's, and which are ours, is in docs/peers.md.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_ef_signsgd_is_algorithm_1_and_conserves():
                                atol=1e-5 * np.abs(accumulated).max())
 
 
-def test_demo_is_algorithm_1():
+def test_demo_is_the_papers():
     """With every entry beyond rounding's reach, as signs are what is compared."""
     g = gradients(5)
     found, methods = steps_of(lambda world, seed: peers.DeMo(world, seed, chunk=8, k=6), g)
@@ -133,7 +133,7 @@ def test_demos_momentum_keeps_what_was_not_taken():
     (ranks,) = gradients(1, 1)
     _, (method,) = steps_of(lambda world, seed: peers.DeMo(world, seed, 1.0, chunk=8, k=6), [ranks])
     for m, t in zip(method.m, ranks[0], strict=True):
-        before, after = method.transform(t), method.transform(m)
+        before, after = method.transform(LR * t), method.transform(m)
         gone = after.abs() < 1e-5 * before.abs().max()
         assert (gone.sum(1) == min(6, before.shape[1])).all()
         torch.testing.assert_close(after[~gone], before[~gone], rtol=1e-4, atol=1e-5 * float(before.abs().max()))
@@ -195,7 +195,7 @@ def test_diloco_is_torchs_nesterov_of_the_mean_way():
         assert_close([found.numpy()], [shared.detach().numpy()])
 
 
-def test_gradient_dropping_is_algorithm_1_and_conserves():
+def test_gradient_dropping_is_the_papers_and_conserves():
     """To the float16 of dgc's wire, whose rounding is kept for later, too."""
     g = gradients(6, 2, [(40, 50)])
 
@@ -256,7 +256,7 @@ def test_terngrad_is_ternary_and_its_mean_is_the_clipped_gradient():
 
 
 @pytest.mark.parametrize("s", [1, 2, 3])
-def test_atomo_chooses_as_algorithm_1_and_is_unbiased(s):
+def test_atomo_chooses_as_the_paper_and_is_unbiased(s):
     matrix = torch.randn(8, 9, generator=torch.Generator().manual_seed(4)) @ torch.diag(4.0 ** -torch.arange(9))
     u, atoms, vt = np.linalg.svd(matrix.double().numpy(), full_matrices=False)
     p = papers.atomo_probabilities(atoms, s)
