@@ -14,12 +14,14 @@ from typing import Annotated, Any
 import typer
 
 GREY, BLUE = "#888888", "#0072b2"
+# P. Tol's muted; the marker says the same.
 OTHERS = {"cast": ("#999933", "s"), "quantised": ("#cc6677", "^"), "signs": ("#aa4499", "v"),
           "low rank": ("#117733", "D"),
-          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P")}  # P. Tol's muted; the marker says the same
+          "sparse": ("#882255", "o"), "local steps": ("#6699cc", "P"), "late": ("#44aa99", "X")}
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
-            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
+            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
+            "stale": "late", "stale-dgc": "late", "async": "late"}
 ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters")  # of runs that can be compared
 
 

@@ -65,7 +65,7 @@ def train(a: Any) -> dict[str, Any]:
         for step, batch in enumerate(order[:steps * a.batch_size].split(a.batch_size)):
             batch = batch.to(device)
             x = cifar10.normalised(cifar10.augmented(images[batch], dataset == "cifar10", generator))
-            peer.sgd.zero_grad()
+            model.zero_grad()  # the SGD may be that of a server
             loss = F.cross_entropy(model(x.contiguous(memory_format=torch.channels_last)), labels[batch])
             loss.backward()
             peer.step(last=(epoch + 1, step + 1) == (a.epochs, steps))

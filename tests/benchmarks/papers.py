@@ -123,3 +123,32 @@ def power_iteration(g, lr, rank, q, matrices):
             update.append(p @ q[i].T)
         steps.append(lr * flat(update))
     return steps, e
+
+
+def one_step_late(oracle, steps):
+    """Li et al. 2018, a pipeline of width two: what the oracle subtracts in a step is subtracted in the next one; the
+    last step subtracts its own, too.
+    """
+    waiting = [np.zeros_like(w) for w in oracle.weights]
+    for t in range(steps):
+        before = oracle.weights
+        oracle.step(t)
+        found = [old - new for old, new in zip(before, oracle.weights, strict=True)]
+        oracle.weights = [w - late for w, late in zip(before, waiting, strict=True)]
+        waiting = found
+    return [w - late for w, late in zip(oracle.weights, waiting, strict=True)]
+
+
+def pushes(weights, gradient, workers, steps, lr, m, decay):
+    """Update t is worker t mod N's, at what it pulled N - 1 updates ago; torch's Nesterov momentum, of lr / N."""
+    x, momentum, pulled = [np.array(w, np.float64) for w in weights], [np.zeros_like(w) for w in weights], {}
+    history = [x]
+    for t in range(workers * steps):
+        at = history[pulled.get(t % workers, 0)]
+        assert t < workers or pulled[t % workers] == t - (workers - 1)
+        g = [own + decay * now for own, now in zip(gradient(at, t % workers, t // workers), x, strict=True)]
+        momentum = [m * old + own for old, own in zip(momentum, g, strict=True)]
+        x = [now - lr / workers * (own + m * v) for now, own, v in zip(x, g, momentum, strict=True)]
+        history.append(x)
+        pulled[t % workers] = t + 1
+    return [history[pulled[w]] for w in range(workers)], x

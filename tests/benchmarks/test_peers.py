@@ -302,7 +302,7 @@ def test_ranks_draw_for_themselves(name):
 
 # -- what is sent, and over what ---------------------------------------------------------------------------------------
 
-EXCHANGING = [name for name in peers.METHODS if name != "dropping" and not name.startswith("dgc-")]
+EXCHANGING = [name for name, entry in peers.METHODS.items() if entry.driver is Exchanging]
 ENTRIES, VECTORS = 710, 10  # of SHAPES: 12 x 45, 10 x 16, and two vectors
 LARGE = 2 * (N - 1) / N * 4 * ENTRIES  # a dense exchange
 SENT = {  # bytes of the last of three steps, from the formats as they are documented
