@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DENSE, DGC = "#6b6b6b", "#0072b2"
-MUTED = ("#cc6677", "#117733", "#882255", "#999933", "#aa4499", "#6699cc")
+MUTED = ("#cc6677", "#117733", "#882255", "#999933", "#aa4499", "#6699cc", "#44aa99")
 BAND = 0.18  # opacity of a band from the lowest to the highest seed
 WIDTH = 9.0  # inches; a page shows it at 700 to 830 pixels, where text of 10 points has 11 to 13
 STYLE = {"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.spines.top": False,

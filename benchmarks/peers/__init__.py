@@ -1,4 +1,7 @@
-"""DGC beside the other ways to exchange gradients: each method at its paper's setting, by name."""
+"""DGC beside the other ways to exchange gradients: each method by name, with its settings.
+
+Which of the settings are the paper's, and which are ours, is in docs/peers.md.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ from .dense import Dense
 from .diloco import DiLoCo
 from .efsignsgd import EFSignSGD
 from .exchange import Bring, Compressed, Exchanging, Method
+from .parameter_server import ParameterServer
 from .powersgd import PowerSGD, TorchPowerSGD
 from .qsgd import QSGD
 from .signsgd import SignSGD
+from .stale import Stale
 from .terngrad import TernGrad
 
 
@@ -35,17 +40,19 @@ class Entry:
         title: in tables and figures.
         collective: by which compressed tensors travel.
         paper: whose it is.
-        make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``.
+        make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``; or nothing.
         momentum: of SGD, with Nesterov's where it is not 0. 0 where the method has its own, or none.
         lr: at the start of the training.
+        driver: what makes the steps.
     """
 
     title: str
     collective: Bring
     paper: str
-    make: Callable[..., Any]
+    make: Callable[..., Any] | None = None
     momentum: float = 0.9
     lr: float = 0.1
+    driver: Any = Exchanging
 
 
 def powersgd(world: Any, seed: int, rank: int) -> Method:
@@ -75,17 +82,24 @@ METHODS = {
     "atomo": Entry("ATOMO, s = 3", "allgather", "Wang et al. 2018", Atomo),
     **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "allreduce", "Vogels et al. 2019",
                                  partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
-    "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping),
+    "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
     "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4),
     "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo),
     **{f"dgc-{name}": Entry(f"DGC, {name}", COLLECTIVES.get(name, "either"), "Lin et al. 2018",
-                            partial(deep, exchange=name)) for name in get_args(ExchangeName)},
+                            partial(deep, exchange=name), driver=Compressed) for name in get_args(ExchangeName)},
+    "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),
+    "stale-dgc": Entry("DGC, one step late", "allgather", "", partial(deep, exchange="allgather"), driver=Stale),
+    "async": Entry("asynchronous server", "push and pull", "Dean et al. 2012", driver=ParameterServer),
 }
+Driver = Exchanging | Compressed | Stale | ParameterServer
 
 
 def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
-           schedule: Schedule) -> Exchanging | Compressed:
+           schedule: Schedule) -> Driver:
     """What drives this SGD by the method of that name; ``schedule`` is of DGC's sparsity."""
-    if name == "dropping" or name.startswith("dgc-"):
-        return Compressed(sgd, named, METHODS[name].make(schedule))
-    return Exchanging(sgd, METHODS[name].make, seed)
+    entry = METHODS[name]
+    if entry.driver is Exchanging:
+        return Exchanging(sgd, entry.make, seed)
+    if entry.driver is ParameterServer:
+        return ParameterServer(sgd)
+    return entry.driver(sgd, named, None if entry.make is None else entry.make(schedule))

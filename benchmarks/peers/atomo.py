@@ -1,8 +1,8 @@
 """Spectral ATOMO (Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, NeurIPS 2018): singular vectors drawn at random.
 
-Equation 1: g is a sum of atoms, lambda_i a_i; here its singular values and the outer products of its singular vectors.
-Equation 2: the estimate is the sum of lambda_i t_i / p_i a_i, with t_i = 1 with probability p_i, else 0. So its mean is
-g. Algorithm 1 gives the p_i of least variance that sum up to a budget s.
+g is a sum of atoms, lambda_i a_i; here its singular values and the outer products of its singular vectors. The estimate
+is the sum of lambda_i t_i / p_i a_i, with t_i = 1 with probability p_i, else 0. So its mean is g. The p_i are those of
+least variance that sum up to a budget s.
 
 A tensor is a matrix of its first dimension by all others. Of a chosen atom two vectors travel, in float32. How many are
 chosen differs by rank and step: ranks tell one another the lengths first, and shorter messages are padded, which
@@ -22,7 +22,7 @@ from .packing import message, some, take
 
 
 def probabilities(atoms: Tensor, budget: float) -> Tensor:
-    """Algorithm 1, of sizes (n,) >= 0 in falling order: those that sum up to the budget and vary least."""
+    """Of sizes (n,) >= 0 in falling order: those that sum up to the budget and whose estimate varies least."""
     p, rest = torch.ones_like(atoms), atoms.flip(0).cumsum(0).flip(0)
     for i in range(len(atoms)):
         left = budget - i

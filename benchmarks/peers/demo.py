@@ -1,8 +1,9 @@
 """DeMo (Peng, Chen, Su, Quesnelle, Kingma, Liu, 2024): the momentum's largest frequencies, and a sign.
 
-Algorithm 1, on each rank: m = b m + g; q = the k largest coefficients of the cosine transform (DCT-II, orthonormal) of
-each chunk of m; m = m - inverse of q. All ranks' q are averaged and transformed back, and each entry moves by the sign,
-times the learning rate. What is not taken stays in m, which is momentum and error feedback in one.
+On each rank: m = b m + lr g; q = the k largest coefficients of the cosine transform (DCT-II, orthonormal) of each chunk
+of m; m = m - inverse of q. A coefficient is averaged over those ranks that have sent it, not over all. The inverse
+follows, and each entry moves by its sign, times the learning rate. What is not taken stays in m, which is momentum and
+error feedback in one. The lr in m, and the average over senders, are those of the authors' code.
 
 A tensor is a matrix of its first dimension by all others. A side of its chunks is the largest divisor of its own side
 up to 64. A coefficient is a float32 and a 16-bit place in its chunk. Chunks of at most k entries travel whole.
@@ -51,15 +52,14 @@ class DeMo:
             self.m = [torch.zeros_like(g) for g in tensors]
         parts = []
         for m, g in zip(self.m, tensors, strict=True):
-            m.mul_(self.decay).add_(g)
+            m.mul_(self.decay).add_(g, alpha=lr)
             coefficients = self.transform(m)
             places = self.largest(coefficients)
             values = coefficients.gather(1, places.long())
             m -= self.inverse(torch.zeros_like(coefficients).scatter_(1, places.long(), values), m)
             parts += [values] if places.shape == coefficients.shape else [values, places]
         messages = yield Collective("gather", message(*parts))
-        totals = [self.inverse(total, m) for total, m in zip(self.totals(messages), self.m, strict=True)]
-        return [total.sign() for total in totals]
+        return [self.inverse(q, m).sign() for q, m in zip(self.averages(messages), self.m, strict=True)]
 
     def sides(self, x: Tensor) -> tuple[int, int, int, int]:
         """Chunks and the entries of one, down and across."""
@@ -85,16 +85,18 @@ class DeMo:
             return torch.arange(size, dtype=torch.int16, device=coefficients.device).repeat(chunks, 1)
         return coefficients.abs().topk(self.k).indices.to(torch.int16)
 
-    def totals(self, messages: Tensor) -> list[Tensor]:
-        """The sum over ranks of the coefficients of each tensor. A sign follows, so that it need not be divided."""
+    def averages(self, messages: Tensor) -> list[Tensor]:
+        """The coefficients of each tensor, each averaged over the ranks that have sent it; 0 where none has."""
         start, found = 0, []
         for m in self.m or []:
             down, a, across, b = self.sides(m)
             chunks, k = down * across, min(self.k, a * b)
-            total, end = torch.zeros(chunks, a * b, device=m.device), start + 4 * chunks * k
+            total, senders = torch.zeros(2, chunks, a * b, device=m.device)
+            end = start + 4 * chunks * k
             for content in messages:
                 places = take(content, end, chunks * k, torch.int16) if k < a * b else self.largest(total)
-                values = take(content, start, chunks * k, torch.float32).view(chunks, k)
-                total.scatter_add_(1, places.view(chunks, k).long(), values)
-            start, found = end + (2 * chunks * k if k < a * b else 0), [*found, total]
+                places, values = places.view(chunks, k).long(), take(content, start, chunks * k, torch.float32)
+                total.scatter_add_(1, places, values.view(chunks, k))
+                senders.scatter_add_(1, places, torch.ones_like(places, dtype=torch.float32))
+            start, found = end + (2 * chunks * k if k < a * b else 0), [*found, total / senders.clamp(min=1)]
         return found

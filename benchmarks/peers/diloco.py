@@ -1,6 +1,6 @@
 """DiLoCo (Douillard et al., 2023): H steps alone, then one exchange of how far each rank has gone.
 
-Algorithm 1: every H steps, D = mean over ranks of (x_before - x_rank) is the gradient of an outer SGD with Nesterov's
+Section 2: every H steps, D = mean over ranks of (x_before - x_rank) is the gradient of an outer SGD with Nesterov's
 momentum (lr 0.7, momentum 0.9) at x_before, and all ranks go on from what it gives. The last step of a training
 exchanges, too. The inner optimizer is the recipe's SGD; the paper's is AdamW. Its momentum stays on its rank.
 """

@@ -1,6 +1,6 @@
 """EF-signSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019): signs, scaled, and what they get wrong comes back later.
 
-Algorithm 1, on each rank and for each tensor of d entries:
+Algorithm 1 (EF-signSGD), on each rank and for each tensor of d entries:
 
     p = lr g + e        D = ||p||_1 / d sign(p)        e = p - D        x = x - mean of D over ranks
 

@@ -13,7 +13,8 @@ from dgc.collective import Collective, Path, World, sent_bytes
 from dgc.transport import find
 from dgc.transport.runner import PathRun
 
-Bring = Literal["allreduce", "allgather", "either"]  # a ring can sum it; all must see each message; it depends
+# A ring can sum it; all must see each message; it depends; a server has it.
+Bring = Literal["allreduce", "allgather", "either", "push and pull"]
 
 
 class Method(Protocol):

@@ -1,13 +1,15 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019): each matrix as the product of two thin ones, P and Q.
 
-Algorithm 1, with M the gradient as a matrix plus the error e (algorithm 2):
+Algorithm 1 (rank-r compression), with M the gradient as a matrix plus the error e (algorithm 2, error feedback):
 
     Q orthonormal;  P = sum of M Q over ranks;  P orthonormal;  Q = mean of M^T P over ranks;  M ~ P Q^T;  e = M - P Q^T
 
-The next step begins with this Q. Both sums go by ring allreduce. :class:`TorchPowerSGD` is torch's hook as it ships,
-over torch.distributed. :class:`PowerSGD` is the same, to rounding, for ranks in one process, where it cannot run.
-Both begin after two dense steps, the fewest that torch's hook accepts. Tensors that would not shrink to less than half,
-and one-dimensional ones, travel dense.
+The next step begins with this Q. It is made orthonormal first as in torch's hook, which the authors' code leaves out: P
+spans the same either way, so that P Q^T is the same but for rounding. Both sums go by ring allreduce.
+
+:class:`TorchPowerSGD` is torch's hook as it ships, over torch.distributed. :class:`PowerSGD` is the same, to rounding,
+for ranks in one process, where it cannot run. Both begin after two dense steps, the fewest that torch's hook accepts.
+Tensors that would not shrink to less than half, and one-dimensional ones, travel dense.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Section 3.1: an entry of a bucket v becomes Q_s(v_i) = ||v|| sgn(v_i) xi_i(v, s), where for l / s <= |v_i| / ||v|| <=
 (l + 1) / s the level xi_i is (l + 1) / s with probability s |v_i| / ||v|| - l, and else l / s. So E[Q_s(v)] = v.
 
-As in the paper's experiments the norm is the largest entry's size, and a bucket is 512 entries in a row of one tensor.
-With 4 bits, one is the sign and s = 7. Codes have a fixed width; the paper's Elias coding is not used. One-dimensional
-tensors travel dense.
+As in the paper's section 4 the norm is the largest entry's size, and each bucket of entries in a row is rounded by
+itself; 4 bits and buckets of 512 are settings of its section 5. Here a bucket does not cross tensors, one of the bits
+is the sign, and s = 7. Codes have a fixed width; the paper's Elias coding is not used. One-dimensional tensors travel
+dense.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """signSGD with majority vote (Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018), and with momentum: Signum.
 
-Algorithm 3, with the momentum of algorithm 2: each rank takes m = b m + (1 - b) g and sends sign(m), one bit an entry.
-The update is the sign of the sum of signs, times the learning rate: each entry moves by the same length, or stays where
-the votes are even. b = 0 is signSGD itself. A bit has no zero: sign(0) counts as 1.
+Algorithm 3 (majority vote), with the momentum of algorithm 2 (Signum): each rank takes m = b m + (1 - b) g and sends
+sign(m), one bit an entry. The update is the sign of the sum of signs, times the learning rate: each entry moves by the
+same length, or stays where the votes are even. b = 0 is signSGD itself. A bit has no zero: sign(0) counts as 1.
 """
 
 from __future__ import annotations

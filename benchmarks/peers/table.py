@@ -14,16 +14,20 @@ from typing import Annotated, Any
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import drawing
 from drawing import DENSE as GREY
 from drawing import DGC as BLUE
 
-OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps"),
-                  zip(drawing.MUTED, "^DosvP", strict=True), strict=True))  # the marker says the same
+from peers import predict
+
+OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
+                  zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))  # the marker says the same
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
-            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps"}
+            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
+            "stale": "late", "stale-dgc": "late", "async": "late"}
 ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters")  # of runs that can be compared
 
 
@@ -55,9 +59,14 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name, own in methods.items():
         lost = [dense[run["seed"]] - run["accuracy"] for run in own if run["seed"] in dense]
         means = {key: mean([run[key] for run in own])
-                 for key in ("bytes_per_step", "ratio", "accuracy", "local_seconds", "exchange_seconds")}
+                 for key in ("bytes_per_step", "ratio", "accuracy", "local_seconds")}
+        exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)  # older files have none
+        measured = {rate: mean([(run["exchange_seconds"] or {}).get(rate) for run in own]) for rate in predict.LINKS}
+        predicted = {rate: predict.seconds(own[0]["collective"], means["bytes_per_step"], own[0]["workers"], rate,
+                                           exchanging) for rate in predict.LINKS}
         found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
-                      "lost": mean(lost), "seeds": [run["seed"] for run in own]})
+                      "predicted": predicted, "measured": measured, "lost": mean(lost),
+                      "seeds": [run["seed"] for run in own]})
     return sorted(found, key=lambda row: -row["bytes_per_step"])
 
 
@@ -67,15 +76,21 @@ def mean(values: list[Any]) -> float | None:
 
 def markdown(found: list[dict[str, Any]]) -> str:
     """The table; "-" is what has not been measured."""
+    exchange = [f"exchange at {name}: predicted | measured" for name in predict.NAMES.values()]
     lines = ["| method | collective | bytes / worker / step | compression | test accuracy | points lost | seeds | "
-             "local work | exchange |", "|---|---|---|---|---|---|---|---|---|"]
+             f"local work | {' | '.join(exchange)} |", "|" + 12 * "---|"]
     for row in found:
         name = f"{row['title']} ({row['paper']})" if row["paper"] else row["title"]
         cells = [name, row["collective"], shown(row["bytes_per_step"], ",.0f"), shown(row["ratio"], ",.1f", " x"),
                  shown(row["accuracy"], ".2f", " %"), shown(row["lost"], "+.2f"), ", ".join(map(str, row["seeds"])),
-                 *(shown(row[key] and 1e3 * row[key], ".1f", " ms") for key in ("local_seconds", "exchange_seconds"))]
+                 milliseconds(row["local_seconds"])]
+        cells += [milliseconds(row[kind][rate]) for rate in predict.LINKS for kind in ("predicted", "measured")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def milliseconds(value: float | None) -> str:
+    return shown(None if value is None else 1e3 * value, ".2f", " ms")
 
 
 def shown(value: float | None, form: str, unit: str = "") -> str:

@@ -1,7 +1,7 @@
 """TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017): each entry is -1, 0 or 1, times one number for its layer.
 
-ternarize(g) = s sign(g) b, with s = max |g| and b_k = 1 with probability |g_k| / s, else 0 (algorithm 1). So its mean
-is g. "Layer-wise ternarizing" does so layer by layer, and "gradient clipping" first clips what is beyond 2.5 standard
+ternarize(g) = s sign(g) b, with s = max |g| and b_k = 1 with probability |g_k| / s, else 0. So its mean is g.
+"Layer-wise ternarizing" does so layer by layer, and "gradient clipping" first clips what is beyond 2.5 standard
 deviations of the layer, as a large s is noise. Clipping is not undone: the mean is the clipped g.
 
 An entry is 2 bits. All ranks see all messages, so that they need not share one s. One-dimensional tensors travel dense.

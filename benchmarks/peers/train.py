@@ -61,19 +61,21 @@ def train(a: Any) -> dict[str, Any]:
     for epoch in range(len(history), a.epochs):
         order = torch.randperm(len(images), generator=generator.manual_seed(a.seed * 1000 + epoch))[rank::size]
         generator.manual_seed((a.seed * 1000 + epoch) * 1000 + rank)
-        sent, loss_sum = peer.bytes_sent, torch.zeros((), device=device)
+        sent, exchanging, loss_sum = peer.bytes_sent, 0, torch.zeros((), device=device)
         for step, batch in enumerate(order[:steps * a.batch_size].split(a.batch_size)):
             batch = batch.to(device)
             x = cifar10.normalised(cifar10.augmented(images[batch], dataset == "cifar10", generator))
-            peer.sgd.zero_grad()
+            model.zero_grad()  # the SGD may be that of a server
             loss = F.cross_entropy(model(x.contiguous(memory_format=torch.channels_last)), labels[batch])
             loss.backward()
+            before = peer.bytes_sent
             peer.step(last=(epoch + 1, step + 1) == (a.epochs, steps))
+            exchanging += peer.bytes_sent > before
             loss_sum += loss.detach()
         scheduler.step()
         top1 = cifar10.accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
         history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "accuracy": top1,
-                        "bytes_per_step": (peer.bytes_sent - sent) / steps})
+                        "bytes_per_step": (peer.bytes_sent - sent) / steps, "exchanging": exchanging / steps})
         if rank == 0:
             print(f"{a.method}: epoch {epoch + 1}, loss {history[-1]['loss']:.3f}, accuracy {top1:.2f} %", flush=True)
         if a.checkpoints:
@@ -92,12 +94,15 @@ def warmup(a: Any, steps: int) -> Any:
 
 def summary(a: Any, now: dict[str, Any], entry: Any, model: nn.Module, launcher: str, steps: int,
             history: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ``--out`` writes and table.py reads. Bytes are one rank's, means over all steps of the training."""
+    """What ``--out`` writes and table.py reads. Bytes, and the share of steps that exchange, are one rank's, means over
+    all steps of the training.
+    """
     dense, sent = job.dense_bytes(model, now["workers"]), sum(e["bytes_per_step"] for e in history) / len(history)
     local = job.summary(a, "peers", now["dataset"], launcher, now["workers"], steps, model, history,
                         accuracy=history[-1]["accuracy"])
     return {**local, "method": a.method, "title": entry.title, "paper": entry.paper, "collective": entry.collective,
             "seed": a.seed, "epochs": a.epochs, "bytes_per_step": sent, "ratio": dense / sent if sent else None,
+            "exchanging": sum(e.get("exchanging", 1.0) for e in history) / len(history),  # older checkpoints have none
             "settings": now, "local_seconds": None, "exchange_seconds": None}
 
 

@@ -36,7 +36,7 @@ def ef_signsgd(g, lr):
 
 
 def dropping(g, k):
-    """Aji and Heafield 2017, algorithm 1, one tensor and a threshold that lets k entries pass; of lr 1."""
+    """Aji and Heafield 2017, gradient dropping of one tensor with a threshold that lets k entries pass; of lr 1."""
     v, steps = [0.0 for _ in g[0]], []
     for ranks in g:
         sent = []
@@ -49,7 +49,7 @@ def dropping(g, k):
 
 
 def atomo_probabilities(atoms, s):
-    """Wang et al. 2018, algorithm 1, as it recurses: the largest atom is certain, or all are balanced."""
+    """Wang et al. 2018, as their algorithm recurses: the largest atom is certain, or all are balanced."""
     order, p = list(np.argsort(-np.abs(atoms))), np.zeros(len(atoms))
     while order:
         total = np.abs(atoms[order]).sum()
@@ -62,7 +62,7 @@ def atomo_probabilities(atoms, s):
 
 
 def demo(g, lr, b, k, chunk):
-    """Peng et al. 2024, algorithm 1, with SciPy's transform, chunk after chunk."""
+    """Peng et al. 2024 with SciPy's transform, chunk after chunk; a coefficient's mean is over those who send it."""
     def side(n):
         return next(d for d in range(min(n, chunk), 0, -1) if n % d == 0)
 
@@ -77,16 +77,20 @@ def demo(g, lr, b, k, chunk):
 
     m, steps = [[np.zeros_like(matrix(t)) for t in ranks] for ranks in g[0]], []
     for ranks in g:
-        totals = [np.zeros_like(own) for own in m[0]]
+        totals, senders = ([np.zeros_like(own) for own in m[0]] for _ in range(2))
         for own, tensors in zip(m, ranks, strict=True):
-            for x, t, total in zip(own, tensors, totals, strict=True):
-                x[:] = b * x + matrix(t)
+            for x, t, total, count in zip(own, tensors, totals, senders, strict=True):
+                x[:] = b * x + lr * matrix(t)
                 for place in chunks(x):
                     q = scipy.fft.dctn(x[place], norm="ortho").reshape(-1)
                     q[np.argsort(-np.abs(q))[k:]] = 0
-                    taken = scipy.fft.idctn(q.reshape(x[place].shape), norm="ortho")
-                    x[place] -= taken
-                    total[place] += taken / len(ranks)
+                    q = q.reshape(x[place].shape)
+                    x[place] -= scipy.fft.idctn(q, norm="ortho")
+                    total[place] += q
+                    count[place] += q != 0
+        for total, count in zip(totals, senders, strict=True):
+            for place in chunks(total):
+                total[place] = scipy.fft.idctn(total[place] / np.maximum(count[place], 1), norm="ortho")
         steps.append(lr * np.sign(flat(totals)))
     return steps, [flat(own) for own in m]
 
@@ -119,3 +123,32 @@ def power_iteration(g, lr, rank, q, matrices):
             update.append(p @ q[i].T)
         steps.append(lr * flat(update))
     return steps, e
+
+
+def one_step_late(oracle, steps):
+    """Li et al. 2018, a pipeline of width two: what the oracle subtracts in a step is subtracted in the next one; the
+    last step subtracts its own, too.
+    """
+    waiting = [np.zeros_like(w) for w in oracle.weights]
+    for t in range(steps):
+        before = oracle.weights
+        oracle.step(t)
+        found = [old - new for old, new in zip(before, oracle.weights, strict=True)]
+        oracle.weights = [w - late for w, late in zip(before, waiting, strict=True)]
+        waiting = found
+    return [w - late for w, late in zip(oracle.weights, waiting, strict=True)]
+
+
+def pushes(weights, gradient, workers, steps, lr, m, decay):
+    """Update t is worker t mod N's, at what it pulled N - 1 updates ago; torch's Nesterov momentum, of lr / N."""
+    x, momentum, pulled = [np.array(w, np.float64) for w in weights], [np.zeros_like(w) for w in weights], {}
+    history = [x]
+    for t in range(workers * steps):
+        at = history[pulled.get(t % workers, 0)]
+        assert t < workers or pulled[t % workers] == t - (workers - 1)
+        g = [own + decay * now for own, now in zip(gradient(at, t % workers, t // workers), x, strict=True)]
+        momentum = [m * old + own for old, own in zip(momentum, g, strict=True)]
+        x = [now - lr / workers * (own + m * v) for now, own, v in zip(x, g, momentum, strict=True)]
+        history.append(x)
+        pulled[t % workers] = t + 1
+    return [history[pulled[w]] for w in range(workers)], x
