@@ -43,6 +43,10 @@ class Bucket:
         velocity: whether there is a u (momentum correction).
     """
 
+    # Of the last step, where entries are added up at owners: int64, 0-dim; see :class:`dgc.engine.report.Report`.
+    overflow_entries: Tensor | int = 0
+    held_entries: Tensor | int = 0
+
     def __init__(self, name: str, parameters: Mapping[str, Tensor], velocity: bool = True):
         first = next(iter(parameters.values()))
         self.name = name
@@ -57,9 +61,6 @@ class Bucket:
         self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
         self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
         self.total_entries = torch.zeros_like(self.entries_sent)
-        # Of the last step, where entries are added up at owners: see the report.
-        self.overflow_entries: Tensor = torch.zeros_like(self.entries_sent)
-        self.held_entries: Tensor = torch.zeros_like(self.entries_sent)
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
         self._prepayment: tuple[list[list[float]], Tensor] = [], self.v

@@ -63,7 +63,9 @@ def add_at_owners(task: Task) -> Path[Update]:
         update: Update = received
         return update
     _put_back(bucket, taken, ~verdict.fine)
-    return DenseUpdate(received.flat(verdict.fine), bucket.numels, verdict)
+    flat = torch.empty_like(bucket.v)
+    received.write(flat.split(bucket.numels))
+    return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
 
 
 def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel) -> tuple[tuple[str, ...], Tensor, Taken]:
@@ -83,7 +85,9 @@ def _verdict(task: Task, bad: tuple[str, ...], status: Tensor, whose: Tensor) ->
     bucket, each = task.bucket, task.world.node_size
     if device.is_asynchronous(bucket.v.device):
         own = torch.where(bucket.marked.any(), bucket.beginnings[bucket.marked.to(torch.uint8).argmax()], -1)
-        return PendingVerdict(bucket.names, bucket.numels, own, torch.where((status >= CORRUPT).any(), 0, -1), each)
+        total, telling = torch.where((status == NONFINITE).any(), 0, -1), status == CORRUPT
+        damaged = torch.where(telling.any() & (total < 0), whose.take(telling.to(torch.uint8).argmax()), -1)
+        return PendingVerdict(bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name)
     told = status.tolist()
     if NONFINITE in told:
         blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)

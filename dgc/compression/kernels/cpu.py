@@ -220,15 +220,16 @@ def _leading(bits, shift, k):
     return b, above
 
 
-# -- a region that is set aside -----------------------------------------------------------------------------------------
+# -- a region that is set aside ----------------------------------------------------------------------------------------
 
 @_jit
-def _aside(v, low, high, blocks, at, kept):
+def _aside(v, low, high, blocks, at, ahead, kept):
     """Sets what entries low to high have in these blocks aside, to ``kept``, block after block, and leaves zeros.
 
     Args:
         blocks: int64, ascending: numbers of LINE entries each.
         at: a block from which on there may be some in it.
+        ahead: how many blocks later one is fetched, as this is ahead of where the processor expects to be.
 
     Returns:
         The first that has.
@@ -240,6 +241,8 @@ def _aside(v, low, high, blocks, at, kept):
         first = blocks[j] * LINE
         if first >= high:
             break
+        if j + ahead < len(blocks):
+            _prefetch(v.ctypes.data + blocks[j + ahead] * (LINE * size))
         if low <= first and first + LINE <= high:
             _set_line_aside(v.ctypes.data + first * size, kept.ctypes.data + place * size, v.dtype.type(0))
         else:
@@ -390,6 +393,7 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
     clean, sums, short = np.empty(STRIP, v.dtype), np.empty(LANES, v.dtype), np.empty((3, STRIP), v.dtype)
     at_u, at_v, at_short = np.int64(u.ctypes.data), np.int64(v.ctypes.data), np.int64(short.ctypes.data)
     kept, block = np.empty(PANEL + 2 * LINE if len(blocks) else 0, v.dtype), np.searchsorted(blocks, start // LINE)
+    ahead = 2 * (PANEL * len(blocks) // len(v) + 1)
     size, total = v.itemsize, 0.0
     for p in range(len(numels)):
         offset, count = offsets[p], 0
@@ -403,7 +407,7 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
         for a in range(low, high, PANEL):
             sums[:] = 0
             if len(blocks):
-                block = _aside(v, a, min(a + PANEL, high), blocks, block, kept)
+                block = _aside(v, a, min(a + PANEL, high), blocks, block, ahead, kept)
             for here in range(a, min(a + PANEL, high), STRIP):
                 width = min(STRIP, high - here)
                 us, vs, g, s = at_u + here * size, at_v + here * size, grads[p] + (here - offset) * size, scales[p]
@@ -481,8 +485,8 @@ def _largest(offset, n, k, v, bits, shift, index, start):
 
 
 @_jit
-def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts, starts, thresholds, blocks, found, sizes,
-            firsts, founds, u, v, bits, shift, index, used):
+def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts, starts, thresholds, blocks, found,
+            sizes, firsts, founds, u, v, bits, shift, index, used):
     """Of parameters first to last, the positions of what is sent, ascending, and how many; of these blocks what was
     added counts.
     """

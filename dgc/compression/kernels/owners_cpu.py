@@ -1,7 +1,7 @@
 """The loops of the exchange that adds up at owners, fused and compiled for the CPU with numba.
 
-A region is read where it lies in v: while the gradients are added in, once for the means of its parameters, and once
-for what is large beside them.
+A region is read where it lies in v: while the gradients are added in, and once for the means of its parameters and the
+largest entry of each block; then only blocks with a large one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -278,18 +279,23 @@ def _magnitudes(builder, address, real, bits):
 
 @intrinsic
 def _add_line(typing_context, x, like, lanes):
-    """Adds |x| of the line at the address x to the float64 numbers at the address ``lanes``."""
+    """Adds |x| of the line at the address x to the float64 numbers at the address ``lanes``. Returns the largest."""
     def generate(context, builder, signature, arguments):
         address, real, into = arguments
+        integer = ir.IntType(like.bitwidth)
         sizes = _magnitudes(builder, address, real.type, like.bitwidth)
+        bits = builder.bitcast(sizes, ir.VectorType(integer, LANES))  # whose order that of the magnitudes is
+        largest = builder.call(cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(integer, [bits.type]),
+            f"llvm.vector.reduce.umax.v{LANES}i{like.bitwidth}"), [bits])
         double = ir.VectorType(ir.DoubleType(), LANES)
         if like.bitwidth == 32:
             sizes = builder.fpext(sizes, double)
         into = builder.inttoptr(into, double.as_pointer())
         builder.store(builder.fadd(builder.load(into, align=8), sizes), into, align=8)
-        return context.get_dummy_value()
+        return builder.bitcast(largest, real.type)
 
-    return types.void(types.int64, like, types.int64), generate
+    return like(types.int64, like, types.int64), generate
 
 
 @intrinsic
@@ -305,8 +311,10 @@ def _reaching(typing_context, x, least):
 
 
 @_jit
-def _sum(first, last, firsts, ends, blocks, v, tiny, lanes):
-    """Pieces first to last of the own region: the sums of |v|, each place of a block for itself."""
+def _sum(first, last, firsts, ends, blocks, v, tiny, lanes, largest):
+    """Pieces first to last of the own region: the sums of |v|, each place of a block for itself; and the largest |v| of
+    each block that is one parameter's.
+    """
     at_v, at_lanes, size = np.int64(v.ctypes.data), np.int64(lanes.ctypes.data), v.itemsize
     for q in range(first, last):
         for j in range(firsts[q] // LINE, (ends[q] - 1) // LINE + 1):
@@ -314,7 +322,7 @@ def _sum(first, last, firsts, ends, blocks, v, tiny, lanes):
                 _prefetch(at_v + blocks[j + AHEAD] * (LINE * size))
             a, b, place = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE), blocks[j] * LINE
             if b - a == LINE:
-                _add_line(at_v + place * size, tiny, at_lanes + q * (LINE * 8))
+                largest[j] = _add_line(at_v + place * size, tiny, at_lanes + q * (LINE * 8))
             else:
                 for i in range(a, b):
                     lanes[q, i] += np.float64(abs(v[place + i]))
@@ -362,11 +370,12 @@ def _threshold(step, every, k, length, ends, of, blocks, v, means):
 
 
 @_jit
-def _find(first, last, firsts, ends, of, blocks, v, smallest, threshold, means, found, scores):
+def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold, means, found, scores):
     """Pieces first to last of the own region: where the scores reach the threshold or nearly so, and the scores; at
     the end of ``found``, too many for it are not written down. Returns how many, and how many reach the threshold.
     """
     at_v, size, count, reach = np.int64(v.ctypes.data), v.itemsize, 0, 0
+    hit = np.empty(BLOCK // LINE + 2, np.int64)  # of a piece
     for q in range(first, last):
         mean = means[of[q]]
         bound = v.dtype.type(threshold * mean * ROOM)
@@ -374,9 +383,15 @@ def _find(first, last, firsts, ends, of, blocks, v, smallest, threshold, means, 
             bound = smallest
         if not bound < np.inf:
             continue
-        for j in range(firsts[q] // LINE, (ends[q] - 1) // LINE + 1):
-            if j + AHEAD < len(blocks):
-                _prefetch(at_v + blocks[j + AHEAD] * (LINE * size))
+        begin, end, hits = firsts[q] // LINE, (ends[q] - 1) // LINE + 1, 0
+        for j in range(begin, end):  # without a branch, and before the blocks are looked at, which are fetched then
+            whole = j * LINE >= firsts[q] and (j + 1) * LINE <= ends[q]
+            hit[hits] = j
+            hits += largest[j] >= bound or not whole
+        for h in range(hits):
+            if h + AHEAD < hits:
+                _prefetch(at_v + blocks[hit[h + AHEAD]] * (LINE * size))
+            j = hit[h]
             place = blocks[j] * LINE
             a, b = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE)
             if b - a == LINE:
@@ -522,7 +537,7 @@ def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: T
     if refused:
         bucket.count(torch.tensor(0))
         return plan.to_owners.telling(n, NONFINITE), _nothing(bucket)
-    places, parameters, begins = np.empty(len(index), np.int64), np.empty(len(index), np.int64), np.empty(n + 1, np.int64)
+    (places, parameters), begins = np.empty((2, len(index)), np.int64), np.empty(n + 1, np.int64)
     wanted = _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, v,
                    np.finfo(v.dtype).tiny, places, parameters, begins)
     rows, taken, entries = _written(bucket, gradients, plan, plan.to_owners, begins, places, parameters, masking)
@@ -551,7 +566,8 @@ def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, rows
         to_come, least, rows.dtype == torch.float16, counts, singles, words, positions, exponents, numbers, sent),
         list(pairwise(count * w // shares for w in range(shares + 1))), threads))
     bucket.count(torch.tensor(entries))
-    return torch.from_numpy(message[:count]), Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent)), entries
+    taken = Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent))
+    return torch.from_numpy(message[:count]), taken, entries
 
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
@@ -581,8 +597,8 @@ class _Said:
         self.half, self.sections = rows.dtype == torch.float16, _sections(rows, array)
         self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
         counts, _, _, positions, exponents = self.sections
-        _check(array.view(np.int32), counts, positions, exponents, rows.slots, rows.size, sizes, self.status, self.whose,
-               self.used)
+        _check(array.view(np.int32), counts, positions, exponents, rows.slots, rows.size, sizes, self.status,
+               self.whose, self.used)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
@@ -604,21 +620,22 @@ def _largest_sums(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan,
     """Where the largest sums of the own region are, over the mean there of their parameter: int64, ascending."""
     table, v, threads = _table(plan), bucket.v.numpy(), torch.get_num_threads()
     lanes, means, tiny = np.zeros((len(table.of), LINE)), np.empty(len(bucket.names), v.dtype), np.finfo(v.dtype).tiny
-    shares, k = table.shares(threads), table.kept
-    _in_threads(lambda first, last: _sum(first, last, table.firsts, table.ends, table.blocks, v, tiny, lanes), shares,
-                threads)
+    shares, k, largest = table.shares(threads), table.kept, np.empty(len(table.blocks), v.dtype)
+    _in_threads(lambda first, last: _sum(first, last, table.firsts, table.ends, table.blocks, v, tiny, lanes, largest),
+                shares, threads)
     absent = np.array([name not in gradients for name in bucket.names])
     fine = _average(table.of, lanes, table.lengths, absent, tiny, means)
     threshold = _threshold(step, table.every, k, table.length, table.ends, table.of, table.blocks, v, means)
     least = np.finfo(v.dtype).smallest_subnormal
     found, scores = np.empty((len(shares), 4 * k + PANEL), np.int64), np.empty((len(shares), 4 * k + PANEL), v.dtype)
     counts = _in_threads(lambda share, first, last: _find(
-        first, last, table.firsts, table.ends, table.of, table.blocks, v, least, threshold, means, found[share],
-        scores[share]), [(w, *share) for w, share in enumerate(shares)], threads)
+        first, last, table.firsts, table.ends, table.of, table.blocks, largest, v, least, threshold, means,
+        found[share], scores[share]), [(w, *share) for w, share in enumerate(shares)], threads)
     if not fine or sum(reach for _, reach in counts) < k or any(count > found.shape[1] for count, _ in counts):
         return _among_all(table, v, means)
     candidates = np.concatenate([found[w, :count] for w, (count, _) in enumerate(counts)])
-    magnitudes, index = np.concatenate([scores[w, :count] for w, (count, _) in enumerate(counts)]), np.empty(k, np.int64)
+    magnitudes = np.concatenate([scores[w, :count] for w, (count, _) in enumerate(counts)])
+    index = np.empty(k, np.int64)
     if k:
         _keep(candidates, magnitudes, _kth(magnitudes.copy(), k), k, index, 0)
     return index

@@ -169,20 +169,18 @@ class Received:
         self._index = plan.regions.index(owners, entries.local).view(-1).clamp_(max=plan.layout.numel - 1)
         self._values = (entries.values / divisor).view(-1)
 
-    def flat(self, fine: Tensor | None = None) -> Tensor:
-        """The update of all parameters, in order; 0 unless it is fine, bool ()."""
-        values = self._values if fine is None else torch.where(fine, self._values, 0)
-        flat = torch.zeros(self.layout.numel, dtype=values.dtype, device=values.device)
-        return flat.index_add_(0, self._index, values)
-
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """See :class:`dgc.paths.averaged.Update`."""
-        for target, part in zip(targets, self.flat().split(self.layout.numels), strict=True):
+        for target, part in zip(targets, self._parts(), strict=True):
             if target is not None:
                 target.view(-1).copy_(part)
 
     def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
         """See :class:`dgc.paths.averaged.Update`."""
-        for target, part, rate in zip(targets, self.flat().split(self.layout.numels), rates, strict=True):
+        for target, part, rate in zip(targets, self._parts(), rates, strict=True):
             if target is not None:
                 target.view(-1).add_(part.mul_(rate))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        flat = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
+        return flat.index_add_(0, self._index, self._values).split(self.layout.numels)
