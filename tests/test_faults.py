@@ -13,6 +13,7 @@ from laws import (
 )
 
 import dgc
+from dgc.compression.kernels import owners_cpu, owners_plain
 from dgc.transport import find
 
 
@@ -27,6 +28,15 @@ def _on_rank_1_in_backward(do):
 def killed():
     """With SIGKILL, as the kernel does when memory runs out."""
     _on_rank_1_in_backward(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_between_phases():
+    """The same, when this rank has been sent rows to add up, and the others wait for what it passes on."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9, exchange="reduce"))
+    if find().world.rank == 1:
+        for kernel in (owners_cpu, owners_plain):
+            kernel.pass_on = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    train(range(2, 6), None, network, optimizer)
 
 
 def raises_in_backward():
@@ -66,6 +76,7 @@ REASONS = {
     raises_in_schedule: "ArithmeticError: rank 1 has had enough",
     out_of_memory: "can't allocate memory: you tried to allocate",
     killed: {"horovod": "exit with status code 137", "torch": "SIGKILL"},
+    killed_between_phases: {"horovod": "exit with status code 137", "torch": "SIGKILL"},
     exits: {"horovod": "exit with status code 3", "torch": "exitcode  : 3"},
 }
 

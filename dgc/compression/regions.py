@@ -17,6 +17,8 @@ an owner's region. In bytes, with C stretches of 65,536 entries in a region, S s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.compression.wire import BLOCK, MIXER, NONFINITE, checksums, exponents, scaled, seal
+from dgc.compression.wire import BLOCK, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
 
 LINE = cost.LINE
 # The exponent that says: a row that this owner was sent is damaged; its first count says whose. From here on exponents
@@ -87,6 +89,23 @@ class Regions:
         if owner == self._tail_of:
             flat[tail:] = region[len(blocks) * LINE:]
 
+    @contextmanager
+    def aside(self, flat: Tensor, owner: int) -> Iterator[None]:
+        """Within it an owner's region is zero at first; at its end what was there is added to what is there."""
+        before = self.read(flat, owner)
+        self.write(flat, owner, torch.zeros_like(before))
+        try:
+            yield
+        finally:
+            self.write(flat, owner, self.read(flat, owner).add_(before))
+
+    def blocks(self, owner: int) -> Tensor:
+        """An owner's blocks: int64, ascending; of the bucket's last one there may be only a part."""
+        if owner == self._tail_of:
+            tail = torch.tensor([self.numel // LINE], device=self.device)
+            return torch.cat([self._blocks(owner), tail])
+        return self._blocks(owner)
+
     def _turn(self, rounds: Tensor) -> Tensor:
         """The owner with which a round begins: numbers without a pattern."""
         return (((rounds * MIXER) & 0xFFFFFFFF) >> 12) % self.owners
@@ -108,6 +127,20 @@ class Entries(NamedTuple):
     values: Tensor  # in the residual's dtype; 0 in unused slots, and in rows that tell of errors
 
 
+class Taken(NamedTuple):
+    """Entries that were taken out of v; or, where ``sent`` has the other sign, added to it."""
+
+    places: Tensor  # int64 (E,), in the bucket
+    sent: Tensor  # (E,), what receivers read; 0 where nothing was sent
+
+
+class Arrived(NamedTuple):
+    """What workers' rows said, and what was therefore added to v."""
+
+    status: Tensor  # int64 (N,), as :class:`Entries` has it
+    added: Taken
+
+
 class Rows:
     """The format of a message's rows.
 
@@ -120,11 +153,11 @@ class Rows:
     """
 
     def __init__(self, slots: int, size: int, dtype: torch.dtype, residual: torch.dtype, device: torch.device):
-        self.slots, self.dtype, self.residual, self.device = slots, dtype, residual, device
+        self.slots, self.size, self.dtype, self.residual, self.device = slots, size, dtype, residual, device
         stretches = -(-size // BLOCK)
         a = 4 * stretches
         b = a + dtype.itemsize * slots
-        self._ends = a, b, b + 2 * slots
+        self.ends = a, b, b + 2 * slots  # of counts, values and positions, in bytes
         self.nbytes = cost.row_bytes(slots, size, dtype.itemsize)
         self._sizes = torch.tensor([min(BLOCK, size - first) for first in range(0, size, BLOCK)], device=device)
 
@@ -180,7 +213,7 @@ class Rows:
         ends = wide.cumsum(1)
         damaged = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1)
         telling = status[:, 0] >= CORRUPT
-        bad = damaged | (~telling & ((wide < 0) | (wide > self._sizes)).any(1) | (ends[:, -1] > self.slots))
+        bad = damaged | ~telling & (((wide < 0) | (wide > self._sizes)).any(1) | (ends[:, -1] > self.slots))
         used = torch.where(bad | telling, 0, ends[:, -1])
         slot = torch.arange(self.slots, device=self.device).expand(len(message), -1)
         stretch = torch.searchsorted(ends.clamp(0, self.slots), slot.contiguous(), right=True).clamp_(
@@ -188,7 +221,7 @@ class Rows:
         within = positions.to(torch.int64) & (BLOCK - 1)
         valid = slot < used[:, None]
         local = stretch * BLOCK + within
-        bad |= (valid & (local >= sizes[:, None])).any(1)
+        bad |= (valid & (local >= sizes[:, None])).any(1) | (valid[:, 1:] & (local.diff(dim=1) <= 0)).any(1)
         valid = valid & ~bad[:, None]
         exponent = torch.where(telling, 0, status[:, 0]).to(torch.int64)
         values = torch.where(valid, scaled(words, exponent[:, None].expand_as(words), self.residual), 0)
@@ -198,7 +231,7 @@ class Rows:
 
     def _sections(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views: counts (R, C), values (R, S), positions (R, S), exponents (R, 1)."""
-        a, b, c = self._ends
+        a, b, c = self.ends
         return (message[:, :a].view(torch.int32), message[:, a:b].view(self.dtype), message[:, b:c].view(torch.int16),
                 message[:, c:c + 2].view(torch.int16))
 
@@ -206,3 +239,45 @@ class Rows:
 def _placed(values: Tensor, where: Tensor, rows: int, slots: int) -> Tensor:
     """(R, S) with these values at these places of it, counted through all rows, and zeros elsewhere."""
     return values.new_zeros(rows * slots + 1).index_copy_(0, where, values)[:-1].view(rows, slots)
+
+
+class Plan:
+    """Who adds up what of a bucket, as one of the owners sees it, and the formats of both phases' messages.
+
+    Args:
+        layout: how many entries are chosen of the bucket, and how their values are written.
+        owners: N.
+        own: which of them this one is.
+    """
+
+    def __init__(self, layout: Layout, owners: int, own: int):
+        self.layout, self.own = layout, own
+        self.regions = Regions(layout.numel, owners, layout.device)
+        slots = cost.row_slots(layout.slots, owners), cost.kept_slots(layout.numel, layout.slots, owners)
+        self.to_owners, self.to_all = (
+            Rows(count, self.regions.size, layout.dtype, layout.residual, layout.device) for count in slots)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """int64 (1,): entries of the own region."""
+        return self.regions.sizes[self.own].view(1)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 (P,): entries of each parameter in the own region."""
+        places = self.regions.index(self.own, torch.arange(int(self.size), device=self.layout.device))
+        ends = torch.searchsorted(places, torch.tensor(self.layout.numels, device=self.layout.device).cumsum(0))
+        return ends.diff(prepend=ends.new_zeros(1))
+
+    @cached_property
+    def pieces(self) -> Tensor:
+        """int64 (3, Q): the own region cut where a parameter ends, and at stretches: where each piece begins and ends,
+        and its parameter. Sums of a parameter are those of its pieces, one after the other.
+        """
+        cuts, first = list[tuple[int, int, int]](), 0
+        for p, length in enumerate(self.lengths.tolist()):
+            end = first + length
+            inner = range((first // BLOCK + 1) * BLOCK, end, BLOCK)
+            cuts += [(a, b, p) for a, b in zip((first, *inner), (*inner, end), strict=True) if a < b]
+            first = end
+        return torch.tensor(cuts, dtype=torch.int64).view(-1, 3).T

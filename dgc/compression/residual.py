@@ -43,6 +43,10 @@ class Bucket:
         velocity: whether there is a u (momentum correction).
     """
 
+    # Of the last step, where entries are added up at owners: int64, 0-dim; see :class:`dgc.engine.report.Report`.
+    overflow_entries: Tensor | int = 0
+    held_entries: Tensor | int = 0
+
     def __init__(self, name: str, parameters: Mapping[str, Tensor], velocity: bool = True):
         first = next(iter(parameters.values()))
         self.name = name

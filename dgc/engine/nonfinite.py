@@ -66,6 +66,7 @@ class NonFinite:
         for device in {bucket.v.device for bucket in buckets}:
             wait_for_own_stream(device)  # which may be using v
         self._found += [error for bucket in buckets if (error := settle(bucket)) is not None]
+        self._found += [error for _, verdict in self._pending if (error := verdict.damaged) is not None]
         self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
 
     def raise_found(self, rank: int, count: Count) -> None:

@@ -33,6 +33,9 @@ class Report:
     total_density: float
     skipped: int  # steps that no rank took, as a gradient was not finite
     lost_residuals: int  # of ranks that an elastic job has lost
+    # Of exchange="reduce", in the last step; what they count stays in v, here or at the owner, and nothing is lost:
+    overflow_entries: int  # chosen for other ranks and not sent: without a slot in a row, or too small for its float16
+    held_entries: int  # that came to this rank to be added up, one from each rank that sent it, and were not passed on
 
     def as_dict(self) -> dict[str, float]:
         """All of it by name, as plain numbers, for a logger: ``writer.add_scalars("dgc", report.as_dict(), step)`` of
@@ -124,4 +127,6 @@ class Ledger:
             total_density=(sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"])
             / max(1, totals["numel"]),
             skipped=self._skipped,
-            lost_residuals=self.lost_residuals)
+            lost_residuals=self.lost_residuals,
+            overflow_entries=sum(int(bucket.overflow_entries) for bucket in compressed),
+            held_entries=sum(int(bucket.held_entries) for bucket in compressed))

@@ -43,6 +43,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         ValueError: a message is corrupt; raised on all ranks that received it so.
     """
     sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
+    bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
     task = Task(bucket, gradients, clip, layout, config, step, world, average)

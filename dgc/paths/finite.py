@@ -15,7 +15,7 @@ from dgc.collective import Collective
 from dgc.compression import device
 from dgc.compression.device import HostCopy
 from dgc.compression.residual import Bucket
-from dgc.compression.wire import not_finite, sender_name
+from dgc.compression.wire import corrupt, not_finite, sender_name
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,27 @@ class PendingVerdict:
         total: int64 (), the same of the sum.
         each: how many ranks have the same gradient.
         refused: whether a sum that is not finite is an error, or only a warning.
+        damaged: int64 (), the contributor whose message is corrupt, or -1; alike on all ranks. None: none can be.
+        bucket: its name, for that error.
     """
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1,
-                 refused: bool = True):
-        self._names, self._numels, self._each, self.refused = names, numels, each, refused
-        self.fine = total < 0  # bool (), on the device
-        self._answer = HostCopy(torch.stack([own, total]))
+                 refused: bool = True, damaged: Tensor | None = None, bucket: str = ""):
+        self._names, self._numels, self._each, self.refused, self._bucket = names, numels, each, refused, bucket
+        damaged = torch.full_like(total, -1) if damaged is None else damaged
+        self.fine = (total < 0) & (damaged < 0)  # bool (), on the device
+        self._answer = HostCopy(torch.stack([own, total, damaged]))  # one copy for all of it
 
     @property
     def not_finite(self) -> bool:
         """Whether the sum is not finite. A host-device synchronisation."""
         return int(self._answer.get()[1]) >= 0
+
+    @property
+    def damaged(self) -> ValueError | None:
+        """The error to raise where a message is corrupt. A host-device synchronisation."""
+        sender = int(self._answer.get()[2])
+        return None if sender < 0 else corrupt(sender_name(sender, self._each), self._bucket)
 
     def blame(self) -> Generator[Collective, Tensor, str]:
         """The ranks to blame, and a parameter of each, where the sum is not finite: all ranks ask. Or nobody, ""."""

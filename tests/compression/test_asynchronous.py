@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dgc
 from dgc.compression import device as devices
 from dgc.compression import kernels
+from dgc.compression.kernels import owners_plain
 from dgc.compression.residual import Gradient
 from dgc.compression.wire import seal
 from dgc.config import Config
@@ -100,6 +101,54 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, monkeypatch
         assert torch.allclose(-weights[name], sum(sent[name] for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("phase", ["to owners", "to all"])
+def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
+    """Where devices run ahead, in the next step, on all ranks; also where one owner alone has received it. Nothing is
+    lost.
+    """
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+    turns, add, received = [0, 0, 0], owners_plain.add, owners_plain.Received
+
+    def damaged(messages, sender, turn):
+        messages = messages.clone()
+        messages[sender, 5] ^= 64 if turn == 1 else 0
+        return messages
+
+    def adding(bucket, plan, rows):
+        turns[plan.own] += 1
+        return add(bucket, plan, damaged(rows, 1, turns[plan.own] - 1 if phase == "to owners" and plan.own == 2 else 0))
+
+    def receiving(plan, messages, divisor):
+        return received(plan, damaged(messages, 1, turns[plan.own] - 1 if phase == "to all" else 0), divisor)
+
+    monkeypatch.setattr(owners_plain, "add", adding)
+    monkeypatch.setattr(owners_plain, "Received", receiving)
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
+                                             Config(0.9, exchange="reduce"))
+        total, ends = torch.zeros(40, 30), []
+        for step in range(4):
+            g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
+            total += g
+            ends.append("")
+            try:
+                weight.grad = g.to(DEVICE)
+                optimizer.step()
+            except ValueError as error:
+                ends[-1] = str(error)
+        return ends, weight.detach().cpu(), total - optimizer.residual_state_dict()["v"]["a"].cpu()
+
+    ranks = dgc.lockstep.run(worker, 3)
+    for ends, weight, _ in ranks:
+        assert [bool(end) for end in ends] == [False, False, True, False] and ends == ranks[0][0]
+        assert ends[2].startswith("the message of rank 1 for ") and "is corrupt" in ends[2]
+        assert weight.any() and torch.allclose(-weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+
+
 aten = torch.ops.aten
 OPERATIONS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select}
 METHODS = "item", "tolist", "__bool__", "__int__", "__float__", "__index__"
@@ -150,7 +199,8 @@ class Unasked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.3, {}), (0.0, {})], ids=str)
+    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.9, {"exchange": "reduce"}), (0.3, {}),
+    (0.0, {})], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer
     bytes.

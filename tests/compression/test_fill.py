@@ -21,7 +21,7 @@ TRAINING = """
 import json, sys, time
 import torch
 import dgc
-from dgc.compression.kernels import cpu, fill
+from dgc.compression.kernels import cpu, fill, owners_cpu
 
 torch.set_num_threads(1)
 chosen = []
@@ -43,11 +43,20 @@ def worker():
         optimizer.step()
         if step == 0:
             first = time.perf_counter() - began
-    return first, [p.double().sum().item() for p in model.parameters()]
+    reducing = torch.nn.Linear(100, 100)
+    optimizer = dgc.DistributedOptimizer(torch.optim.SGD(reducing.parameters(), 0.1, 0.9), reducing.named_parameters(),
+                                         dgc.Config(0.9, exchange="reduce"))
+    for step in range(3):
+        optimizer.zero_grad()
+        reducing(torch.randn(4, 100, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return first, [p.double().sum().item() for p in (*model.parameters(), *reducing.parameters())]
 
 (first, values), _ = dgc.lockstep.run(worker, 2)
 misses = sum(sum(loop.stats.cache_misses.values()) for loop in (
-    cpu._accumulate, cpu._thresholds, cpu._choose, cpu._encode, cpu._seal, cpu._check, cpu._receive, cpu._decay))
+    cpu._accumulate, cpu._thresholds, cpu._choose, cpu._encode, cpu._seal, cpu._check, cpu._receive, cpu._decay,
+    owners_cpu._deal, owners_cpu._write, owners_cpu._check, owners_cpu._add, owners_cpu._sum, owners_cpu._average,
+    owners_cpu._threshold, owners_cpu._find, owners_cpu._score, owners_cpu._held, owners_cpu._spread))
 print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)), "misses": misses}))
 """
 

@@ -244,6 +244,62 @@ def test_mutated_rows_are_refused_or_read_within_bounds(seed):
         assert int(got.status) < CORRUPT or not got.values.any()
 
 
+def test_what_is_not_sent_is_counted(monkeypatch):
+    """Against a count in NumPy: of what has no slot in a row, and of what comes to an owner and is not passed on. A
+    dense step has neither.
+    """
+    n, k, slots, kept = 4, 100, 3, 10
+    monkeypatch.setattr(cost, "row_slots", lambda *_: slots)
+    monkeypatch.setattr(cost, "KEPT", 0.4)  # of 100 entries of 4 workers, 10 each
+    every = torch.randn(n, 40, 50, generator=torch.Generator().manual_seed(0))
+    g, whose = every.view(n, -1).double().numpy(), owners(2000, n)
+    sums, came, overflow = np.where(whose == np.arange(n)[:, None], g, 0).sum(0), [[] for _ in range(n)], [0] * n
+    for r in range(n):
+        chosen = np.argsort(-np.abs(g[r]))[:k]
+        for o in set(range(n)) - {r}:
+            row = chosen[whose[chosen] == o]
+            overflow[r] += max(0, len(row) - slots)
+            came[o] += row[:slots].tolist()
+            sums[row[:slots]] += g[r, row[:slots]]
+    held = []
+    for o in range(n):
+        region = np.flatnonzero(whose == o)
+        passed_on = region[np.argsort(-np.abs(sums[region]))[:kept]]
+        held.append(sum(i not in passed_on for i in came[o]))
+    assert min(overflow) > 0 and min(held) > 0
+
+    def worker():
+        p = torch.nn.Parameter(torch.zeros(40, 50))
+        config = dgc.Config(lambda step: 0.0 if step else 0.95, exchange="reduce")
+        optimizer, told = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], config), []
+        for _ in range(2):
+            p.grad = every[dgc.lockstep.current().world.rank].clone()
+            optimizer.step()
+            told.append((optimizer.report().overflow_entries, optimizer.report().held_entries))
+        return told
+
+    assert dgc.lockstep.run(worker, n) == [[counts, (0, 0)] for counts in zip(overflow, held, strict=True)]
+
+
+def test_what_is_too_small_for_a_row_is_counted_and_waits():
+    """Entries at 2^-42 of the row's largest, of float16, in the regions of others."""
+    whose = owners(4000, 4)
+
+    def worker():
+        rank = dgc.lockstep.current().world.rank
+        p, g = torch.nn.Parameter(torch.zeros(80, 50)), torch.zeros(4000)
+        for o in range(4):
+            g[np.flatnonzero(whose == o)[:6]] = 2.0**-42
+            g[np.flatnonzero(whose == o)[0]] = 1.0
+        p.grad = g.view(80, 50)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], REDUCE)
+        optimizer.step()
+        waits = optimizer.residual_state_dict()["v"]["p"].flatten()[torch.from_numpy(whose) != rank]
+        return optimizer.report().overflow_entries, int((waits == 2.0**-42).sum())
+
+    assert dgc.lockstep.run(worker, 4) == [(15, 15)] * 4
+
+
 def test_what_cancels_is_gone_and_what_all_want_is_learned():
     """Half of the ranks have +3 at 40 entries, half -3, and all have 1 at 20 others; there are 20 slots a step."""
     n, steps = 8, 300

@@ -1,7 +1,8 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
 Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``settle`` and ``decay``.
-``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit.
+``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do ``owners_plain``
+and ``owners_cpu``, of the exchange that adds up at owners.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
 from dgc.config import Masking
@@ -56,6 +58,36 @@ class Kernel(Protocol):
     def decay(self, parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None: ...
 
 
+class ReceivedSums(Protocol):
+    """What all owners passed on: an update."""
+
+    status: Tensor
+    whose: Tensor
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        """Overwrites the targets with the update."""
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        """Adds the update, times each parameter's rate, to the targets."""
+
+
+class OwnersKernel(Protocol):
+    """A module of kernels of owners; :mod:`dgc.compression.kernels.owners_plain` says what the functions do."""
+
+    Received: Callable[[Plan, Tensor, float], ReceivedSums]
+
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
+               plan: Plan, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]: ...
+
+    def send(self, bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor,
+             refused: Tensor, masking: Masking) -> tuple[Tensor, Taken]: ...
+
+    def add(self, bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived: ...
+
+    def pass_on(self, bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
+                masking: Masking) -> tuple[Tensor, Taken]: ...
+
+
 @cache
 def module_for(kind: str, dtype: torch.dtype) -> Kernel:
     """The module for residuals of this dtype on this kind of device (``torch.device.type``).
@@ -82,6 +114,12 @@ def current(kind: str, dtype: torch.dtype) -> Kernel:
         if not fill.filling(dtype).done():
             return cast(Kernel, import_module("dgc.compression.kernels.plain"))
     return module
+
+
+def owners(kind: str, dtype: torch.dtype) -> OwnersKernel:
+    """The module of owners to call now: compiled where :func:`current` is, on a CPU."""
+    compiled = current(kind, dtype).__name__ == "dgc.compression.kernels.cpu"
+    return cast(OwnersKernel, import_module(f"dgc.compression.kernels.owners_{'cpu' if compiled else 'plain'}"))
 
 
 def compile_ahead(*dtypes: torch.dtype) -> None:

@@ -41,6 +41,7 @@ LANES = 16  # entries of a strip in one operation, which becomes as many as the 
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
+NO_BLOCKS = np.empty(0, np.int64)
 # What tells a loop the dtype behind an address.
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
@@ -137,6 +138,32 @@ def _adds(kind):
     return add
 
 
+@intrinsic
+def _set_line_aside(typing_context, x, into, like):
+    """Moves the line at the address x to the address ``into``, and leaves zeros."""
+    def generate(context, builder, signature, arguments):
+        line = ir.VectorType(arguments[2].type, LANES)
+        x, into = (builder.inttoptr(address, line.as_pointer()) for address in arguments[:2])
+        builder.store(builder.load(x, align=like.bitwidth // 8), into, align=like.bitwidth // 8)
+        builder.store(ir.Constant(line, None), x, align=like.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def _add_line_back(typing_context, x, by, like):
+    """Adds the line at the address ``by`` to that at the address x."""
+    def generate(context, builder, signature, arguments):
+        line = ir.VectorType(arguments[2].type, LANES)
+        x, by = (builder.inttoptr(address, line.as_pointer()) for address in arguments[:2])
+        total = builder.fadd(*(builder.load(pointer, align=like.bitwidth // 8) for pointer in (x, by)))
+        builder.store(total, x, align=like.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, like), generate
+
+
 _plain, _heavy, _nesterov = _adds(PLAIN), _adds(HEAVY), _adds(NESTEROV)
 
 
@@ -193,6 +220,73 @@ def _leading(bits, shift, k):
     return b, above
 
 
+# -- a region that is set aside ----------------------------------------------------------------------------------------
+
+@_jit
+def _aside(v, low, high, blocks, at, ahead, kept):
+    """Sets what entries low to high have in these blocks aside, to ``kept``, block after block, and leaves zeros.
+
+    Args:
+        blocks: int64, ascending: numbers of LINE entries each.
+        at: a block from which on there may be some in it.
+        ahead: how many blocks later one is fetched, as this is ahead of where the processor expects to be.
+
+    Returns:
+        The first that has.
+    """
+    while at < len(blocks) and (blocks[at] + 1) * LINE <= low:
+        at += 1
+    size, place = v.itemsize, 0
+    for j in range(at, len(blocks)):
+        first = blocks[j] * LINE
+        if first >= high:
+            break
+        if j + ahead < len(blocks):
+            _prefetch(v.ctypes.data + blocks[j + ahead] * (LINE * size))
+        if low <= first and first + LINE <= high:
+            _set_line_aside(v.ctypes.data + first * size, kept.ctypes.data + place * size, v.dtype.type(0))
+        else:
+            for i in range(max(first, low), min(first + LINE, high)):
+                kept[place + i - first], v[i] = v[i], 0
+        place += LINE
+    return at
+
+
+@_jit
+def _back(v, low, high, blocks, at, kept):
+    """Adds back what :func:`_aside` has set aside."""
+    size, place = v.itemsize, 0
+    for j in range(at, len(blocks)):
+        first = blocks[j] * LINE
+        if first >= high:
+            break
+        if low <= first and first + LINE <= high:
+            _add_line_back(v.ctypes.data + first * size, kept.ctypes.data + place * size, v.dtype.type(0))
+        else:
+            for i in range(max(first, low), min(first + LINE, high)):
+                v[i] += kept[place + i - first]
+        place += LINE
+
+
+@_jit
+def _without(kind, offset, n, blocks, u, v, g, s, m):
+    """A copy of a parameter's v as it would be, had there been zeros in these blocks before the gradient was added."""
+    seen, raw = v[offset:offset + n].copy(), numba.carray(_pointer(g), n, v.dtype)
+    for j in range(np.searchsorted(blocks, offset // LINE), len(blocks)):
+        if blocks[j] * LINE >= offset + n:
+            break
+        for i in range(max(blocks[j] * LINE, offset), min(blocks[j] * LINE + LINE, offset + n)):
+            x = s * raw[i - offset]
+            if not abs(x) < np.inf:
+                x = v.dtype.type(0)
+            if kind == HEAVY:
+                x = u[i]
+            elif kind == NESTEROV:
+                x = x + m * u[i]
+            seen[i - offset] = x
+    return seen
+
+
 # -- accumulate, and note what may be large ----------------------------------------------------------------------------
 
 @_jit
@@ -216,11 +310,23 @@ def _look(kind, u, v, g, s, m, threshold, line):
 
 
 @_jit
-def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, strides, u, v, tiny, out):
-    """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample.
-    Infinity where there is no gradient.
+def _clear(v, first, blocks, line):
+    """A copy of the line that begins at an entry, with zeros where it is in these blocks."""
+    line[:] = v[first:first + LINE]
+    for j in range(np.searchsorted(blocks, first // LINE), len(blocks)):
+        if blocks[j] * LINE >= first + LINE:
+            break
+        for i in range(max(blocks[j] * LINE, first), min(blocks[j] * LINE + LINE, first + LINE)):
+            line[i - first] = 0
+
+
+@_jit
+def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, strides, blocks, u, v, tiny,
+                out):
+    """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample; with
+    zeros for the v of these blocks. Infinity where there is no gradient.
     """
-    line = np.empty(LINE, v.dtype)
+    line, cleared = np.empty(LINE, v.dtype), np.empty(LINE, v.dtype)
     for p in range(first, last):
         out[p] = np.inf
         if kinds[p] == ABSENT:
@@ -246,8 +352,11 @@ def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numel
                 _prefetch(v.ctypes.data + offset * v.itemsize + ahead)
                 _prefetch(u.ctypes.data + offset * v.itemsize + ahead)
             size, there = v.itemsize, offset + a
-            reached = _look(kinds[p], u.ctypes.data + there * size, v.ctypes.data + there * size, grads[p] + a * size,
-                            s, m, threshold, line)
+            at_v = np.int64(v.ctypes.data + there * size)
+            if len(blocks):
+                at_v = np.int64(cleared.ctypes.data)
+                _clear(v, there, blocks, cleared)
+            reached = _look(kinds[p], u.ctypes.data + there * size, at_v, grads[p] + a * size, s, m, threshold, line)
             if reached:
                 for i in range(LINE):
                     if line[i] >= threshold:
@@ -269,9 +378,10 @@ def _add(kind, u, v, g, s, m, threshold, sums):
 
 
 @_jit
-def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, at, room, u, v,
-                found, sizes, firsts, founds, bad):
-    """Entries start to end of the bucket: adds the gradients in, and writes down where v then exceeds the threshold.
+def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numels, thresholds, limits, blocks, at, room,
+                u, v, found, sizes, firsts, founds, bad):
+    """Entries start to end of the bucket: adds the gradients in, and writes down where v then exceeds the threshold; of
+    these blocks, where what is added does.
 
     Positions go to ``found`` and magnitudes to ``sizes`` at places ``at`` to ``room``. For each parameter p
     ``firsts[chunk, p]`` tells where they begin, and ``founds[chunk, p]`` how many there are; -1 if there were more
@@ -282,6 +392,8 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
     """
     clean, sums, short = np.empty(STRIP, v.dtype), np.empty(LANES, v.dtype), np.empty((3, STRIP), v.dtype)
     at_u, at_v, at_short = np.int64(u.ctypes.data), np.int64(v.ctypes.data), np.int64(short.ctypes.data)
+    kept, block = np.empty(PANEL + 2 * LINE if len(blocks) else 0, v.dtype), np.searchsorted(blocks, start // LINE)
+    ahead = 2 * (PANEL * len(blocks) // len(v) + 1)
     size, total = v.itemsize, 0.0
     for p in range(len(numels)):
         offset, count = offsets[p], 0
@@ -294,6 +406,8 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
             threshold = v.dtype.type(np.inf)
         for a in range(low, high, PANEL):
             sums[:] = 0
+            if len(blocks):
+                block = _aside(v, a, min(a + PANEL, high), blocks, block, ahead, kept)
             for here in range(a, min(a + PANEL, high), STRIP):
                 width = min(STRIP, high - here)
                 us, vs, g, s = at_u + here * size, at_v + here * size, grads[p] + (here - offset) * size, scales[p]
@@ -323,6 +437,8 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
                         found[at + count] = i
                         sizes[at + count] = abs(v[i])
                     count += 1
+            if len(blocks):
+                _back(v, a, min(a + PANEL, high), blocks, block, kept)
             for x in sums:
                 total += x
         if count > most:
@@ -369,9 +485,11 @@ def _largest(offset, n, k, v, bits, shift, index, start):
 
 
 @_jit
-def _choose(first, last, kinds, offsets, numels, counts, starts, thresholds, found, sizes, firsts, founds, v, bits,
-            shift, index, used):
-    """Of parameters first to last, the positions of what is sent, ascending, and how many."""
+def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts, starts, thresholds, blocks, found,
+            sizes, firsts, founds, u, v, bits, shift, index, used):
+    """Of parameters first to last, the positions of what is sent, ascending, and how many; of these blocks what was
+    added counts.
+    """
     for p in range(first, last):
         k, total = counts[p], 0
         used[p] = 0
@@ -379,6 +497,11 @@ def _choose(first, last, kinds, offsets, numels, counts, starts, thresholds, fou
             continue
         for w in range(len(founds)):
             total = total + founds[w, p] if founds[w, p] >= 0 and total >= 0 else -1
+        if len(blocks) and (thresholds[p] < 0 or total < k):
+            seen = _without(kinds[p], offsets[p], numels[p], blocks, u, v, grads[p], scales[p], momenta[p])
+            used[p] = _largest(0, numels[p], k, seen, seen.view(bits.dtype), shift, index, starts[p])
+            index[starts[p]:starts[p] + used[p]] += offsets[p]
+            continue
         if thresholds[p] < 0 or total < k:
             used[p] = _largest(offsets[p], numels[p], k, v, bits, shift, index, starts[p])
             continue
@@ -685,10 +808,11 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
                layout: Layout) -> list[str]:
     """As :func:`plain.accumulate`."""
     table, local = _table(layout), _Gradients(bucket, gradients, scale)
-    return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype))[0]
+    return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype), NO_BLOCKS)[0]
 
 
-def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) -> tuple[list[str], Any, Any, Any, Any]:
+def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
+          blocks: Any) -> tuple[list[str], Any, Any, Any, Any]:
     u, v = _arrays(bucket)
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
     threads = min(table.threads, len(table.chunks))
@@ -706,7 +830,7 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any) ->
         at, end_of_room = place[thread]
         square, place[thread][0] = _accumulate(
             start, end, chunk, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            thresholds, table.limits, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
+            thresholds, table.limits, blocks, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
         return square
 
     squares = _in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
@@ -720,8 +844,12 @@ def _arrays(bucket: Bucket) -> tuple[Any, Any]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`plain.select`."""
+           layout: Layout, exact: bool, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`plain.select`.
+
+    Args:
+        blocks: int64, ascending, numbers of LINE entries each, where only what this step adds to v counts.
+    """
     table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), _arrays(bucket)
     single = v.itemsize == 4
     bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
@@ -730,13 +858,14 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     if not exact:
         _in_threads(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            table.counts, table.strides, u, v, tiny, thresholds), table.parameters, table.threads)
-    bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds)
+            table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
+    bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
     _in_threads(lambda first, last: _choose(
-        first, last, local.kinds, table.offsets, table.numels, table.counts, table.starts, thresholds, found,
-        sizes, firsts, founds, v, bits, shift, positions, numbers), table.parameters, table.threads)
+        first, last, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+        table.counts, table.starts, thresholds, blocks, found, sizes, firsts, founds, u, v, bits, shift, positions,
+        numbers), table.parameters, table.threads)
     return bad, index, used
 
 

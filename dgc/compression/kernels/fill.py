@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from dgc.compression.kernels import cpu
+from dgc.compression.kernels import cpu, owners_cpu
+from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
 from dgc.warn import warn
@@ -38,7 +39,7 @@ class Filling:
     """
 
     def __init__(self, dtype: torch.dtype):
-        kept = cpu._accumulate._cache
+        kept = owners_cpu._add._cache  # whose digest is of both files
         self._name, name = str(dtype).removeprefix("torch."), f"dgc.{str(dtype).removeprefix('torch.')}.{kept.digest}"
         self._markers = [folder / f"{name}.compiled" for folder in kept.folders]
         self._lock, self._writable = kept.folders[0] / f"{name}.lock", kept.writable
@@ -139,6 +140,19 @@ def run_all(dtype: torch.dtype) -> None:
     received.write([parameter])
     received.add([parameter], [1.0])
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
+    _run_owners(bucket, gradients, Plan(layout, 3, 1), parameter)
+
+
+def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:
+    """Those of the exchange that adds up at owners."""
+    _, index, used = owners_cpu.select(bucket, gradients, None, plan, False, 0)
+    rows, _ = owners_cpu.send(bucket, gradients, plan, index, used, torch.tensor(False), True)
+    arrived = owners_cpu.add(bucket, plan, rows[1:2].expand(3, -1))
+    message, _ = owners_cpu.pass_on(bucket, gradients, plan, arrived, 0, True)
+    owners_cpu._among_all(owners_cpu._table(plan), bucket.v.numpy(), bucket.v.numpy()[:1])
+    received = owners_cpu.Received(plan, message.expand(3, -1), 3.0)
+    received.write([parameter])
+    received.add([parameter], [1.0])
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,14 @@ class _Files(caching.IndexDataCacheFile):
 class _Cache(caching.FunctionCache):
     _impl_class = _Impl
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], also: Sequence[str] = ()):
         super().__init__(function)
         self.writable = not isinstance(self._impl.locator, _Unwritable)
         own = Path(inspect.getfile(function)).parent / "__pycache__"
         self.folders = list(dict.fromkeys([Path(self.cache_path), own]))  # written is the first
         stamp = self._impl.locator.get_source_stamp()
+        if also:
+            stamp = stamp, *((status.st_mtime, status.st_size) for status in map(os.stat, also))
         self._cache_file = _Files(self.folders, self._impl.filename_base, stamp)
         processor = cpu_target.target_context.codegen().magic_tuple()
         self.digest = hashlib.sha256(repr((numba.__version__, sys.version_info[:2], stamp, processor)).encode(
@@ -86,11 +89,15 @@ class _Cache(caching.FunctionCache):
             super().save_overload(signature, compiled)
 
 
-def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As ``numba.njit(cache=True, **options)``, for processes that compile at the same time."""
+def jit(also: Sequence[str] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As ``numba.njit(cache=True, **options)``, for processes that compile at the same time.
+
+    Args:
+        also: other files from which a function calls what it is compiled with: it is compiled anew if they change.
+    """
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
-        dispatcher._cache = _Cache(function)
+        dispatcher._cache = _Cache(function, also)
         return dispatcher
 
     return compiled

@@ -1,0 +1,186 @@
+"""The loops of the exchange that adds up at owners, in torch operations: for any device, and what the compiled ones
+are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dgc.compression import device, kernels
+from dgc.compression import select as selection
+from dgc.compression.regions import CORRUPT, LINE, Arrived, Plan, Taken
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import NONFINITE
+from dgc.config import Masking
+
+
+def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
+           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`dgc.compression.kernels.plain.select`; in the own region only what this step adds to v counts. What was
+    there are sums, which are large, as others' entries are in them, and need no slots.
+    """
+    kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
+    with plan.regions.aside(bucket.v, plan.own):
+        return kernel.select(bucket, gradients, scale, plan.layout, exact, step)
+
+
+def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor, refused: Tensor,
+         masking: Masking) -> tuple[Tensor, Taken]:
+    """Takes the chosen entries outside the own region out of v, and writes them down for their owners.
+
+    Args:
+        index, used: as :func:`select` returned them.
+        refused: bool (), whether a gradient is not finite: nothing is sent but this fact.
+        masking: see :func:`dgc.compression.kernels.plain.encode`.
+
+    Returns:
+        The rows, uint8 (N, nbytes), and what was taken.
+    """
+    regions = plan.regions
+    valid = plan.layout.uses(used) & ~refused
+    index = torch.where(valid, index, 0)  # in the other slots there may be anything
+    owner = regions.owner(index)
+    row = torch.where(valid & (owner != plan.own), owner, regions.owners)
+    wanted = torch.count_nonzero(row < regions.owners)
+    row = _fitting(row, bucket.v[index], plan)
+    if masking == "prepay":
+        bucket.prepay(index, row < regions.owners, gradients)
+    rows, sent = plan.to_owners.encode(row, regions.local(index), bucket.v[index], regions.owners)
+    bucket.take(index, sent, masking is True)
+    bucket.overflow_entries = wanted - torch.count_nonzero(sent)
+    told = torch.where(refused, plan.to_owners.telling(regions.owners, NONFINITE), rows)
+    return told, Taken(index, sent)
+
+
+def _fitting(row: Tensor, values: Tensor, plan: Plan) -> Tensor:
+    """The rows of entries, without those for which there is no slot: the smallest of a row, beside the mean of those
+    chosen of their parameters.
+    """
+    n, slots, owner = plan.regions.owners, plan.to_owners.slots, plan.layout.owner
+    if not device.is_asynchronous(row.device) and int(torch.bincount(row, minlength=n)[:n].max()) <= slots:
+        return row
+    size = torch.where(row < n, values.abs(), 0)
+    total, count = size.new_zeros(2, len(plan.layout.counts))
+    mean = total.index_add_(0, owner, size) / count.index_add_(0, owner, (size > 0).to(size)).clamp(min=1)
+    smallness = 1 / (1 + size / mean[owner].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
+    smallness = smallness.nan_to_num(0)  # infinity among infinities is large
+    order = (row + 0.5 * smallness.double()).sort(stable=True)
+    first = torch.searchsorted(order.values, torch.arange(n + 1, device=row.device).double())
+    place = torch.empty_like(row)
+    place[order.indices] = torch.arange(len(row), device=row.device) - first[row[order.indices]]
+    return torch.where(place < slots, row, n)
+
+
+def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
+    """Adds to v what rows, uint8 (N, nbytes), say of the own region; nothing if one of them tells of an error."""
+    entries = plan.to_owners.decode(rows, plan.size)
+    wrong = (entries.status >= CORRUPT).any()
+    index = plan.regions.index(plan.own, entries.local).view(-1).clamp_(max=bucket.numel - 1)  # of an empty region
+    values = torch.where(wrong, 0, entries.values.view(-1))
+    bucket.v.index_add_(0, index, values)
+    return Arrived(entries.status, Taken(index, -values))
+
+
+def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
+            masking: Masking) -> tuple[Tensor, Taken]:
+    """Takes the largest sums of the own region out of v, beside the mean |v| there of their parameter, and writes them
+    down for all. Nothing is passed on where a worker's row tells of an error, but whose.
+
+    Args:
+        gradients: of this step: nothing is passed on of a parameter without one.
+        step: the optimizer's step, which rotates a sample.
+
+    Returns:
+        The message, uint8 (1, nbytes), and what was taken.
+    """
+    wrong = (arrived.status >= CORRUPT).any()
+    index = plan.regions.index(plan.own, _largest(_scores(bucket, gradients, plan), plan.to_all.slots, step))
+    row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
+    if masking == "prepay":
+        bucket.prepay(index, row == 0, gradients)
+    message, sent = plan.to_all.encode(row, plan.regions.local(index), bucket.v[index], 1)
+    bucket.take(index, sent, masking is True)
+    bucket.held_entries = _held(arrived.added, Taken(index, sent))
+    told = plan.to_all.telling(1, arrived.status.max(), arrived.status.argmax())
+    return torch.where(wrong, told, message), Taken(index, sent)
+
+
+def _held(added: Taken, passed_on: Taken) -> Tensor:
+    """int64 (): how many of the entries that came were not passed on. Those passed on are in ascending order."""
+    if not len(passed_on.places):
+        return torch.count_nonzero(added.sent)
+    at = torch.searchsorted(passed_on.places, added.places).clamp_(max=len(passed_on.places) - 1)
+    gone = (passed_on.places[at] == added.places) & (passed_on.sent[at] != 0)
+    return torch.count_nonzero(torch.where(gone, 0, added.sent))
+
+
+def _scores(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan) -> Tensor:
+    """|v| of the own region over the mean |v| there of the parameter, as parameters' gradients differ in scale; 0 of
+    one that sits this step out.
+    """
+    sums = plan.regions.read(bucket.v, plan.own).abs_()
+    means = _means(sums, plan).clamp_(min=torch.finfo(sums.dtype).tiny)
+    absent = [name not in gradients for name in bucket.names]
+    if any(absent):
+        means.masked_fill_(torch.tensor(absent).to(means.device, non_blocking=True), torch.inf)
+    sums.div_(means.repeat_interleave(plan.lengths, output_size=len(sums)))
+    return sums.nan_to_num_(torch.inf, torch.inf)  # infinity over infinity, which is to be passed on, and told
+
+
+def _means(sums: Tensor, plan: Plan) -> Tensor:
+    """(P,): the mean of each parameter's entries in the region. On a CPU they are added up in float64, each place of a
+    block for itself, and piece by piece, as the compiled loops do.
+    """
+    if device.is_asynchronous(sums.device):
+        return torch.segment_reduce(sums, "mean", lengths=plan.lengths, initial=0.0)
+    first, end, parameter = plan.pieces
+    lane = torch.arange(len(first)).repeat_interleave(end - first) * LINE + torch.arange(len(sums)) % LINE
+    lanes = torch.zeros(len(first) * LINE, dtype=torch.float64).index_add_(0, lane, sums.double()).view(-1, LINE)
+    total = torch.zeros(len(plan.lengths), dtype=torch.float64).index_add_(0, parameter, lanes.cumsum(1)[:, -1])
+    return (total / plan.lengths.clamp(min=1)).to(sums.dtype)
+
+
+def _largest(scores: Tensor, k: int, step: int) -> Tensor:
+    """int64, ascending: the positions of the k largest; fewer, on a CPU, where the others are zero."""
+    k = min(k, len(scores))
+    if device.is_asynchronous(scores.device):
+        return scores.topk(k, sorted=False).indices.sort().values
+    return selection.sampled(scores, k, step)
+
+
+class Received:
+    """What all owners passed on, divided: an update. What a row that tells of an error has is 0.
+
+    Args:
+        plan: they were written with it.
+        messages: uint8 (N, nbytes).
+        divisor: of the sums.
+    """
+
+    def __init__(self, plan: Plan, messages: Tensor, divisor: float):
+        self.layout = plan.layout
+        entries = plan.to_all.decode(messages, plan.regions.sizes)
+        self.status, self.whose = entries.status, entries.whose  # see :class:`dgc.compression.regions.Entries`
+        owners = torch.arange(len(messages), device=messages.device)[:, None]
+        # Unused slots are at a region's first place, which an empty one does not have.
+        self._index = plan.regions.index(owners, entries.local).view(-1).clamp_(max=plan.layout.numel - 1)
+        self._values = (entries.values / divisor).view(-1)
+
+    def write(self, targets: Sequence[Tensor | None]) -> None:
+        """See :class:`dgc.paths.averaged.Update`."""
+        for target, part in zip(targets, self._parts(), strict=True):
+            if target is not None:
+                target.view(-1).copy_(part)
+
+    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        """See :class:`dgc.paths.averaged.Update`."""
+        for target, part, rate in zip(targets, self._parts(), rates, strict=True):
+            if target is not None:
+                target.view(-1).add_(part.mul_(rate))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        flat = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
+        return flat.index_add_(0, self._index, self._values).split(self.layout.numels)
