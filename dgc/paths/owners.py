@@ -30,6 +30,7 @@ from dgc.paths.averaged import DenseUpdate
 from dgc.paths.finite import PendingVerdict, local_verdict, who_is_not_finite
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
+from dgc.trace import stage
 
 
 class Plan(NamedTuple):
@@ -70,15 +71,18 @@ def add_at_owners(task: Task) -> Path[DenseUpdate]:
     bad, rows, first = _to_owners(task, plan)
     added = second = Taken(first.places[:0], first.sent[:0])
     try:
-        arrived = plan.to_owners.decode((yield from among_nodes("alltoall", rows, world)), plan.regions.sizes[
-            world.node].view(1))
+        rows = yield from among_nodes("alltoall", rows, world)
+        with stage("dgc::read"):
+            arrived = plan.to_owners.decode(rows, plan.regions.sizes[world.node].view(1))
         wrong = arrived.status >= CORRUPT
         index, values = plan.regions.index(world.node, arrived.local).view(-1), arrived.values.view(-1)
         bucket.v.index_add_(0, index, torch.where(wrong.any(), 0, values))
         added = Taken(index, torch.where(wrong.any(), 0, -values))
         message, second = _to_all(task, plan, arrived.status)
         bucket.entries_sent = torch.count_nonzero(first.sent) + torch.count_nonzero(second.sent)
-        everyones = plan.to_all.decode((yield from among_nodes("gather", message.view(-1), world)), plan.regions.sizes)
+        messages = yield from among_nodes("gather", message.view(-1), world)
+        with stage("dgc::read"):
+            everyones = plan.to_all.decode(messages, plan.regions.sizes)
         verdict = yield from _verdict(task, bad, everyones.status, everyones.whose)
     except (Exception, KeyboardInterrupt):
         _put_back(bucket, (first, added, second), torch.ones((), dtype=torch.bool, device=bucket.v.device))
@@ -110,9 +114,10 @@ def _to_owners(task: Task, plan: Plan) -> tuple[tuple[str, ...], Tensor, Taken]:
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     row = torch.where(valid & (regions.owner(index) != own), regions.owner(index), regions.owners)
     row = _fitting(row, bucket.v[index], task, plan)
-    values = _worth(task, index, row < regions.owners)
-    rows, sent = plan.to_owners.encode(row, regions.local(index), values, regions.owners)
-    bucket.take(index, sent, task.config.factor_masking is True)
+    with stage("dgc::take"):
+        values = _worth(task, index, row < regions.owners)
+        rows, sent = plan.to_owners.encode(row, regions.local(index), values, regions.owners)
+        bucket.take(index, sent, task.config.factor_masking is True)
     if verdict.on_device or verdict.names:
         rows = torch.where(marked, plan.to_owners.telling(regions.owners, NONFINITE), rows)
     return verdict.names, rows, Taken(index, sent)
@@ -124,11 +129,13 @@ def _to_all(task: Task, plan: Plan, status: Tensor) -> tuple[Tensor, Taken]:
     """
     bucket, regions, own = task.bucket, plan.regions, task.world.node
     wrong = (status >= CORRUPT).any()
-    local = _largest(_scores(task, plan), plan.to_all.slots, task.step)
+    with stage("dgc::select"):
+        local = _largest(_scores(task, plan), plan.to_all.slots, task.step)
     index = regions.index(own, local)
     row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
-    message, sent = plan.to_all.encode(row, local, _worth(task, index, row == 0), 1)
-    bucket.take(index, sent, task.config.factor_masking is True)
+    with stage("dgc::take"):
+        message, sent = plan.to_all.encode(row, local, _worth(task, index, row == 0), 1)
+        bucket.take(index, sent, task.config.factor_masking is True)
     told = plan.to_all.telling(1, status.max(), status.argmax())
     return torch.where(wrong, told, message), Taken(index, sent)
 
