@@ -1,7 +1,8 @@
-"""Warnings that point at the line of the user's script."""
+"""What is told at run time: warnings that point at the line of the user's script, and the log."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -10,6 +11,7 @@ from types import FrameType
 
 import torch
 
+LOG = logging.getLogger("dgc")
 INSIDE = tuple(f"{Path(str(package)).parent}{os.sep}" for package in (__file__, torch.__file__))
 
 

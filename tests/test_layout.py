@@ -11,13 +11,14 @@ import pytest
 import dgc
 
 PACKAGE = Path(dgc.__file__).parent
-LEAVES = {"version", "warn", "config", "collective", "cost"}
+LEAVES = {"version", "warn", "trace", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
-    "version": set(), "warn": set(), "extras": set(), "config": set(), "collective": set(), "cost": set(),
+    "version": set(), "warn": set(), "trace": set(), "extras": set(), "config": set(), "collective": set(),
+    "cost": set(),
     "schedule": {"config"},
-    "compression": {"warn", "config", "cost"},
-    "paths": {"collective", "config", "cost", "compression"},
-    "transport": {"collective"},
+    "compression": {"warn", "trace", "config", "cost"},
+    "paths": {"collective", "config", "cost", "trace", "compression"},
+    "transport": {"collective", "trace"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},
     "frontends": LEAVES | {"engine", "transport"},
     "optimizer": {"config", "engine", "frontends"},

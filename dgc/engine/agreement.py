@@ -18,7 +18,7 @@ from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport
 from dgc.transport.bytes import gather_bytes
 from dgc.version import __version__
-from dgc.warn import warn
+from dgc.warn import LOG, warn
 
 LINE = 256  # bytes of a line that an error shows
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,6 +49,9 @@ class Agreement:
         if differences and rank == 0:
             warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
                  "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
+        table, size = self._parameters, self._settings.world.size
+        LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
+                 len(table.all()), len(table.buckets), len(table.compressed()))
 
     def _needed(self) -> dict[str, list[str]]:
         """Section -> lines that must be alike."""

@@ -9,6 +9,7 @@ from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.step import Delivery
 from dgc.paths.compressed import flush
+from dgc.trace import stage
 from dgc.transport.runner import PathRun
 
 
@@ -23,5 +24,7 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
             exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))
     group_of = parameters.group_of()
     for bucket, thawed, exchange in exchanges:
-        applier.add(Delivery(bucket, thawed, exchange.finish()), group_of)
+        delivery = Delivery(bucket, thawed, exchange.finish())
+        with stage("dgc::add"):
+            applier.add(delivery, group_of)
         applier.flushed(thawed)

@@ -14,9 +14,10 @@ from dgc.engine.settings import Settings
 from dgc.engine.shards import sum_of_shards
 from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict
+from dgc.trace import stage
 from dgc.transport.runner import PathRun
 from dgc.transport.streams import wait_for_own_stream
-from dgc.warn import warn
+from dgc.warn import LOG, warn
 
 Count = Callable[[Collective], None]  # told each collective that begins
 
@@ -51,8 +52,12 @@ class NonFinite:
         none_is_bad = torch.stack([fit.to(device) for fit in fits]).all() if fits else torch.ones((), device=device)
         bad = Collective("sum", 1 - none_is_bad.float().view(1))
         count(bad)
-        total = self._settings.transport.start(bad, "dgc.finite")()
-        return not sum_of_shards(total, self._parameters.all()[0]).item()
+        with stage("dgc::exchange"):
+            total = self._settings.transport.start(bad, "dgc.finite")()
+        finite = not sum_of_shards(total, self._parameters.all()[0]).item()
+        if not finite:
+            LOG.info("step %d is skipped on all ranks: a gradient was not finite", self._parameters.step)
+        return finite
 
     def expect(self, name: str, verdict: PendingVerdict) -> None:
         """Remembers a verdict that is still to come."""

@@ -17,6 +17,7 @@ from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Delivery, Step
+from dgc.trace import stage
 
 
 class Applier:
@@ -78,12 +79,17 @@ class Applier:
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`apply`."""
-        bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
-        if self._settings.config.apply_directly and bucket.compressed:
+        if self._settings.config.apply_directly and delivery.bucket.compressed:
             step.direct.append(delivery)
-            for parameter in parameters:
+            for parameter in delivery.parameters:
                 parameter.grad = None
             return
+        with stage("dgc::add"):
+            self._write(delivery, step)
+
+    def _write(self, delivery: Delivery, step: Step) -> None:
+        """Writes an update into ``p.grad``."""
+        bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
         targets, others = _targets(bucket, parameters, lambda p: local(p.grad))
         update.write(targets)
         if step.inverse is not None and bucket.kept is not None:
@@ -106,6 +112,10 @@ class Applier:
 
     def apply(self, step: Step) -> None:
         """Takes the wrapped optimizer's step, on the updates in ``p.grad``."""
+        with stage("dgc::step"):
+            self._apply(step)
+
+    def _apply(self, step: Step) -> None:
         optimizer, direct, hidden = self._parameters.optimizer, step.direct, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
@@ -125,7 +135,8 @@ class Applier:
             group_of = self._parameters.group_of()
             with torch.no_grad():
                 for delivery in direct:
-                    self.add(delivery, group_of)
+                    with stage("dgc::add"):
+                        self.add(delivery, group_of)
 
     def _parted(self, group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters of a group that travel dense, and those that travel compressed."""

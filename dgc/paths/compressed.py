@@ -15,6 +15,7 @@ from dgc.paths.choice import PATHS, choose
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.task import Task, clipping, kernel_of, layout_of
+from dgc.trace import stage
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
@@ -58,7 +59,7 @@ def _sum_all(task: Task) -> Path[Update]:
     bucket = task.bucket
     verdict = local_verdict(bucket, task.accumulate())
     bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
-    taken = bucket.take_all(() if verdict.names else task.gradients)
+    taken = task.take_all(() if verdict.names else task.gradients)
     return (yield from summed(bucket, None, taken, task.world, task.average, verdict))
 
 
@@ -76,7 +77,8 @@ def _sum_chosen(task: Task) -> Path[Update]:
 def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path[Update]:
     """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is left alone."""
     bucket.total_entries += sum(n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names)
-    taken = bucket.take_all(names)
+    with stage("dgc::take"):
+        taken = bucket.take_all(names)
     return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))  # entries_sent: the last step's
 
 

@@ -15,6 +15,7 @@ from dgc.compression.wire import Whole
 from dgc.paths.averaged import DenseUpdate
 from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite
 from dgc.paths.nodes import among_nodes
+from dgc.trace import stage
 
 _wholes: WeakKeyDictionary[Bucket, Whole] = WeakKeyDictionary()
 
@@ -77,8 +78,10 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     Raises:
         FloatingPointError, ValueError: as :func:`dgc.paths.compressed.reduce`.
     """
-    bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
-    taken = bucket.take_all(() if bad else gradients)
+    with stage("dgc::accumulate"):
+        bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
+    with stage("dgc::take"):
+        taken = bucket.take_all(() if bad else gradients)
     if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
         return (yield from summed(bucket, None, taken, world, average, LocalVerdict(tuple(bad))))
     layout = _whole(bucket, dtype)
@@ -87,8 +90,9 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
     try:
         messages = yield Collective("gather", message)
         total = torch.zeros_like(bucket.v)
-        for sender, received in enumerate(messages):
-            total += layout.decode(received, sender)
+        with stage("dgc::read"):
+            for sender, received in enumerate(messages):
+                total += layout.decode(received, sender)
     except (Exception, KeyboardInterrupt):
         bucket.v += sent
         raise

@@ -28,6 +28,7 @@ from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import PendingVerdict, local_verdict, who_is_not_finite
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
+from dgc.trace import stage
 
 _plans: WeakKeyDictionary[Bucket, Plan] = WeakKeyDictionary()
 
@@ -48,13 +49,17 @@ def add_at_owners(task: Task) -> Path[Update]:
     bad, rows, first = _to_owners(task, plan, kernel)
     taken = [first]
     try:
-        arrived = kernel.add(bucket, plan, (yield from among_nodes("alltoall", rows, world)))
+        rows = yield from among_nodes("alltoall", rows, world)
+        with stage("dgc::read"):
+            arrived = kernel.add(bucket, plan, rows)
         taken.append(arrived.added)
-        message, second = kernel.pass_on(bucket, task.gradients, plan, arrived, task.step, masking)
+        with stage("dgc::take"):
+            message, second = kernel.pass_on(bucket, task.gradients, plan, arrived, task.step, masking)
         taken.append(second)
         bucket.entries_sent = torch.count_nonzero(first.sent) + torch.count_nonzero(second.sent)
         messages = yield from among_nodes("gather", message.view(-1), world)
-        received = kernel.Received(plan, messages, world.divisor(task.average))
+        with stage("dgc::read"):
+            received = kernel.Received(plan, messages, world.divisor(task.average))
         verdict = yield from _verdict(task, bad, received.status, received.whose)
     except (Exception, KeyboardInterrupt):
         _put_back(bucket, taken, torch.ones((), dtype=torch.bool, device=bucket.v.device))
@@ -73,10 +78,13 @@ def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel) -> tuple[tu
     finite, the rows, uint8 (N, nbytes), and what was taken.
     """
     bucket, config = task.bucket, task.config
-    bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, config.selection == "exact", task.step)
+    with stage("dgc::select"):
+        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, config.selection == "exact",
+                                         task.step)
     verdict = local_verdict(bucket, bad)
     refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
-    rows, taken = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
+    with stage("dgc::take"):
+        rows, taken = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
     return verdict.names, rows, taken
 
 

@@ -10,6 +10,7 @@ from dgc.paths.dense import put_back
 from dgc.paths.finite import refuse_not_finite
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
+from dgc.trace import stage
 
 
 def sum_at_support(task: Task) -> Path[DenseUpdate]:
@@ -25,7 +26,9 @@ def sum_at_support(task: Task) -> Path[DenseUpdate]:
         bad = task.accumulate()
         message = torch.zeros(layout.support.nbytes, dtype=torch.uint8, device=layout.device)
     bad = bad or bucket.not_finite()
-    index, used = layout.support.decode((yield from among_nodes("share", message, world, task.leader)), task.leader)
+    support = yield from among_nodes("share", message, world, task.leader)
+    with stage("dgc::read"):
+        index, used = layout.support.decode(support, task.leader)
     values = task.take(index, used if not bad else torch.zeros_like(used))
     flagged = torch.cat([values, values.new_full((1,), torch.nan if bad else 0.0)])
     try:

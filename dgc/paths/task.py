@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from dgc.compression.kernels import Kernel
 from dgc.compression.residual import Bucket, Gradient, clip_scale
 from dgc.compression.wire import Layout
 from dgc.config import Config
+from dgc.trace import stage
 
 _layouts: WeakKeyDictionary[Bucket, tuple[tuple[float, torch.dtype, int], Layout]] = WeakKeyDictionary()
 
@@ -54,22 +55,34 @@ class Task:
 
     def accumulate(self) -> list[str]:
         """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if the host knows."""
-        return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
+        with stage("dgc::accumulate"):
+            return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
 
     def select(self) -> tuple[list[str], Tensor, Tensor]:
         """The same, and the chosen entries: see :func:`dgc.compression.kernels.plain.select`."""
-        return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
-                                  self.config.selection == "exact", self.step)
+        with stage("dgc::select"):
+            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
+                                      self.config.selection == "exact", self.step)
 
+    def encode(self, index: Tensor, used: Tensor) -> Tensor:
+        """Takes the chosen entries out of v, into a message: see :func:`dgc.compression.kernels.plain.encode`."""
+        with stage("dgc::take"):
+            return self.kernel.encode(self.bucket, self.gradients, self.layout, index, used, self.config.factor_masking)
 
     def take(self, index: Tensor, valid: Tensor) -> Tensor:
         """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is sent, 0 elsewhere."""
         masking = self.config.factor_masking
-        if masking == "prepay":
-            self.bucket.prepay(index, valid, self.gradients)
-        values = torch.where(valid, self.bucket.v[index], 0)
-        self.bucket.take(index, values, masking is True)
+        with stage("dgc::take"):
+            if masking == "prepay":
+                self.bucket.prepay(index, valid, self.gradients)
+            values = torch.where(valid, self.bucket.v[index], 0)
+            self.bucket.take(index, values, masking is True)
         return values
+
+    def take_all(self, names: Iterable[str]) -> Tensor:
+        """Takes all of v of these parameters, flat: see :meth:`dgc.compression.residual.Bucket.take_all`."""
+        with stage("dgc::take"):
+            return self.bucket.take_all(names)
 
 
 def kernel_of(bucket: Bucket) -> Kernel:

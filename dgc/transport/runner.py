@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from dgc.collective import AbandonedError, Collective, Path
+from dgc.trace import stage
 from dgc.transport.protocol import Transport, Wait
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ class PathRun(Generic[T]):
     def advance(self) -> bool:
         """Waits for the collective under way, and begins the next one; False where there is none."""
         try:
-            result = self._wait()
+            with stage("dgc::exchange"):
+                result = self._wait()
         except BaseException as error:
             self._path.throw(error)  # the path puts back what was taken, and raises it again
             raise

@@ -31,6 +31,7 @@ from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, LINE, stride
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
 from dgc.config import Masking
+from dgc.trace import stage
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
 POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
@@ -859,7 +860,8 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         _in_threads(lambda first, last: _thresholds(
             first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
             table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
-    bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
+    with stage("dgc::accumulate"):
+        bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
     index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
     positions, numbers = index.numpy(), used.numpy()
     _in_threads(lambda first, last: _choose(

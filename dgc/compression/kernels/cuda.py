@@ -39,6 +39,7 @@ from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
 from dgc.config import Masking
+from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
     raise ImportError(f"Triton must be 3.0 or later, got {triton.__version__}")
@@ -875,7 +876,8 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     """
     with torch.cuda.device_of(bucket.v):
         selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
-        selection.accumulate(exact, step)
+        with stage("dgc::accumulate"):
+            selection.accumulate(exact, step)
         selection.choose()
         bucket.gradient_square, bucket.flags = selection.squares.sum(), selection.flags
     return [], selection.index, selection.used

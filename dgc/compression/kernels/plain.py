@@ -11,6 +11,7 @@ from dgc.compression import select as selection
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
 from dgc.config import Masking
+from dgc.trace import stage
 
 
 def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
@@ -41,7 +42,8 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         The parameters whose gradient is not finite; positions in the bucket, int64 (K,), one for each slot and
         ascending within each parameter; how many slots each parameter uses, int64 (P,).
     """
-    bad = bucket.accumulate(gradients, scale)
+    with stage("dgc::accumulate"):
+        bad = bucket.accumulate(gradients, scale)
     index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
     parts = zip(bucket.names, bucket.v.split(bucket.numels), layout.counts, layout.starts, bucket.offsets, strict=True)
     for p, (name, v, k, start, offset) in enumerate(parts):
