@@ -10,7 +10,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -256,17 +256,35 @@ def against(lines: BySeed, x: Any) -> Mapping[int, float]:
     return first[x] if x in first else next(iter(first.values()))
 
 
+def half_width(pairs: Iterable[Sequence[float]]) -> Callable[[int], float]:
+    """The half-width of the 90 % interval of a mean of n differences, from a variance pooled over groups of them
+    (Student's t). NaN where no group has two.
+    """
+    from scipy import stats
+    groups = [np.array(group) for group in pairs if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    if not freedom:
+        return lambda n: np.nan
+    variance = sum(float(((group - group.mean())**2).sum()) for group in groups) / freedom
+    return lambda n: float(stats.t.ppf(0.95, freedom)) * (variance / n)**0.5
+
+
 def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe) -> str:
-    """A Markdown table of means over seeds, with a row for each line; the others are compared with the first."""
+    """A Markdown table of means over seeds, with a row for each line. The others are compared with the first: by the
+    mean difference between runs of one seed, and its 90 % interval with the variance pooled over the table.
+    """
     places = dict.fromkeys(x for line in lines.values() for x in line)
+    half = half_width(paired(ours, base) for line in lines.values() for x, ours in line.items()
+                      if ours is not (base := against(lines, x)))
 
     def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
         if not (ours := line.get(x)):
             return "-" if x in line else ""
-        base = against(lines, x)
-        apart, _ = difference(ours, base)
-        return f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}" + (
-            "" if ours is base or np.isnan(apart) else f" ({apart:+.2f})")
+        mean, base = f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}", against(lines, x)
+        if ours is base or not (pairs := paired(ours, base)):
+            return mean
+        width = half(len(pairs))
+        return f"{mean} ({np.mean(pairs):+.2f}{'' if np.isnan(width) else f' ± {width:.2f}'})"
 
     return markdown([corner, *map(head, places)], [[name, *(cell(line, x) for x in places)]
                                                    for name, line in lines.items()])

@@ -29,6 +29,7 @@ from rich.markdown import Markdown
 
 SOURCE = {"cifar10": "The paper's are of the authors' talk and, in brackets, of its table for ResNet-110.",
           "ptb": "The paper's are of the authors' talk."}
+POOLED = " between runs of one seed, with its 90 % interval (Student's, the variance pooled over the table)"
 PAPER = {"dense": {4: 93.75, 8: 92.92, 16: 93.14, 32: 93.10},  # of ResNet-110, with these workers
          "topk": {4: 92.75, 8: 93.02, 16: 92.93, 32: 92.10},
          "dgc": {4: 93.87, 8: 93.28, 16: 93.20, 32: 93.18}}
@@ -83,7 +84,7 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
     figures.differences(recipe, panes, budget.figures / f"{budget.cifar10.name}-length.png")
     seeds = ", ".join(map(str, budget.seeds[0]))
     return (f"**Length, sparsity and momentum factor masking.** Means over seeds {seeds}, learning rates and warm-ups "
-            "in proportion; in brackets the difference to dense training. "
+            f"in proportion; in brackets the difference to dense training{POOLED}. "
             f"{sum(map(count, panes.values()))} of {sum(map(count, runs.values()))} runs.\n\n" + "\n".join(
                 report.differences(title, lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe)
                 for title, lines in panes.items()))
@@ -97,7 +98,7 @@ def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
         return ""
     return (f"**What becomes of the momentum of an entry that is sent.** {budget.lengths[0]} epochs, on held-out "
             f"training images. Means over seeds {', '.join(map(str, budget.seeds[0]))}; in brackets the difference to "
-            f"dense training. {count(lines)} of {count(runs)} runs.\n\n"
+            f"dense training{POOLED}. {count(lines)} of {count(runs)} runs.\n\n"
             + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", RECIPES["cifar10"]))
 
 
@@ -179,7 +180,7 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
     return (f"**Exchanges.** {study.title}, {study.options['epochs']} epochs, 128 images a step on any number of "
             f"workers, warm-up of {study.options['warmup_epochs']:g}; hierarchical: on machines of 4 workers, of 2 "
             f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
-            f"all-gather. {count(lines)} of {count(runs)} runs.\n\n"
+            f"all-gather{POOLED}. {count(lines)} of {count(runs)} runs.\n\n"
             f"{report.differences('', lines, lambda n: f'{n} workers', RECIPES['cifar10'])}")
 
 

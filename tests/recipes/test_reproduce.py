@@ -451,3 +451,18 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
                             "cifar10-sparsity.png"}
     assert min(figures.values()) > 10_000
+
+
+def test_intervals_have_their_variance_from_all_of_a_table():
+    """By hand: differences of 1, 3 and of 10, 11, 12 have squares of 2 and 2 about their means, of 1 and 2 degrees of
+    freedom, so a variance of 4 / 3; Student's t at 95 % with 3 is 2.3534.
+    """
+    dense = {0: 70.0, 1: 70.0, 2: 70.0}
+    lines = {"dense": {0.0: dense}, "one": {0.9: {0: 71.0, 1: 73.0}, 0.99: {0: 75.0}},
+             "other": {0.9: {0: 80.0, 1: 81.0, 2: 82.0}}}
+    table = report.differences("", lines, str, report.RECIPES["cifar10"])
+    half = [2.3534 * (4 / 3 / n)**0.5 for n in (1, 2, 3)]
+    for cell in (f"72.00 % (+2.00 ± {half[1]:.2f})", f"75.00 % (+5.00 ± {half[0]:.2f})",
+                 f"81.00 % (+11.00 ± {half[2]:.2f})"):
+        assert cell in table
+    assert "| dense | 70.00 % |" in table
