@@ -183,7 +183,7 @@ def density(run: Result) -> tuple[list[float], list[float]]:
 
 def band(axes: Any, places: Any, values: list[list[float]], colour: str) -> None:
     """The mean of the seeds, from the lowest to the highest of which the band goes."""
-    axes.plot(places, np.mean(values, 0), color=colour)
+    axes.plot(places, np.mean(values, 0), "." * (len(places) < 10) + "-", color=colour)
     if len(values) > 1:
         axes.fill_between(places, np.min(values, 0), np.max(values, 0), color=colour, alpha=drawing.BAND, linewidth=0)
 
