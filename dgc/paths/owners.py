@@ -92,7 +92,7 @@ def _verdict(task: Task, bad: tuple[str, ...], status: Tensor, whose: Tensor) ->
     """Raises what an owner's message tells of, alike on all ranks; where a device is asynchronous, later."""
     bucket, each = task.bucket, task.world.node_size
     if device.is_asynchronous(bucket.v.device):
-        own = torch.where(bucket.marked.any(), bucket.beginnings[bucket.marked.to(torch.uint8).argmax()], -1)
+        own = torch.where(bucket.marked.any(), bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()), -1)
         total, telling = torch.where((status == NONFINITE).any(), 0, -1), status == CORRUPT
         damaged = torch.where(telling.any() & (total < 0), whose.take(telling.to(torch.uint8).argmax()), -1)
         return PendingVerdict(bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name)
