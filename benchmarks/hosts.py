@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
-MEASURE = ("network.py", "adaptive.py")  # those who make such runs
+MEASURE = ("network.py", "adaptive.py", "clock.py")  # those who make such runs
 
 
 class Rate(NamedTuple):

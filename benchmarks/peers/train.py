@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ from data import CACHE
 import dgc
 from peers import METHODS, attach
 
-JOBS = ("bf16", "sparsity", "warmup_epochs", "virtual_node")  # what the recipes' functions ask for besides
+# What the recipes' functions ask for besides.
+FIXED = {"bf16": False, "sparsity": 0.999, "warmup_epochs": None, "virtual_node": 1}
 FILE = "epoch{:03d}-rank{}.pt"
 
 
@@ -53,12 +55,15 @@ def train(a: Any) -> dict[str, Any]:
     peer = attach(a.method, sgd, list(model.named_parameters()), a.seed, warmup(a, steps))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(peer.sgd, [max(1, round(a.epochs * e / 164)) for e in (81, 122)])
 
-    now = {**{key: value for key, value in job.settings(a).items() if key not in JOBS},
+    now = {**{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
            "lr": lr, "dataset": dataset, "workers": size}
     parts = {"model": model, "peer": peer, "scheduler": scheduler}
     history = resume(a, now, parts, rank, size, device) if a.resume else []
     generator = torch.Generator()
     for epoch in range(len(history), a.epochs):
+        if a.target is not None and reached(a.target, history, device):
+            break
+        began = time.perf_counter()
         order = torch.randperm(len(images), generator=generator.manual_seed(a.seed * 1000 + epoch))[rank::size]
         generator.manual_seed((a.seed * 1000 + epoch) * 1000 + rank)
         sent, exchanging, loss_sum = peer.bytes_sent, 0, torch.zeros((), device=device)
@@ -73,9 +78,11 @@ def train(a: Any) -> dict[str, Any]:
             exchanging += peer.bytes_sent > before
             loss_sum += loss.detach()
         scheduler.step()
+        seconds = {} if a.target is None else {"seconds": time.perf_counter() - began}
         top1 = cifar10.accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
         history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "accuracy": top1,
-                        "bytes_per_step": (peer.bytes_sent - sent) / steps, "exchanging": exchanging / steps})
+                        "bytes_per_step": (peer.bytes_sent - sent) / steps, "exchanging": exchanging / steps,
+                        **seconds})
         if rank == 0:
             print(f"{a.method}: epoch {epoch + 1}, loss {history[-1]['loss']:.3f}, accuracy {top1:.2f} %", flush=True)
         if a.checkpoints:
@@ -84,6 +91,12 @@ def train(a: Any) -> dict[str, Any]:
     if rank == 0 and a.out:
         job.write(a.out, result)
     return result
+
+
+def reached(target: float, history: list[dict[str, Any]], device: torch.device) -> bool:
+    """Whether rank 0 has seen this accuracy. All others wait for it here, also before the first epoch."""
+    accuracy = history[-1]["accuracy"] if history else 0.0
+    return job.of_rank_0([accuracy], device)[0] >= target
 
 
 def warmup(a: Any, steps: int) -> Any:
@@ -150,12 +163,14 @@ def main(method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.
          epochs: Annotated[int, typer.Option(min=1)] = 25,
          batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
          lr: Annotated[float | None, typer.Option(help="Default: the method's.")] = None,
+         target: Annotated[float | None, typer.Option(
+             help="Accuracy at which to stop. Epochs' seconds are noted then, those of rank 0's training.")] = None,
          weight_decay: float = 1e-4,
          virtual_workers: job.VirtualWorkers = 4,
          seed: int = 0, threads: job.Threads = None,
          checkpoints: job.Checkpoints = None, resume: job.Resume = False, out: job.Out = None) -> None:
     """Trains with one method."""
-    a = argparse.Namespace(**locals(), bf16=False, sparsity=0.999, warmup_epochs=None, virtual_node=1)
+    a = argparse.Namespace(**locals(), **FIXED)
     if method not in METHODS:
         raise typer.BadParameter(f"--method must be one of {', '.join(METHODS)}, got {method}")
     job.run(lambda: train(a), a)

@@ -412,9 +412,10 @@ def small(monkeypatch):
 
 
 def run(method, out, **options):
-    train.main(**{"method": method, "data": "digits", "cache": None, "depth": 20, "epochs": 5, "batch_size": 8,
-                  "lr": None, "weight_decay": 1e-4, "virtual_workers": 3, "seed": 0, "threads": 1, "checkpoints": None,
-                  "resume": False, "out": out, **options})
+    train.main(**{
+        "method": method, "data": "digits", "cache": None, "depth": 20, "epochs": 5, "batch_size": 8, "lr": None,
+        "target": None, "weight_decay": 1e-4, "virtual_workers": 3, "seed": 0, "threads": 1, "checkpoints": None,
+        "resume": False, "out": out, **options})
     return json.loads(out.read_text())
 
 

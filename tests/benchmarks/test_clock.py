@@ -1,0 +1,100 @@
+"""Time to accuracy: training stops at the target, curves are against the clock, and hosts with shaped links train."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import cifar10
+import hosts
+import typer
+from peers import clock, train
+
+
+def result(method, accuracies, seconds=10.0, **more):
+    return {"method": method, "title": method, "rate": "100mbit", "steps_per_epoch": 5, "bytes_sent": 2e6,
+            "history": [{"accuracy": accuracy, "seconds": seconds} for accuracy in accuracies], **more}
+
+
+@pytest.fixture
+def improving(monkeypatch):
+    """A net that trains in no time, with an accuracy of 20 % more after each epoch."""
+    images, labels = torch.zeros(48, 3, 32, 32, dtype=torch.uint8), torch.arange(48) % 10
+    monkeypatch.setattr(cifar10, "loaded", lambda *_: ("digits", (images, labels), (images, labels)))
+    monkeypatch.setattr(cifar10, "resnet", lambda depth: torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(3072, 10)))
+    monkeypatch.setattr(cifar10, "accuracy", lambda *_: seen.append(20 * (len(seen) + 1)) or seen[-1])
+    seen = []
+    return seen
+
+
+def trained(folder, **options):
+    train.main(**{
+        "method": "dense", "data": "digits", "cache": None, "depth": 20, "epochs": 5, "batch_size": 8, "lr": None,
+        "target": None, "weight_decay": 0.0, "virtual_workers": 2, "seed": 0, "threads": 1,
+        "checkpoints": folder / "epochs", "resume": True, "out": folder / "result.json", **options})
+    return json.loads((folder / "result.json").read_text())["history"]
+
+
+def test_training_stops_with_the_epoch_that_reaches_the_target(improving, tmp_path):
+    history = trained(tmp_path, target=55.0)
+    assert [epoch["accuracy"] for epoch in history] == [20, 40, 60]
+    assert all(epoch["seconds"] > 0 for epoch in history)
+    assert trained(tmp_path, target=60.0) == history  # it is there already
+    longer = trained(tmp_path, target=75.0)  # another target is no other training
+    assert longer[:3] == history and [epoch["accuracy"] for epoch in longer[3:]] == [80]
+
+
+def test_without_a_target_no_time_is_noted(improving, tmp_path):
+    history = trained(tmp_path)
+    assert len(history) == 5 and not any("seconds" in epoch for epoch in history)
+
+
+def test_the_clock_runs_from_epoch_to_epoch_until_the_target():
+    one = result("dense", [30, 50, 49, 61])
+    assert clock.curve(one) == ([10, 20, 30, 40], [30, 50, 49, 61])
+    assert clock.reached(one, 50) == 20 and clock.reached(one, 51) == 40 and clock.reached(one, 62) is None
+
+
+def test_the_table_and_the_figure(tmp_path):
+    results = [result("dense", [30, 50]), result("async", [30, 40], 2.5)]
+    assert clock.markdown(results, 50).splitlines()[2:] == [
+        "| dense | 100mbit | 20 | 2 | 50.00 % | 2.000 | 2.0 MB |",
+        "| async | 100mbit | not reached | 2 | 40.00 % | 0.500 | 2.0 MB |"]
+    clock.draw(results, 50, tmp_path / "clock.png")
+    assert (tmp_path / "clock.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit) as stop:
+        clock.main()
+    assert stop.value.code == 2 and "needs Linux and root" in capsys.readouterr().err
+    monkeypatch.setattr(clock, "check_tools", lambda: None)
+    for option, wrong in (("methods", "dense,sgd"), ("rate", "5gbit")):
+        with pytest.raises(typer.BadParameter, match=rf"--{option} must be of .*, got '{wrong.split(',')[-1]}'"):
+            clock.main(**{"methods": "dense", "rate": "1gbit", option: wrong})
+
+
+def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(tmp_path):
+    """A few steps; where the hosts cannot be made, the script says why with status 2."""
+    command = [sys.executable, clock.__file__, "--methods", "stale-dgc", "--rate", "1gbit",
+               "--target", "0.1", "--epochs", "1", "--batch-size", "256", "--hosts", "2", "--minutes", "2", "--out",
+               str(tmp_path)]
+    file, written = tmp_path / "stale-dgc-1gbit-0.json", []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140)  # its watchdog ends what is left
+        if done.returncode == 2:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+        written.append((file.stat().st_mtime_ns, json.loads(file.read_text())))
+    assert written[0] == written[1]
+    found = written[0][1]
+    assert found["workers"] == 2 and found["launcher"] == "torch.distributed" and found["rate"] == "1gbit"
+    assert found["history"][0]["seconds"] > 0 and found["bytes_per_step"] > 0
+    assert "| DGC, one step late | 1gbit |" in done.stdout and (tmp_path / "1gbit.png").exists()
