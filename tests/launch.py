@@ -23,18 +23,21 @@ PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
-def launch(launcher, size, functions, limit=240, check=True, node_size=None):
+def launch(launcher, size, functions, limit=240, check=True, node_size=None, fresh=False):
     """Runs functions of test modules on each of ``size`` processes, ``node_size`` of which count as being on one
     machine; of Horovod's a tuple may say how many each machine has.
 
     Returns (results, output): function -> what each rank returned, in rank order; and all that was printed. With
-    ``check=False`` the job is started by horovodrun or torchrun and may fail: (exit status, output, seconds).
+    ``check=False`` the job may fail: (exit status, output, seconds).
+
+    The processes are forked from one that has imported all they need. ``fresh`` ones are started by horovodrun or
+    torchrun, which end the job in their way; each imports for itself, and has its own order of strings in a set.
     """
     names = [f"{function.__module__}.{function.__name__}" for function in functions]
     nodes = node_size if isinstance(node_size, tuple) else (node_size or size,) * (size // (node_size or size))
     bin_folder = Path(sys.executable).parent
     command = [sys.executable, str(HERE / "launch.py"), launcher]
-    if not check:
+    if fresh:
         command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
                    "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
                              "--nproc-per-node", str(size)]}[launcher] + command
@@ -45,7 +48,7 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None):
         log = Path(folder) / "log"
         began = time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen([*command, ",".join(map(str, nodes)) if check else "started", folder, *names],
+            process = subprocess.Popen([*command, "fresh" if fresh else ",".join(map(str, nodes)), folder, *names],
                                        env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
                 status = process.wait(limit)
@@ -65,16 +68,16 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None):
 
 
 @functools.cache
-def _once(launcher, size, functions, limit, node_size):
+def _once(launcher, size, functions, limit, node_size, fresh):
     try:
-        return launch(launcher, size, functions, limit, node_size=node_size)[0]
+        return launch(launcher, size, functions, limit, node_size=node_size, fresh=fresh)[0]
     except BaseException as error:
         return error
 
 
-def ran(launcher, size, functions, limit=240, node_size=None):
+def ran(launcher, size, functions, limit=240, node_size=None, fresh=False):
     """The results of one launch, made once. One that failed is not tried again by each of the tests that look at it."""
-    results = _once(launcher, size, tuple(functions), limit, node_size)
+    results = _once(launcher, size, tuple(functions), limit, node_size, fresh)
     if isinstance(results, BaseException):
         raise results
     return results
@@ -160,7 +163,7 @@ def main():
     for name in names:
         module, _, function = name.rpartition(".")
         functions[name] = getattr(importlib.import_module(module), function)
-    if nodes != "started":
+    if nodes != "fresh":
         fork(launcher, [int(ranks) for ranks in nodes.split(",")])
     rank = begin(launcher, folder)
     torch.manual_seed(0)
