@@ -48,7 +48,7 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
         log = Path(folder) / "log"
         began = time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen([*command, "fresh" if fresh else ",".join(map(str, nodes)), folder, *names],
+            process = subprocess.Popen([*command, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names],
                                        env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
                 status = process.wait(limit)
@@ -155,7 +155,7 @@ def begin(launcher, folder):
 
 
 def main():
-    launcher, nodes, folder, *names = sys.argv[1:]
+    launcher, folder, nodes, *names = sys.argv[1:]
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
     sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
     kernels.compile_ahead(torch.float32, torch.float64)
