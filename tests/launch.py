@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,32 +23,33 @@ PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
 
-def launch(launcher, size, functions, limit=240, check=True, node_size=None):
+def launch(launcher, size, functions, limit=240, check=True, node_size=None, fresh=False):
     """Runs functions of test modules on each of ``size`` processes, ``node_size`` of which count as being on one
     machine; of Horovod's a tuple may say how many each machine has.
 
     Returns (results, output): function -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
+
+    The processes are forked from one that has imported all they need. ``fresh`` ones are started by horovodrun or
+    torchrun, which end the job in their way; each imports for itself, and has its own order of strings in a set.
     """
     names = [f"{function.__module__}.{function.__name__}" for function in functions]
+    nodes = node_size if isinstance(node_size, tuple) else (node_size or size,) * (size // (node_size or size))
     bin_folder = Path(sys.executable).parent
-    command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size), sys.executable],
-               "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)],
-               }[launcher]
-    if node_size is not None and launcher == "horovod":  # which tells machines by what they are called
-        sizes = node_size if isinstance(node_size, tuple) else [node_size] * (size // node_size)
-        called = ["localhost", *(f"127.0.0.{i}" for i in range(1, len(sizes)))]
-        command[2:2] = ["-H", ",".join(f"{name}:{n}" for name, n in zip(called, sizes, strict=True))]
+    command = [sys.executable, str(HERE / "launch.py"), launcher]
+    if fresh:
+        command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
+                   "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
+                             "--nproc-per-node", str(size)]}[launcher] + command
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                        "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
-                       "DGC_NODE_SIZE": str(node_size or size),
                        "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1"}
         log = Path(folder) / "log"
         began = time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen([*command, str(HERE / "launch.py"), launcher, folder, *names], env=environment,
-                                       stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen([*command, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names],
+                                       env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             try:
                 status = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -65,16 +68,16 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None):
 
 
 @functools.cache
-def _once(launcher, size, functions, limit, node_size):
+def _once(launcher, size, functions, limit, node_size, fresh):
     try:
-        return launch(launcher, size, functions, limit, node_size=node_size)[0]
+        return launch(launcher, size, functions, limit, node_size=node_size, fresh=fresh)[0]
     except BaseException as error:
         return error
 
 
-def ran(launcher, size, functions, limit=240, node_size=None):
+def ran(launcher, size, functions, limit=240, node_size=None, fresh=False):
     """The results of one launch, made once. One that failed is not tried again by each of the tests that look at it."""
-    results = _once(launcher, size, tuple(functions), limit, node_size)
+    results = _once(launcher, size, tuple(functions), limit, node_size, fresh)
     if isinstance(results, BaseException):
         raise results
     return results
@@ -92,29 +95,83 @@ def end(pid):
     psutil.wait_procs(family, timeout=10)
 
 
-def main():
-    launcher, folder, *names = sys.argv[1:]
-    torch.manual_seed(0)
+def places(launcher, nodes):
+    """What each rank is told by its environment, as horovodrun and torchrun tell it: machines have so many ranks."""
+    size, told = sum(nodes), []
+    for node, ranks in enumerate(nodes):
+        for local in range(ranks):
+            if launcher == "torch":  # as if by an agent on each machine
+                told.append({"RANK": len(told), "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks,
+                             "GROUP_RANK": node})
+                continue
+            across = [i for i, n in enumerate(nodes) if n > local]
+            place = {"RANK": len(told), "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": ranks,
+                     "CROSS_RANK": across.index(node), "CROSS_SIZE": len(across), "CONTROLLER": "gloo",
+                     "HOSTNAME": f"127.0.0.{node}" if node else "localhost",  # machines are told apart by it
+                     "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo", "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+            told.append({f"HOROVOD_{key}": value for key, value in place.items()})
+    return told
+
+
+def fork(launcher, nodes):
+    """Goes on as one process for each rank, which all have what was imported: that takes longer than most tests.
+
+    This process waits for them. The first one that fails ends the others, and its status is the job's.
+    """
+    told, common = places(launcher, nodes), {}
+    if launcher == "horovod":
+        from horovod.runner.http.http_server import RendezvousServer
+        server = RendezvousServer()
+        common["HOROVOD_GLOO_RENDEZVOUS_PORT"] = server.start()
+        server.init([])
+    gc.freeze()  # else the first collection of each process copies all of that memory
+    children = []
+    for place in told:
+        children.append(os.fork())
+        if not children[-1]:
+            os.environ.update({name: str(value) for name, value in {**place, **common}.items()})
+            return
+    status = 0
+    while children and not status:
+        child, status = os.wait()
+        children.remove(child)
+    for other in children:
+        os.kill(other, signal.SIGKILL)
+    sys.exit(f"process {child} ended with status {os.waitstatus_to_exitcode(status)}" if status else 0)
+
+
+def begin(launcher, folder):
+    """Initialises the transport. Returns the rank."""
     if launcher == "horovod":
         import horovod.torch as hvd
         if os.environ.get("HOROVOD_SIZE") == "3":
             PROCESS_SETS.append(hvd.ProcessSet([1, 2]))
         hvd.init(process_sets=PROCESS_SETS)
-        rank = hvd.rank()
-    else:
-        torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
-        rank = torch.distributed.get_rank()
-        os.environ["GROUP_RANK"] = str(rank // int(os.environ["DGC_NODE_SIZE"]))  # as if by an agent on each machine
+        return hvd.rank()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torch.distributed.FileStore(f"{folder}/meeting", size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return rank
+
+
+def main():
+    launcher, folder, nodes, *names = sys.argv[1:]
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
-    kernels.compile_ahead(torch.float32, torch.float64)
-    results = {}
     sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
+    kernels.compile_ahead(torch.float32, torch.float64)
+    functions = {}
     for name in names:
         module, _, function = name.rpartition(".")
-        results[name] = getattr(importlib.import_module(module), function)()
+        functions[name] = getattr(importlib.import_module(module), function)
+    if nodes != "fresh":
+        fork(launcher, [int(ranks) for ranks in nodes.split(",")])
+    rank = begin(launcher, folder)
+    torch.manual_seed(0)
+    results = {name: function() for name, function in functions.items()}
     torch.save(results, f"{folder}/{rank}.part")
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
     if launcher == "horovod":
+        import horovod.torch as hvd
         hvd.barrier()  # the first process to leave would shut Horovod down for all
 
 

@@ -211,7 +211,7 @@ def in_lockstep(size):
 
 
 def results_of(launcher, size):
-    return in_lockstep(size) if launcher == "lockstep" else ran(launcher, size, COMMON)
+    return in_lockstep(size) if launcher == "lockstep" else ran(launcher, size, COMMON, fresh=size == 2)
 
 
 everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}-{place[1]}")

@@ -73,8 +73,8 @@ def train(folder):
 def test_processes_that_begin_together_have_one_fill_the_cache(tmp_path):
     """They train meanwhile, with workers that are forked, and to the bit what they train when it is full."""
     shutil.copytree(Path(dgc.__file__).parent, tmp_path / "dgc", ignore=shutil.ignore_patterns("__pycache__"))
-    with ThreadPoolExecutor(8) as pool:
-        cold = list(pool.map(lambda _: train(tmp_path), range(8)))
+    with ThreadPoolExecutor(3) as pool:
+        cold = list(pool.map(lambda _: train(tmp_path), range(3)))
     warm = train(tmp_path)
     lock, = tmp_path.rglob("*.lock")
     assert len(lock.read_text().splitlines()) == 1

@@ -65,16 +65,17 @@ def test_processes_that_did_not_see_one_another_write_different_files(folder):
     assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda path, other: path.write_bytes(b""), lambda path, other: path.write_bytes(path.read_bytes()[:-100]),
-    lambda path, other: path.write_bytes(b"\x80\x05nothing"), lambda path, other: shutil.copy(other, path)],
-    ids=["empty", "cut", "garbage", "of another signature"])
-def test_what_is_damaged_is_compiled_again(folder, damage):
-    run(folder, "float32", "int32")
-    one, other = kept(folder)
-    damage(one, other)
-    assert [line[0] for line in run(folder, "float32", "int32")[0]] == ["1.5", "1.5"]
-    assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
+def test_what_is_damaged_is_compiled_again(folder):
+    """Nothing is left of one, one is cut, one is garbage, and one is that of another signature."""
+    dtypes = "float32", "float64", "int32", "int64"
+    run(folder, *dtypes)
+    empty, cut, garbage, other = sorted(kept(folder), key=lambda path: path.stat().st_mtime_ns)  # as compiled
+    shutil.copy(cut, other)
+    empty.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    garbage.write_bytes(b"\x80\x05nothing")
+    assert run(folder, *dtypes)[0] == [["1.5", "0"]] * 4
+    assert run(folder, *dtypes)[0] == [["1.5", str(i + 1)] for i in range(4)]
 
 
 def test_changed_source_is_compiled_again(folder):
