@@ -23,16 +23,18 @@ import dgc
 from dgc.compression import kernels
 
 matplotlib.use("Agg")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+from drawing import DENSE, DGC, MUTED
 from matplotlib import pyplot as plt
 
 RANKS, WIDTH, LAYERS, BATCH = 2, 2048, 4, 32
 ROWS = {"your script": ("forward", "backward", "optimizer.step"),
         "dgc": tuple(f"dgc::{name}" for name in ("select", "take", "exchange", "read", "add", "step")),
         "within": ("dgc::accumulate",), "gloo": ("gloo:all_gather", "gloo:all_reduce")}
-COLOURS = {"forward": "#d9dce1", "backward": "#b4b9c1", "optimizer.step": "#8d939d", "dgc::select": "tab:blue",
-           "dgc::take": "tab:orange", "dgc::exchange": "tab:gray", "dgc::read": "tab:purple", "dgc::add": "tab:green",
-           "dgc::step": "tab:red", "dgc::accumulate": "#9ecae1", "gloo:all_gather": "#c49c6b",
-           "gloo:all_reduce": "#e3cba8"}
+GREYS = dict(zip(ROWS["your script"], ("#d9dce1", "#b4b9c1", "#8d939d"), strict=True))
+COLOURS = {**GREYS, "dgc::select": DGC, "dgc::accumulate": "#9ecae1", "dgc::exchange": DENSE,
+           **dict(zip(("dgc::take", "dgc::add", "dgc::step", "gloo:all_gather", "dgc::read", "gloo:all_reduce"), MUTED,
+                      strict=False))}
 
 
 def train(folder: Path) -> None:
