@@ -4,6 +4,7 @@
 # make test        all tests
 # make examples    installs PyTorch Lightning, Accelerate and transformers, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
+# make dist        a wheel and a source package in dist/, checked, and tried in an empty environment
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test examples soak lint docs clean
+.PHONY: setup demo reproduce test examples dist soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -39,6 +40,11 @@ $(STAMPS)/docs: constraints.txt pyproject.toml $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
 	touch $@
 
+# A release needs neither Horovod nor what tests need.
+$(STAMPS)/dist: constraints.txt $(STAMPS)/venv
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt build twine
+	touch $@
+
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
 	PYTHON=$(VENV)/bin/python scripts/build_horovod.sh
 	touch $@
@@ -56,6 +62,12 @@ test: setup
 
 examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations
+
+dist: $(STAMPS)/dist
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist
+	$(VENV)/bin/python -m twine check --strict dist/*
+	PYTHON=$(VENV)/bin/python scripts/try_dist.sh dist
 
 soak: setup
 	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint tests/paths/test_owners.py -s
@@ -75,4 +87,4 @@ reproduce: setup
 	$(VENV)/bin/python recipes/reproduce.py $(if $(DATA),--data "$(DATA)") $(if $(PTB),--ptb "$(PTB)")
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

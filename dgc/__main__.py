@@ -1,7 +1,7 @@
 """The ``dgc`` command, also as ``python -m dgc``.
 
 What it needs beyond torch are the extras ``cli`` and, for ``dgc tune``, ``tune``. A missing one is told with the line
-that installs it, and by its own name: an index of packages may know another ``dgc``.
+that installs it, and by its own name: the package index knows another ``dgc``.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.
     """
-    found: dict[str, Any] = {"python": platform.python_version(), "dgc": _version("dgc"), "torch": _torch(),
-                             "horovod": _horovod(), "kernels": _kernels(),
+    found: dict[str, Any] = {"python": platform.python_version(), "dgc": _version("deep-gradient-compression"),
+                             "torch": _torch(), "horovod": _horovod(), "kernels": _kernels(),
                              **{name: _package(name) for name in PACKAGES}}
     found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
                           {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found, limit)}

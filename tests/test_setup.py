@@ -1,12 +1,15 @@
 """The scripts that a newcomer runs first."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dgc.version import __version__
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,3 +59,23 @@ def test_wrong_arguments():
     status, output = build(python="/nowhere/python")
     assert status == 1 and "PYTHON=/nowhere/python is not an executable" in output
     assert "scripts/build_horovod.sh [--cpu | --gpu]" in build("--help")[1]
+
+
+def project():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_version_is_one_everywhere():
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    changed = re.search(r"^## (?:Unreleased: )?(\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert {project()["version"], cited, changed} == {__version__}
+
+
+def test_no_extra_asks_for_the_other_project_of_the_index():
+    extras = [line for lines in project()["optional-dependencies"].values() for line in lines]
+    own = {line.partition("[")[0] for line in extras if re.match(r"(dgc|deep)", line)}
+    assert own == {project()["name"]} != {"dgc"}
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *(ROOT / "dgc").rglob("*.py")):
+        wrong = [line for line in page.read_text().splitlines() if re.search(r"pip install (-\S+ )*['\"]?dgc\b", line)]
+        assert all("not `pip install dgc`" in line or "installs something else" in line for line in wrong), wrong
