@@ -11,7 +11,7 @@ takes the step. From the first compressed step on D follows from the averaged up
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Denominators:
         self._settings, self._parameters, self._inner, self._nodes = settings, parameters, inner, nodes
         self.used = settings.exchanges and settings.config.momentum_correction and is_adam(inner)
         self._sparsity = 0.0  # that the schedule gives for this step
-        self._factors: dict[Tensor, tuple[float, Tensor]] = {}  # parameter -> b1, (1 - b1) / D
+        self._factors: dict[Tensor, _Factor] = {}
 
     @property
     def dense(self) -> bool:
@@ -123,7 +123,7 @@ class Denominators:
                 group, state = group_of[p], self._state(p, group_of[p])
                 self._fill_unseen(state, group, mean)
                 state[RECEIVED].fill_(step)
-                factor, b1 = self._factor(p, group), group["betas"][0]
+                factor, b1 = self._factor(p, group).values, group["betas"][0]
                 # A step that failed has left its gradient in v: it enters as if it had come one step before.
                 v[name].mul_(factor)
                 u[name].copy_(v[name])
@@ -154,8 +154,7 @@ class Denominators:
         check_decay(self._inner, group)
         if self.dense:
             return Gradient(g)
-        factor = self._factor(parameter, group)
-        return Gradient(factor * g.detach(), group["betas"][0])
+        return Gradient(self._factor(parameter, group).values * g.detach(), group["betas"][0])
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
@@ -178,34 +177,31 @@ class Denominators:
 
     def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> None:
         """Has D follow an averaged update, where there is one."""
-        state, factor = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
-        now, (b1, b2), unbiased = self._parameters.step, group["betas"], _unbiased(state, group)
-        received, squares = local(state[RECEIVED]), [local(state[key]) for key in sorted(SQUARES & state.keys())]
+        state, (_, factor, unbiased) = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
+        now, (b1, b2), dtype = self._parameters.step, group["betas"], factor.dtype
+        received, square = local(state[RECEIVED]), local(state["exp_avg_sq"])
         k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
-        # On a GPU the host does not ask how many there are, and all entries are gone over.
-        came = torch.nonzero(x, as_tuple=True) if x.device.type == "cpu" else (...,)
-        some = received[came]
-        arrived = x[came].to(factor.dtype)
-        number = torch.count_nonzero(arrived)
-        waited = (now - some).clamp_(min=1).to(factor.dtype)  # 0 where a script applies p.grad twice
-        square = squares[0][came].to(factor.dtype) / unbiased
-        new = followed(square, arrived * ((1 - b1) / factor[came]), waited, (number / k).clamp(min=1), b1, b2)
-        new = torch.where(arrived != 0, new, square).mul_(unbiased)
-        squares[0][came] = new.to(squares[0].dtype)
-        received[came] = torch.where(arrived != 0, now, some)
+        came = arrivals(x)
+        before, since, g = square[came], received[came], x[came].to(dtype) * ((1 - b1) / factor[came])
+        waited = (now - since).clamp_(min=1).to(dtype)  # 0 where a script applies p.grad twice
+        rarity = (torch.count_nonzero(g) / k).clamp(min=1)
+        after = followed(before.to(dtype) / unbiased, g, waited, rarity, b1, b2).mul_(unbiased).to(before.dtype)
+        square[came] = after = torch.where(g != 0, after, before)
+        received[came] = torch.where(g != 0, now, since)
         if group["amsgrad"]:
-            new = torch.maximum(new, squares[1][came].to(new.dtype))
-            squares[1][came] = new.to(squares[1].dtype)
-        factor[came] = (1 - b1) / ((new / unbiased).sqrt_() + group["eps"])
+            largest = local(state["max_exp_avg_sq"])
+            largest[came] = after = torch.maximum(largest[came], after)
+        factor[came] = (1 - b1) / ((after.to(dtype) / unbiased).sqrt_() + group["eps"])
 
-    def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """(1 - b1) / D, in the shape of this rank's part."""
+    def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
+        """What a parameter's gradients are multiplied by, for this group's b1."""
         b1 = group["betas"][0]
-        made_for, factor = self._factors.get(parameter, (None, None))
-        if factor is None or made_for != b1:
-            factor = (1 - b1) / (_square(self._state(parameter, group), group).sqrt_() + group["eps"])
-            self._factors[parameter] = b1, factor
-        return factor
+        found = self._factors.get(parameter)
+        if found is None or found.b1 != b1:
+            state = self._state(parameter, group)
+            values = (1 - b1) / (_square(state, group).sqrt_() + group["eps"])
+            found = self._factors[parameter] = _Factor(b1, values, _unbiased(state, group))
+        return found
 
     def _mean_of_all(self) -> Tensor:
         group_of = self._parameters.group_of()
@@ -224,6 +220,19 @@ class Denominators:
             warn(f"{', '.join(unseen[:5])}{' ...' if len(unseen) > 5 else ''} had no gradient in the "
                  f"{steps} dense steps in which AdamW's denominator is found: it begins as the root mean square "
                  "of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
+
+
+class _Factor(NamedTuple):
+    """Of a parameter; what follows from its state is not asked of a device in each step."""
+
+    b1: float
+    values: Tensor  # (1 - b1) / D, in the shape of this rank's part
+    unbiased: float  # that its mean squares are divided by
+
+
+def arrivals(x: Tensor) -> tuple[Any, ...]:
+    """An index of where an update is not 0. On a GPU, whose host does not ask, it is of all entries."""
+    return torch.nonzero(x, as_tuple=True) if x.device.type == "cpu" else (...,)
 
 
 def followed(s: Tensor, g: Tensor, waited: Tensor, rarity: Tensor, b1: float, b2: float) -> Tensor:

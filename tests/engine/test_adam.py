@@ -178,6 +178,15 @@ def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     assert 1 / 3 < found < 2
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_going_over_all_entries_is_the_same_to_the_bit(amsgrad, monkeypatch):
+    """As on a GPU."""
+    some = dgc.lockstep.run(lambda: train(settings(dense_first(0.9)), amsgrad=amsgrad)[0], 2)[0]
+    monkeypatch.setattr("dgc.engine.adam.arrivals", lambda x: (...,))
+    every = dgc.lockstep.run(lambda: train(settings(dense_first(0.9)), amsgrad=amsgrad)[0], 2)[0]
+    assert all(torch.equal(a, b) for a, b in zip(some, every, strict=True))
+
+
 def test_counts_of_steps_are_loaded_as_they_are():
     """torch would cast them to the parameter's dtype: 1,001 steps are 1,000 in bfloat16."""
     def made():
@@ -320,8 +329,9 @@ def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind
         assert densities[:10] == [1.0] * 10 and max(densities[10:]) < 0.02
 
 
-@pytest.mark.parametrize("at", [DENSE - 2, DENSE, DENSE + 5])
-def test_a_checkpoint_goes_on_to_the_bit(at):
+@pytest.mark.parametrize(("at", "dtype"), [
+    (DENSE - 2, torch.float64), (DENSE, torch.float64), (DENSE + 5, torch.float64), (DENSE + 5, torch.bfloat16)])
+def test_a_checkpoint_goes_on_to_the_bit(at, dtype):
     def again(step, optimizer, weights):
         if step != at:
             return optimizer
@@ -333,8 +343,8 @@ def test_a_checkpoint_goes_on_to_the_bit(at):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole, parts = (dgc.lockstep.run(lambda middle=middle: train(settings(dense_first(0.9)), middle=middle)[0], 2)
-                        for middle in (None, again))
+        whole, parts = (dgc.lockstep.run(lambda middle=middle: train(
+            settings(dense_first(0.9)), middle=middle, dtype=dtype)[0], 2) for middle in (None, again))
     assert all(torch.equal(a, b) for a, b in zip(whole[0], parts[0], strict=True))
 
 
