@@ -44,6 +44,9 @@ def worker():
         if step == 0:
             first = time.perf_counter() - began
     reducing = torch.nn.Linear(100, 100)
+    with torch.no_grad():  # threads share torch's own generator
+        reducing.weight.copy_(torch.randn(100, 100, generator=torch.Generator().manual_seed(0)))
+        reducing.bias.zero_()
     optimizer = dgc.DistributedOptimizer(torch.optim.SGD(reducing.parameters(), 0.1, 0.9), reducing.named_parameters(),
                                          dgc.Config(0.9, exchange="reduce"))
     for step in range(3):
