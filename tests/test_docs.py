@@ -94,6 +94,27 @@ def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute):
         assert ("**no**" in row) == (not advice.pays)
 
 
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_slurm_script_is_bash():
+    for script in blocks(ROOT / "docs" / "launching.md", "bash"):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+        assert script.startswith("#!/bin/bash\n#SBATCH ") and "srun torchrun " in script
+
+
+def test_the_mpijob_is_yaml_with_as_many_processes_as_gpus():
+    yaml = pytest.importorskip("yaml")
+    job, = (yaml.safe_load(text) for text in blocks(ROOT / "docs" / "launching.md", "yaml"))
+    assert (job["kind"], job["apiVersion"]) == ("MPIJob", "kubeflow.org/v2beta1")
+    launcher, worker = (job["spec"]["mpiReplicaSpecs"][kind] for kind in ("Launcher", "Worker"))
+    assert launcher["replicas"] == 1
+    container, = worker["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["slotsPerWorker"]
+
+
 def literals():
     """Each string in the package, as the texts between its placeholders."""
     for file in (ROOT / "dgc").rglob("*.py"):
