@@ -2,7 +2,7 @@
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
 # make test        all tests
-# make examples    installs PyTorch Lightning, Accelerate and transformers, and runs each example and their tests
+# make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
 # make launch      torchrun and horovodrun between two hosts, which are network namespaces (Linux, root, sshd)
@@ -55,7 +55,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
 	touch $@
 
 $(STAMPS)/examples: constraints.txt pyproject.toml $(STAMPS)/package
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt lightning accelerate transformers
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt lightning accelerate transformers 'ray[train]'
 	touch $@
 
 test: setup

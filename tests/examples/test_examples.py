@@ -105,6 +105,11 @@ def test_a_framework(name, libraries, tmp_path):
     learns([*TORCHRUN, "2", FOLDER / f"{name}.py"], tmp_path)
 
 
+def test_ray(tmp_path):
+    needs("ray")
+    learns([sys.executable, FOLDER / "with_ray.py"], tmp_path)  # which starts the two processes itself
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_it_fits_on_a_screen(path):
     assert len(path.read_text().splitlines()) <= 60
