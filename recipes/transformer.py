@@ -9,9 +9,9 @@ The same file runs on several machines or one, over Horovod, torch.distributed, 
 
 Pre-norm blocks, learned positions, the weights of embedding and output tied, dropout; the learning rate rises for a
 twentieth of the training and then falls to 0 along a cosine. Compressed, the first tenth travels dense; there AdamW's
-denominator is found. Then each worker accumulates the momentum of its gradients over it, and it follows the updates
-that come. With --no-momentum-correction a worker accumulates its gradients, and AdamW sees the average of what is sent
-as the gradient.
+denominator is found, and from then on it follows the updates that come. Over the next fifth the sparsity rises from
+75 %, step by step. A worker accumulates the momentum of its gradients over the denominator. With
+--no-momentum-correction it accumulates its gradients, and AdamW sees the average of what is sent as the gradient.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    dense = a.epochs / 10 if a.dense_epochs is None else a.dense_epochs
-    schedule = dgc.piecewise({0: 0.0, round(dense * steps): a.sparsity})
-    return dgc.Config(schedule, a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
-                      hierarchical=a.hierarchical)
+    dense = round(steps * (a.epochs / 10 if a.dense_epochs is None else a.dense_epochs))
+    rising = dgc.warmup(a.epochs / 5 if a.warmup_epochs is None else a.warmup_epochs, steps_per_epoch=steps,
+                        start=min(0.75, a.sparsity), end=a.sparsity, per_step=True)
+    return dgc.Config(lambda step: 0.0 if step < dense else rising(step - dense), a.selection, a.momentum_correction,
+                      job.masking(a), exchange=a.exchange, hierarchical=a.hierarchical)
 
 
 def rate(step: int, steps: int) -> float:
@@ -178,6 +179,8 @@ def main(
         sparsity: job.Sparsity = 0.99,
         dense_epochs: Annotated[float | None, typer.Option(
             min=0, help="At first, which travel dense. Default: a tenth; 0: 1 / (1 - beta2) steps.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(
+            min=0, help="After these, in which the sparsity rises from 75 %. Default: a fifth.")] = None,
         momentum_correction: bool = True, factor_masking: bool = False, prepay: job.Prepay = False,
         selection: Literal["sampled", "exact"] = "sampled",
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
