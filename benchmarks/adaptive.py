@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import WORK, Network, check_tools, clean_leftovers, shape_link
+from hosts import Network, check_tools, clean_leftovers, run_script, shape_link
 from network import METHODS, exchanges, sgd
 
 HERE = Path(__file__).resolve()
@@ -46,10 +46,10 @@ def work(a: dict[str, Any]) -> None:
     torch.distributed.init_process_group("gloo", "tcp://10.0.0.1:5001", rank=a["rank"], world_size=a["hosts"])
     METHODS["alone"] = lambda model, _: (model, sgd(model))
     options = {**OPTIONS, "sparsity": dgc.schedule.parse(a["schedule"])}
-    seconds, sparsities = [], []
+    seconds, sparsities, rates = [], [], dict(a["rates"])
     began = time.perf_counter()
     for step, update, optimizer in exchanges(a["method"], options, a["rank"], "resnet50", a["compute"]):
-        if (mbit := a["rates"].get(len(seconds))) is not None:
+        if (mbit := rates.get(len(seconds))) is not None:
             shape_link(f"{mbit:g}mbit", f"{max(8, round(24 * mbit / 1000))}kb")
         sparsities.append(optimizer.param_groups[0].get("dgc_sparsity"))
         step()
@@ -165,10 +165,4 @@ def main(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [WORK]:
-        settings = json.loads(sys.argv[2])
-        work({**settings, "rates": dict(settings["rates"])})
-    else:
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(main)
-        app()
+    run_script(work, main)

@@ -17,12 +17,25 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+import typer
 
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
 MEASURE = ("network.py", "adaptive.py", "clock.py")  # those who make such runs
+
+
+def run_script(work: Callable[[Any], None], main: Callable[..., None]) -> None:
+    """What a script that runs itself in the hosts is when it is called: one rank's work, or the command line."""
+    if sys.argv[1:2] == [WORK]:
+        work(json.loads(sys.argv[2]))
+    else:
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(main)
+        app()
 
 
 class Rate(NamedTuple):

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import RATES, WORK, Network, check, check_tools, clean_leftovers, refuse
+from hosts import RATES, Network, check, check_tools, clean_leftovers, refuse, run_script
 from rich.console import Console
 from rich.table import Table
 
@@ -428,9 +428,4 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [WORK]:
-        work(json.loads(sys.argv[2]))
-    else:
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(main)
-        app()
+    run_script(work, main)

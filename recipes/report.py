@@ -215,11 +215,8 @@ def difference(ours: Mapping[int, float], dense: Mapping[int, float]) -> tuple[f
 
     NaN where there is no such pair; the half-width also with one pair, which has no spread.
     """
-    from scipy import stats
-    pairs = np.array(paired(ours, dense))
-    if len(pairs) < 2:
-        return (float(pairs[0]) if len(pairs) else np.nan), np.nan
-    return float(pairs.mean()), float(stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs)**0.5)
+    pairs = paired(ours, dense)
+    return (float(np.mean(pairs)) if pairs else np.nan), half_width([pairs], 0.95)(len(pairs))
 
 
 def ablation(recipe: Recipe, rows: list[Row]) -> str:
@@ -256,9 +253,9 @@ def against(lines: BySeed, x: Any) -> Mapping[int, float]:
     return first[x] if x in first else next(iter(first.values()))
 
 
-def half_width(pairs: Iterable[Sequence[float]]) -> Callable[[int], float]:
-    """The half-width of the 90 % interval of a mean of n differences, from a variance pooled over groups of them
-    (Student's t). NaN where no group has two.
+def half_width(pairs: Iterable[Sequence[float]], level: float) -> Callable[[int], float]:
+    """The half-width of the interval of this level, of a mean of n differences, from a variance pooled over groups of
+    them (Student's t). NaN where no group has two.
     """
     from scipy import stats
     groups = [np.array(group) for group in pairs if len(group) > 1]
@@ -266,7 +263,7 @@ def half_width(pairs: Iterable[Sequence[float]]) -> Callable[[int], float]:
     if not freedom:
         return lambda n: np.nan
     variance = sum(float(((group - group.mean())**2).sum()) for group in groups) / freedom
-    return lambda n: float(stats.t.ppf(0.95, freedom)) * (variance / n)**0.5
+    return lambda n: float(stats.t.ppf((1 + level) / 2, freedom)) * (variance / n)**0.5
 
 
 def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe) -> str:
@@ -274,8 +271,8 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
     mean difference between runs of one seed, and its 90 % interval with the variance pooled over the table.
     """
     places = dict.fromkeys(x for line in lines.values() for x in line)
-    half = half_width(paired(ours, base) for line in lines.values() for x, ours in line.items()
-                      if ours is not (base := against(lines, x)))
+    half = half_width((paired(ours, base) for line in lines.values() for x, ours in line.items()
+                       if ours is not (base := against(lines, x))), 0.9)
 
     def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
         if not (ours := line.get(x)):

@@ -19,7 +19,7 @@ import drawing
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ENTRIES, SENT, SEED = 24, 2, 913
 WAITED, NEW, KEPT = "#c9cdd3", "#8a9099", "#b4b9c1"
-WORKERS, EACH = 6, 2  # of the exchange, and how many entries each of them chooses
+WORKERS = 6  # of the exchange
 SUMS = 4  # that owners send, all together
 SINGLE, OWNED = "#66aad1", "#d5dae0"
 

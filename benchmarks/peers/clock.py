@@ -27,7 +27,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
-from hosts import RATES, WORK, Network, check_tools, clean_leftovers
+from hosts import RATES, Network, check_tools, clean_leftovers, run_script
 
 from peers import METHODS, table, train
 
@@ -142,9 +142,4 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [WORK]:
-        work(json.loads(sys.argv[2]))
-    else:
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(main)
-        app()
+    run_script(work, main)

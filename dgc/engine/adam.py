@@ -103,9 +103,10 @@ class Denominators:
         """
         if not self.used:
             return
-        step, self._sparsity = self._parameters.step, config.sparsity_at(self._parameters.step)
-        settles = max(round(1 / (1 - group["betas"][1])) for group in self._parameters.groups)
-        if self.dense and self._sparsity > 0 and (step >= settles or config.sparsity_at(0) == 0):
+        step = self._parameters.step
+        self._sparsity = config.sparsity_at(step)
+        if self.dense and self._sparsity > 0 and (config.sparsity_at(0) == 0 or step >= max(
+                round(1 / (1 - group["betas"][1])) for group in self._parameters.groups)):
             self._take_over(step)
 
     @torch.no_grad()
@@ -259,7 +260,7 @@ def followed(s: Tensor, g: Tensor, waited: Tensor, rarity: Tensor, b1: float, b2
 
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state that torch's AdamW makes in its first step."""
-    keys = ["exp_avg", *sorted(SQUARES if group["amsgrad"] else SQUARES - {"max_exp_avg_sq"})]
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
     wide = group.get("fused") is None and torch.get_default_dtype() == torch.float64
     on_device = group.get("capturable") or group.get("fused")
     step = torch.zeros((), dtype=torch.float64 if wide else torch.float32,

@@ -575,6 +575,20 @@ def _prepay(u, v, first, last, index, c, least):
 
 
 @_jit
+def _greatest(index, begin, end, u, v, masking):
+    """The largest |v| of these entries, infinity where one is not a number; they are fetched for what is done next."""
+    largest = v.dtype.type(0)
+    for j in range(begin, end):
+        if j + AHEAD < end:
+            _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
+            if masking:
+                _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
+        x = abs(v[index[j]])
+        largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
+    return largest
+
+
+@_jit
 def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, to_come, least, half,
             block_counts, singles, words, positions, exponents):
     """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
@@ -588,14 +602,7 @@ def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, 
         start, m = starts[p], used[p]
         if to_come[p] > 0:
             _prepay(u, v, start, start + m, index, to_come[p], least[p])
-        largest = v.dtype.type(0)
-        for j in range(start, start + m):
-            if j + AHEAD < start + m:
-                _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
-                if masking:
-                    _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
-            x = abs(v[index[j]])
-            largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
+        largest = _greatest(index, start, start + m, u, v, masking)
         if not largest < np.inf:
             exponents[0, p] = NONFINITE
             continue

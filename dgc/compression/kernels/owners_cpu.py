@@ -28,6 +28,7 @@ from dgc.compression.kernels.cpu import (
     PANEL,
     SLOTS,
     _everywhere,
+    _greatest,
     _in_threads,
     _keep,
     _kth,
@@ -168,14 +169,7 @@ def _write(first, last, begins, places, parameters, n, u, v, masking, to_come, l
             for j in range(begin, end):
                 if to_come[parameters[j]] > 0:
                     _prepay(u, v, j, j + 1, places, to_come[parameters[j]], least[parameters[j]])
-        largest = v.dtype.type(0)
-        for j in range(begin, end):
-            if j + AHEAD < end:
-                _prefetch(v.ctypes.data + places[j + AHEAD] * v.itemsize)
-                if masking:
-                    _prefetch(u.ctypes.data + places[j + AHEAD] * v.itemsize)
-            x = abs(v[places[j]])
-            largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
+        largest = _greatest(places, begin, end, u, v, masking)
         if not largest < np.inf:
             exponents[r, 0] = NONFINITE
             sent[begin:end] = 0

@@ -4,13 +4,14 @@ are held against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from dgc.compression import device, kernels
 from dgc.compression import select as selection
+from dgc.compression.kernels.plain import Scattered
 from dgc.compression.regions import CORRUPT, LINE, Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import NONFINITE
@@ -151,7 +152,7 @@ def _largest(scores: Tensor, k: int, step: int) -> Tensor:
     return selection.sampled(scores, k, step)
 
 
-class Received:
+class Received(Scattered):
     """What all owners passed on, divided: an update. What a row that tells of an error has is 0.
 
     Args:
@@ -161,26 +162,9 @@ class Received:
     """
 
     def __init__(self, plan: Plan, messages: Tensor, divisor: float):
-        self.layout = plan.layout
         entries = plan.to_all.decode(messages, plan.regions.sizes)
         self.status, self.whose = entries.status, entries.whose  # see :class:`dgc.compression.regions.Entries`
         owners = torch.arange(len(messages), device=messages.device)[:, None]
         # Unused slots are at a region's first place, which an empty one does not have.
-        self._index = plan.regions.index(owners, entries.local).view(-1).clamp_(max=plan.layout.numel - 1)
-        self._values = (entries.values / divisor).view(-1)
-
-    def write(self, targets: Sequence[Tensor | None]) -> None:
-        """See :class:`dgc.paths.averaged.Update`."""
-        for target, part in zip(targets, self._parts(), strict=True):
-            if target is not None:
-                target.view(-1).copy_(part)
-
-    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        """See :class:`dgc.paths.averaged.Update`."""
-        for target, part, rate in zip(targets, self._parts(), rates, strict=True):
-            if target is not None:
-                target.view(-1).add_(part.mul_(rate))
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        flat = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
-        return flat.index_add_(0, self._index, self._values).split(self.layout.numels)
+        index = plan.regions.index(owners, entries.local).view(-1).clamp_(max=plan.layout.numel - 1)
+        super().__init__(plan.layout, [(index, entries.values.view(-1))], divisor)

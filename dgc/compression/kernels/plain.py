@@ -74,26 +74,17 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     return message
 
 
-class Received:
-    """All ranks' messages, checked: what they say in sum, added up in the order of ranks, alike to the bit everywhere.
+class Scattered:
+    """The sum of scattered entries, over a divisor.
 
     Args:
-        layout: they were written with it.
-        messages: uint8 (N, nbytes).
+        layout: of the bucket.
+        entries: positions in it, int64 (E,), and values (E,), added up in this order.
         divisor: of the sum.
-
-    Raises:
-        FloatingPointError, ValueError: see :meth:`dgc.compression.wire.Layout.decode`.
     """
 
-    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
-        self.layout, self._divisor = layout, divisor
-        self._entries = [layout.decode(message, sender) for sender, message in enumerate(messages)]
-
-    def own(self, bucket: Bucket, message: Tensor) -> None:
-        """Told what this rank took out of v for its message, which goes back should the messages prove to be bad.
-        Here that has been seen to by now.
-        """
+    def __init__(self, layout: Layout, entries: Sequence[tuple[Tensor, Tensor]], divisor: float):
+        self.layout, self._entries, self._divisor = layout, entries, divisor
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """Overwrites the targets, one for each parameter or None, with it: contiguous, in the residual's dtype."""
@@ -112,6 +103,27 @@ class Received:
         for index, values in self._entries:
             total.index_add_(0, index, values)
         return total.div_(self._divisor).split(self.layout.numels)
+
+
+class Received(Scattered):
+    """All ranks' messages, checked: what they say in sum, added up in the order of ranks, alike to the bit everywhere.
+
+    Args:
+        layout: they were written with it.
+        messages: uint8 (N, nbytes).
+        divisor: of the sum.
+
+    Raises:
+        FloatingPointError, ValueError: see :meth:`dgc.compression.wire.Layout.decode`.
+    """
+
+    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
+        super().__init__(layout, [layout.decode(message, sender) for sender, message in enumerate(messages)], divisor)
+
+    def own(self, bucket: Bucket, message: Tensor) -> None:
+        """Told what this rank took out of v for its message, which goes back should the messages prove to be bad.
+        Here that has been seen to by now.
+        """
 
 
 def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
