@@ -261,7 +261,7 @@ def followed(s: Tensor, g: Tensor, waited: Tensor, rarity: Tensor, b1: float, b2
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state that torch's AdamW makes in its first step."""
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    wide = group.get("fused") is None and torch.get_default_dtype() == torch.float64
+    wide = not group.get("fused") and torch.get_default_dtype() == torch.float64
     on_device = group.get("capturable") or group.get("fused")
     step = torch.zeros((), dtype=torch.float64 if wide else torch.float32,
                        device=parameter.device if on_device else "cpu")

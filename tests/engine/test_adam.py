@@ -11,6 +11,7 @@ from laws import in_lockstep
 from oracle import Network, prepay, top
 
 import dgc
+from dgc.engine.adam import fresh
 
 LR, DECAY, EPS, B1, B2 = 0.01, 0.1, 1e-6, 0.9, 0.99
 DENSE, STEPS = 12, 40  # steps
@@ -185,6 +186,26 @@ def test_going_over_all_entries_is_the_same_to_the_bit(amsgrad, monkeypatch):
     monkeypatch.setattr("dgc.engine.adam.arrivals", lambda x: (...,))
     every = dgc.lockstep.run(lambda: train(settings(dense_first(0.9)), amsgrad=amsgrad)[0], 2)[0]
     assert all(torch.equal(a, b) for a, b in zip(some, every, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_the_first_state_is_that_of_torch(options, default):
+    """Which torch makes in a step."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        w = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float32))
+        plain = torch.optim.AdamW([w], **options)
+        ours = fresh(w, plain.param_groups[0])
+        w.grad = torch.zeros_like(w)
+        plain.step()
+    finally:
+        torch.set_default_dtype(before)
+    torchs = plain.state[w]
+    assert list(ours) == list(torchs)
+    assert all((x.dtype, x.shape, x.device) == (torchs[key].dtype, torchs[key].shape, torchs[key].device)
+               for key, x in ours.items())
 
 
 def test_counts_of_steps_are_loaded_as_they_are():
