@@ -5,7 +5,7 @@ the average s of their squares (b2), both freed of their bias. D is not linear i
 accumulate m / D alone. But it can accumulate over a D that all ranks have alike: u = b1 u + (1 - b1) g / D, v = v + u,
 momentum correction (paper, equation 4) of a preconditioned gradient. At first everything is sent, and torch's AdamW
 takes the step. From the first compressed step on D follows from the averaged updates, which are alike on every rank
-(:func:`followed`), and the parameters' step is p = p - lr decay p - lr (mean of what was sent).
+(:mod:`dgc.compression.denominator`), and the parameters' step is p = p - lr decay p - lr (mean of what was sent).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgc.compression.residual import Gradient, residual_dtype
+from dgc.compression import kernels
+from dgc.compression.denominator import Denominator
+from dgc.compression.residual import Gradient, memory_order, residual_dtype
 from dgc.compression.select import count
 from dgc.config import Config
 from dgc.engine.kind import decays_apart, is_adam, sign
@@ -29,7 +31,6 @@ from dgc.warn import warn
 BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad
-FEWEST = 8  # updates that D is an average of, at least, where an entry's waits are longer than b2 remembers
 
 
 class Denominators:
@@ -178,21 +179,14 @@ class Denominators:
 
     def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> None:
         """Has D follow an averaged update, where there is one."""
-        state, (_, factor, unbiased) = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
-        now, (b1, b2), dtype = self._parameters.step, group["betas"], factor.dtype
-        received, square = local(state[RECEIVED]), local(state["exp_avg_sq"])
+        state, (b1, values, unbiased) = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
+        order = memory_order(values) or range(values.dim())
+        largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
+        x, square, received, values = (t.permute(*order) for t in (
+            x, local(state["exp_avg_sq"]), local(state[RECEIVED]), values))
+        of = Denominator(square, largest, received, values, unbiased, b1, group["betas"][1], group["eps"])
         k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
-        came = arrivals(x)
-        before, since, g = square[came], received[came], x[came].to(dtype) * ((1 - b1) / factor[came])
-        waited = (now - since).clamp_(min=1).to(dtype)  # 0 where a script applies p.grad twice
-        rarity = (torch.count_nonzero(g) / k).clamp(min=1)
-        after = followed(before.to(dtype) / unbiased, g, waited, rarity, b1, b2).mul_(unbiased).to(before.dtype)
-        square[came] = after = torch.where(g != 0, after, before)
-        received[came] = torch.where(g != 0, now, since)
-        if group["amsgrad"]:
-            largest = local(state["max_exp_avg_sq"])
-            largest[came] = after = torch.maximum(largest[came], after)
-        factor[came] = (1 - b1) / ((after.to(dtype) / unbiased).sqrt_() + group["eps"])
+        kernels.denominators(x, of).follow(x, of, k, self._parameters.step)
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
         """What a parameter's gradients are multiplied by, for this group's b1."""
@@ -229,33 +223,6 @@ class _Factor(NamedTuple):
     b1: float
     values: Tensor  # (1 - b1) / D, in the shape of this rank's part
     unbiased: float  # that its mean squares are divided by
-
-
-def arrivals(x: Tensor) -> tuple[Any, ...]:
-    """An index of where an update is not 0. On a GPU, whose host does not ask, it is of all entries."""
-    return torch.nonzero(x, as_tuple=True) if x.device.type == "cpu" else (...,)
-
-
-def followed(s: Tensor, g: Tensor, waited: Tensor, rarity: Tensor, b1: float, b2: float) -> Tensor:
-    """The mean square of gradients, from what has come of them.
-
-    A sum of w independent gradients of mean square s has a mean square of w s. Of the momentum that n steps make,
-    which is what was accumulated, some is still to come, and some is of steps before. As a share of n s, the mean
-    square of this sum is 1 - 2 b1 (1 - b1^n) / (n (1 - b1^2)). n is longer than w, as it is not the same ranks that
-    send an entry every time.
-
-    Args:
-        s: the mean squares so far, any shape.
-        g: sums of gradients that have come, averaged over ranks, in the shape of s, as the others are.
-        waited: w, the steps since something has come.
-        rarity: how many entries have come, over how many each rank has sent; 0-dim, at least 1.
-        b1: of the momentum.
-        b2: of the mean squares: a step's share is 1 - b2, and that of w steps 1 - b2^w; but at most an eighth.
-    """
-    n = waited * rarity
-    share = 1 - 2 * b1 / (1 - b1 * b1) * (1 - b1**n) / n
-    weight = (1 - b2**waited).clamp(max=max(1 - b2, 1 / FEWEST))
-    return torch.lerp(s, g.square() / (waited * share), weight)
 
 
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

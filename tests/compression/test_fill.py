@@ -21,7 +21,7 @@ TRAINING = """
 import json, sys, time
 import torch
 import dgc
-from dgc.compression.kernels import cpu, fill, owners_cpu
+from dgc.compression.kernels import cpu, denominator_cpu, fill, owners_cpu
 
 torch.set_num_threads(1)
 chosen = []
@@ -59,7 +59,8 @@ def worker():
 misses = sum(sum(loop.stats.cache_misses.values()) for loop in (
     cpu._accumulate, cpu._thresholds, cpu._choose, cpu._encode, cpu._seal, cpu._check, cpu._receive, cpu._decay,
     owners_cpu._deal, owners_cpu._write, owners_cpu._check, owners_cpu._add, owners_cpu._sum, owners_cpu._average,
-    owners_cpu._threshold, owners_cpu._find, owners_cpu._score, owners_cpu._held, owners_cpu._spread))
+    owners_cpu._threshold, owners_cpu._find, owners_cpu._score, owners_cpu._held, owners_cpu._spread,
+    denominator_cpu._note, denominator_cpu._follow))
 print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)), "misses": misses}))
 """
 

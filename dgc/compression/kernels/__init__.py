@@ -1,8 +1,8 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
 Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``settle`` and ``decay``.
-``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do ``owners_plain``
-and ``owners_cpu``, of the exchange that adds up at owners.
+``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do those of the
+exchange that adds up at owners (``owners_plain``), and those of AdamW's denominator (``denominator_plain``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from dgc.compression.denominator import Denominator
 from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
@@ -88,6 +89,14 @@ class OwnersKernel(Protocol):
                 masking: Masking) -> tuple[Tensor, Taken]: ...
 
 
+class DenominatorKernel(Protocol):
+    """A module of kernels of AdamW's denominator; :mod:`dgc.compression.kernels.denominator_plain` says what the
+    function does.
+    """
+
+    def follow(self, x: Tensor, of: Denominator, k: int, now: int) -> None: ...
+
+
 @cache
 def module_for(kind: str, dtype: torch.dtype) -> Kernel:
     """The module for residuals of this dtype on this kind of device (``torch.device.type``).
@@ -120,6 +129,14 @@ def owners(kind: str, dtype: torch.dtype) -> OwnersKernel:
     """The module of owners to call now: compiled where :func:`current` is, on a CPU."""
     compiled = current(kind, dtype).__name__ == "dgc.compression.kernels.cpu"
     return cast(OwnersKernel, import_module(f"dgc.compression.kernels.owners_{'cpu' if compiled else 'plain'}"))
+
+
+def denominators(x: Tensor, of: Denominator) -> DenominatorKernel:
+    """The module to call now for an update and the denominator that follows it: compiled where their memory will do."""
+    reals = [x, of.square, of.factor, *([] if of.largest is None else [of.largest])]
+    fits = of.received.is_contiguous() and all(t.is_contiguous() and t.dtype == of.factor.dtype for t in reals)
+    module = current(x.device.type if fits else "any", of.factor.dtype)
+    return cast(DenominatorKernel, import_module(module.__name__.replace("kernels.", "kernels.denominator_")))
 
 
 def compile_ahead(*dtypes: torch.dtype) -> None:

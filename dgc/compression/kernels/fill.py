@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from dgc.compression.kernels import cpu, owners_cpu
+from dgc.compression.denominator import Denominator
+from dgc.compression.kernels import cpu, denominator_cpu, owners_cpu
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
@@ -39,7 +40,7 @@ class Filling:
     """
 
     def __init__(self, dtype: torch.dtype):
-        kept = owners_cpu._add._cache  # whose digest is of both files
+        kept = denominator_cpu._follow._cache  # whose digest is of all three files
         self._name, name = str(dtype).removeprefix("torch."), f"dgc.{str(dtype).removeprefix('torch.')}.{kept.digest}"
         self._markers = [folder / f"{name}.compiled" for folder in kept.folders]
         self._lock, self._writable = kept.folders[0] / f"{name}.lock", kept.writable
@@ -141,6 +142,8 @@ def run_all(dtype: torch.dtype) -> None:
     received.add([parameter], [1.0])
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
     _run_owners(bucket, gradients, Plan(layout, 3, 1), parameter)
+    one = torch.ones_like(parameter)
+    denominator_cpu.follow(one, Denominator(one, one, one.int(), one, 1.0, 0.9, 0.999, 1e-8), 40, 2)
 
 
 def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:

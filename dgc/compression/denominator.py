@@ -1,0 +1,73 @@
+"""The denominator D of AdamW, of a parameter whose updates are sparse: what it follows, and by how much.
+
+D = sqrt(s) + eps, with s the mean square of gradients. It is found from the averaged updates, each of which is a sum
+of gradients over D. A sum of w independent gradients of mean square s has a mean square of w s. Of the momentum that n
+steps make, which is what was accumulated, some is still to come, and some is of steps before: as a share of n s, the
+mean square of this sum is h(n) = 1 - 2 b1 (1 - b1^n) / (n (1 - b1^2)). n = w R is longer than w, as it is not the same
+ranks that send an entry every time: R is the number of entries that have come, over how many each rank has sent, at
+least 1, in 64ths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+FEWEST = 8  # updates that s is an average of, at least, where an entry's waits are longer than b2 remembers
+PARTS = 64  # of R, and of n in a table of powers
+MOST = 1 << 20  # steps that a table of weights tells apart
+NOTHING = 2.0**-30  # a power that small is taken for 0
+
+
+@dataclass(frozen=True)
+class Denominator:
+    """Of one parameter. The tensors have its shape, and those of floating point but for ``square`` one dtype.
+
+    Args:
+        square: s times ``unbiased``, as torch's AdamW has it.
+        largest: of ``square``, as torch has it with amsgrad.
+        received: int32, how many steps there had been when an entry last came.
+        factor: (1 - b1) / D.
+        unbiased: what ``square`` is divided by, as it began at 0.
+        b1, b2: of the momentum, and of the mean squares.
+        eps: beside sqrt(s).
+    """
+
+    square: Tensor
+    largest: Tensor | None
+    received: Tensor
+    factor: Tensor
+    unbiased: float
+    b1: float
+    b2: float
+    eps: float
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of a sum of w steps, for w = 0, 1, ...; the last one is that of all longer sums."""
+        return _weights(self.b2, self.factor.dtype, self.factor.device)
+
+    @property
+    def deficits(self) -> Tensor:
+        """n (1 - h(n)), for n = 0, 1/64, 2/64, ...; the last one is that of all greater n."""
+        return _deficits(self.b1, self.factor.dtype, self.factor.device)
+
+
+@cache
+def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A step's weight is 1 - b2, and that of w steps 1 - b2^w; but at most an eighth."""
+    most = max(1 - b2, 1 / FEWEST)
+    longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
+    w = torch.arange(longest + 1, dtype=torch.float64)
+    return (1 - b2**w).clamp_(max=most).to(device, dtype)
+
+
+@cache
+def _deficits(b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    longest = math.ceil(math.log(NOTHING) / math.log(b1)) if b1 > 0 else 1
+    n = torch.arange(longest * PARTS + 1, dtype=torch.float64) / PARTS
+    return (2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(device, dtype)
