@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import cifar10
-import drawing
 import job
 import numpy as np
 import ptb
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from dgc import drawing
 
 Result = dict[str, Any]  # what a recipe's --out wrote
 
