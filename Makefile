@@ -5,7 +5,7 @@
 # make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
-# make launch      torchrun and horovodrun between two hosts, which are network namespaces (Linux, root, sshd)
+# make launch      torchrun, horovodrun and, where it is installed, Slurm on two hosts, which are network namespaces (Linux, root)
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
