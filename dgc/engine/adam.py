@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dgc.compression import kernels
-from dgc.compression.denominator import Denominator
+from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import Gradient, memory_order, residual_dtype
 from dgc.compression.select import count
 from dgc.config import Config
@@ -194,8 +194,9 @@ class Denominators:
         found = self._factors.get(parameter)
         if found is None or found.b1 != b1:
             state = self._state(parameter, group)
-            values = (1 - b1) / (_square(state, group).sqrt_() + group["eps"])
-            found = self._factors[parameter] = _Factor(b1, values, _unbiased(state, group))
+            square, unbiased = local(state[_key(group)]), _unbiased(state, group)
+            values = factor(square, unbiased, b1, group["eps"], residual_dtype(square.dtype))
+            found = self._factors[parameter] = _Factor(b1, values, unbiased)
         return found
 
     def _mean_of_all(self) -> Tensor:
@@ -252,9 +253,14 @@ def _unbiased(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     return float(1 - group["betas"][1] ** max(float(state["step"]), 1.0))
 
 
+def _key(group: Mapping[str, Any]) -> str:
+    """In a state, of what D is made of."""
+    return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+
+
 def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """s, freed of its bias, in a new tensor."""
-    square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+    square = local(state[_key(group)])
     return square.to(residual_dtype(square.dtype)) / _unbiased(state, group)
 
 
