@@ -167,8 +167,9 @@ class Denominators:
         values, lr = [local(p) for p in given], float(group["lr"])
         torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
         torch._foreach_add_(values, [local(p.grad) for p in given], alpha=-lr * sign(group))
-        for p in given:
-            self._follow(p, local(p.grad), group)
+        for p, value in zip(given, values, strict=True):
+            if value.numel():  # a rank may have none of it
+                self._follow(p, local(p.grad), group)
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
         """All that was pending has come: waits begin anew, and D stays as it is."""
