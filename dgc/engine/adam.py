@@ -11,6 +11,7 @@ takes the step. From the first compressed step on D follows from the averaged up
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,17 @@ class Denominators:
         else:
             self._group.pop(BEGAN, None)  # from a checkpoint; torch's own step changes D again
 
+    def in_force(self, config: Config) -> Config:
+        """The settings of a step, whose schedule is in ``config``: dense at first. A schedule that is sparse from its
+        start has not waited for that, and starts with the first compressed step.
+        """
+        if self.dense:
+            return replace(config, sparsity=0.0)
+        began = self._group[BEGAN] if self.used else 0
+        if not began or config.sparsity_at(0) == 0:
+            return config
+        return replace(config, sparsity=lambda step: config.sparsity_at(step - began))
+
     def fill_state(self) -> None:
         """Makes the state complete from the start, so that all ranks have the same to broadcast."""
         for p, group in self._parameters.group_of().items():
@@ -105,10 +117,15 @@ class Denominators:
         if not self.used:
             return
         step = self._parameters.step
-        self._sparsity = config.sparsity_at(step)
-        if self.dense and self._sparsity > 0 and (config.sparsity_at(0) == 0 or step >= max(
-                round(1 / (1 - group["betas"][1])) for group in self._parameters.groups)):
-            self._take_over(step)
+        if self.dense and config.sparsity_at(step) > 0:
+            fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
+            if step >= fewest:
+                self._take_over(step)
+            elif step == 0 and self._settings.world.rank == 0:
+                warn(f"the first {fewest:,} steps travel dense, as AdamW's denominator is found in them; then the "
+                     "schedule begins (one that begins with 0, say dgc.piecewise({0: 0.0, 500: 0.99}), has as many "
+                     "dense steps as it says)")
+        self._sparsity = self.in_force(config).sparsity_at(step)
 
     @torch.no_grad()
     def _take_over(self, step: int) -> None:
@@ -225,6 +242,11 @@ class _Factor(NamedTuple):
     b1: float
     values: Tensor  # (1 - b1) / D, in the shape of this rank's part
     unbiased: float  # that its mean squares are divided by
+
+
+def settling(groups: Iterable[Mapping[str, Any]]) -> int:
+    """The steps in which D is found, where the schedule does not say."""
+    return max(round(1 / (1 - group["betas"][1])) for group in groups)
 
 
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
