@@ -123,8 +123,11 @@ def plan(
         receive_ns: Annotated[float | None, typer.Option(
             min=0, help="Nanoseconds of decoding, for each entry received, instead.")] = None,
         overlap: Annotated[bool, typer.Option(help="Exchanges begin during the backward pass.")] = True,
+        clips: Annotated[bool, typer.Option("--clips", help=(
+            "Gradients are clipped by their norm, or scaled by a GradScaler: then DGC's exchanges begin after the "
+            "backward pass, and dense ones during it."))] = False,
         steps: Annotated[int | None, typer.Option(
-            min=1, help="Of your training: then advice says how much of it an entry waits to be sent.")] = None,
+            min=1, help="Of your training: then a sparsity is advised that it bears.")] = None,
         png: Png = None,
         as_json: Json = False) -> None:
     """Predicts a step's time for every way to add up gradients, and says whether DGC pays.
@@ -166,8 +169,8 @@ def plan(
             with usage(f"--{name}-ns"):
                 local = replace(local, **{name: 1e-9 * ns})
     with usage("--compute"):
-        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap,
-                               steps)
+        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local,
+                               "dense" if clips and overlap else overlap, steps)
     if png:
         planning.draw(report, png)
     if as_json:
