@@ -472,6 +472,10 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
          f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}. To paste:", highlight=False)
     for line in dict.fromkeys((found.line(best), best.setting.line)):
         print(f"  {line}")
+    if paper is not None and (rival := found.best) is not None:
+        show(f"But trial {rival.setting.trial} is far better than the paper's schedule, {rival.metric:.6g} and "
+             f"{paper.metric:.6g}: trainings of {found.task.epochs} epochs are too short for that one to learn, and so "
+             "to choose by (give --epochs more).", highlight=False)
     if (length := best.setting.warmup_epochs) is not None:
         per_cent = f"{100 * length / best.setting.epochs:.3g}"
         show(f"Its warm-up is {per_cent} % of these {best.setting.epochs} epochs; of a training of 100 it would be "
