@@ -8,8 +8,8 @@ own, of one thread each; medians are over ``--steps`` steps, after some to warm 
 - **compute**: what train.py does in a step besides, of one worker alone: augmenting, forward and backward pass.
 - **local**: ``step()`` of all workers in one process, in lockstep, divided by their number. Nothing is sent; lockstep's
   sums and copies are in it. Not of ``async``, where each worker would be the server, too.
-- **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's, with
-  its local work. All hosts share this machine's cores. Before each step all ranks meet, and buckets are full again.
+- **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
+  local work is in it. All hosts share this machine's cores. Before each step all ranks meet, and buckets are full again.
 
 DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; table.py weighs both kinds. One step
 late, the time is from the call to the end of the exchange that it begins: nothing is hidden.
