@@ -103,14 +103,15 @@ def draw(found: list[dict[str, Any]], target: float, style: Callable[[str], tupl
     """Accuracy against composed seconds, a panel for each rate; ``style``: a method's colour and marker."""
     figure, panels = drawing.panels(columns=len(predict.NAMES), height=4.0, sharey=True)
     for axes, (rate, name) in zip(panels, predict.NAMES.items(), strict=True):
-        ends = []
-        for row in drawn(found, rate):
+        lines = [(row, [epoch * row["steps"] * row["step"][rate] for epoch in range(1, len(row["curve"]) + 1)])
+                 for row in drawn(found, rate)]
+        end = max((seconds[-1] for _, seconds in lines), default=1.0)
+        for row, seconds in lines:
             colour, marker = style(row["method"])
-            seconds = [(i + 1) * row["steps"] * row["step"][rate] for i in range(len(row["curve"]))]
             axes.plot(seconds, row["curve"], color=colour, marker=marker, markersize=3, linewidth=1.2)
-            ends.append((row["title"], (seconds[-1], row["curve"][-1]), colour))
+            axes.plot((seconds[-1], end), 2 * row["curve"][-1:], color=colour, linewidth=0.5, alpha=0.6)  # it has ended
         axes.axhline(target, color="#bbbbbb", linestyle=":", zorder=0)
-        axes.set(title=f"links of {name}", xlabel="seconds of training, composed", xlim=(0, None))
-        drawing.name_lines(axes, ends)
+        axes.set(title=f"links of {name}", xlabel="seconds of training, composed", xlim=(0, end), ylim=(None, 100))
+        drawing.name_lines(axes, [(row["title"], (end, row["curve"][-1]), style(row["method"])[0]) for row, _ in lines])
     panels[0].set_ylabel("test accuracy (%)")
     drawing.save(figure, out)

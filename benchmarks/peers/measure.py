@@ -9,7 +9,7 @@ own, of one thread each; medians are over ``--steps`` steps, after some to warm 
 - **local**: ``step()`` of all workers in one process, in lockstep, divided by their number. Nothing is sent; lockstep's
   sums and copies are in it. Not of ``async``, where each worker would be the server, too.
 - **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
-  local work is in it. All hosts share this machine's cores. Before each step all ranks meet, and buckets are full again.
+  local work is in it. All hosts share this machine's cores. Before each step all meet, and buckets are full again.
 
 DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; table.py weighs both kinds. One step
 late, the time is from the call to the end of the exchange that it begins: nothing is hidden.
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,6 @@ HERE = Path(__file__).resolve()
 OUT = HERE.parents[1] / "results" / "peers-measured.json"
 DEPTH, BATCH = 20, 32
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
-PRECISIONS = {"float32": False, "bfloat16": True}  # of the forward and backward pass
 Step = tuple[float, float, bool]  # when it began and ended, and whether it exchanged
 
 
@@ -131,7 +131,7 @@ def slowest(step: tuple[Step, ...]) -> float:
     return max(ended - began for began, ended, _ in step)
 
 
-def alone(a: dict[str, Any], limit: float) -> Any:
+def printed(a: dict[str, Any], limit: float) -> Any:
     """What a process of its own prints. RuntimeError: it failed, or the time is up."""
     try:
         done = subprocess.run([sys.executable, str(HERE), WORK, json.dumps(a)], stdout=subprocess.PIPE, timeout=limit,
@@ -143,39 +143,25 @@ def alone(a: dict[str, Any], limit: float) -> Any:
     return json.loads(done.stdout)
 
 
-def shaped(network: Network, rate: str, a: dict[str, Any], limit: float) -> Any:
-    """What all hosts write. RuntimeError: as above."""
-    network.clear()
-    network.shape(rate, "deep" if a["method"] in clock.WHOLE else "shallow")
-    return network.run(HERE, a, limit)
+def measured(part: str, a: dict[str, Any], network: Network | None, limit: float) -> Any:
+    """Medians of a part. RuntimeError: as above."""
+    kind, *rate, name = part.split()
+    a = {**a, "part": kind, "method": name, "bf16": name == "bfloat16"}
+    if network is not None and rate:
+        network.clear()
+        network.shape(*rate, "deep" if name in clock.WHOLE else "shallow")
+        return medians(network.run(HERE, a, limit), slowest)
+    return statistics.median(printed(a, limit)) if kind == "compute" else medians(printed(a, limit), in_turn)
 
 
 def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What has been measured already.
-
-    Raises:
-        typer.BadParameter: with other settings, on another machine, or by other code.
-    """
+    """What has been measured already. typer.BadParameter: with other settings, on another machine or by other code."""
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {**settings, "seconds": {}}
     if wrong := [f"{key} was {found.get(key)!r} and is {value!r}" for key, value in settings.items()
                  if found.get(key) != value]:
         raise typer.BadParameter(f"--out must be of the same settings, got {out} of others: {'; '.join(wrong)} (move "
                                  "it away, and all is measured again)")
     return found
-
-
-def fill(out: Path, result: dict[str, Any], parts: dict[str, Callable[[], Any]]) -> list[str]:
-    """Measures and writes each part that is missing; those that failed."""
-    missing, failed = [name for name in parts if name not in result["seconds"]], []
-    for name in missing:
-        try:
-            result["seconds"][name] = parts[name]()
-            job.write(out, result)
-            print(f"{name}: {result['seconds'][name]}", flush=True)
-        except RuntimeError as error:
-            failed.append(name)
-            print(f"measure.py: {name}: {error}", file=sys.stderr)
-    return failed
 
 
 def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(METHODS),
@@ -189,24 +175,24 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
     for value, known, option in ((names, METHODS, "--methods"), (links, RATES, "--rates")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
-    a, limit = {"steps": steps, "hosts": hosts}, 60 * minutes
-    result = begun(out, {
-        "benchmark": "peers", "workers": hosts, "batch_size": BATCH, "steps": steps,
-        "parameters": sum(p.numel() for p in cifar10.resnet(DEPTH).parameters()),
-        "machine": job.machine(torch.device("cpu"))})
-    parts: dict[str, Callable[[], Any]] = {
-        f"compute {name}": lambda bf16=bf16: statistics.median(alone({**a, "part": "compute", "bf16": bf16}, limit))
-        for name, bf16 in PRECISIONS.items()}
-    parts |= {f"local {name}": lambda name=name: medians(alone({**a, "part": "local", "method": name}, limit), in_turn)
-              for name in names if METHODS[name].driver is not ParameterServer}
-    failed = fill(out, result, parts)
     if links:
         check_tools()
         clean_leftovers()
-        with Network(hosts) as network:
-            failed += fill(out, result, {f"exchange {rate} {name}": lambda rate=rate, name=name: medians(shaped(
-                network, rate, {**a, "part": "exchange", "method": name}, limit), slowest)
-                for rate in links for name in names})
+    result = begun(out, {"benchmark": "peers", "workers": hosts, "batch_size": BATCH, "steps": steps, "parameters": sum(
+        p.numel() for p in cifar10.resnet(DEPTH).parameters()), "machine": job.machine(torch.device("cpu"))})
+    parts = ["compute float32", "compute bfloat16"]
+    parts += [f"local {name}" for name in names if METHODS[name].driver is not ParameterServer]
+    parts += [f"exchange {rate} {name}" for rate in links for name in names]
+    failed = []
+    with Network(hosts) if links else nullcontext() as network:
+        for part in [part for part in parts if part not in result["seconds"]]:
+            try:
+                result["seconds"][part] = measured(part, {"steps": steps, "hosts": hosts}, network, 60 * minutes)
+                job.write(out, result)
+                print(f"{part}: {result['seconds'][part]}", flush=True)
+            except RuntimeError as error:
+                failed.append(part)
+                print(f"measure.py: {part}: {error}", file=sys.stderr)
     raise SystemExit(1 if failed else 0)
 
 
