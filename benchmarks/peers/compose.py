@@ -72,9 +72,9 @@ def epochs(runs: list[dict[str, Any]], target: float) -> float | None:
 
 
 def curve(runs: list[dict[str, Any]]) -> list[float]:
-    """Accuracy after each epoch, the mean over a method's runs."""
+    """Accuracy after each epoch that all of a method's runs have had, the mean over these."""
     return [statistics.mean(at) for at in zip(*([epoch["accuracy"] for epoch in run["history"]] for run in runs),
-                                              strict=True)]
+                                              strict=False)]
 
 
 def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: float, target: float) -> dict[str, Any]:
