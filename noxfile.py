@@ -1,7 +1,7 @@
 """The core of the test suite on other versions of Python and torch than ``make test`` has. CI does not run it.
 
-    pip install nox && nox                  # every pair whose Python is on the PATH; the others are skipped
-    nox -s 'core-3.10(torch="2.4.0")'       # one pair
+    pip install nox && nox                        # every pair whose Python is on the PATH; the others are skipped
+    nox -s "core(python='3.10', torch='2.4.0')"   # one pair
 
 The core is what needs neither Horovod nor an optional framework. Plain pip may fetch CUDA builds of torch, several GB
 each.

@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,6 @@ from hosts import Network, check_tools, clean_leftovers, run_script, shape_link
 from network import METHODS, exchanges, sgd
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # drawing.py
 OPTIONS = {"apply_directly": True, "dense_dtype": "torch.float16"}  # so that DGC itself takes the least
 ALONE = 20  # steps without an exchange; the first 5 are not counted
 FOLLOWS = 1.25  # a density has followed when it is within this factor of the one that it settles at
@@ -94,8 +92,8 @@ def figures(seconds: list[float], sparsities: list[float], alone: float, change:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    import drawing
     change, rates = result["change"], result["rates"]
+    from dgc import drawing
     figure, (upper, lower) = drawing.panels(rows=2, height=4.6, sharex=True)
     sent = [100 * (1 - s) for s in result["sparsities"]]
     upper.step(range(result["steps"]), sent, where="post", color=drawing.DGC)

@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from rich.table import Table
 from torch import Tensor
 
 import dgc
+from dgc import drawing
 from dgc.collective import World
 from dgc.compression import kernels, select
 from dgc.compression.kernels import cpu, plain
@@ -49,7 +49,6 @@ from dgc.paths.compressed import reduce
 from dgc.paths.dense import reduce_dense
 from dgc.paths.task import layout_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
 TOPK, SAMPLED, FUSED = METHODS = "exact top-k (torch)", "sampled (torch)", "fused (numba)"
@@ -238,7 +237,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def picture(rows: list[dict[str, Any]], file: Path) -> None:
     """Medians, with whiskers from the first to the third quartile."""
-    import drawing
     figure, axes = drawing.panels(height=4.2)
     ends = []
     for method, colour in zip(METHODS, (*drawing.MUTED[:2], drawing.DGC), strict=True):

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # drawing.py, cifar10.py
+sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # cifar10.py
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
 WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
@@ -310,9 +310,9 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
 
 def plot(cases: list[dict[str, Any]], hosts: int, file: Path) -> None:
     """A bar for each method's median, with a whisker from the fastest to the slowest step. A row for each rate."""
-    import drawing
     models, rates, methods = (list(dict.fromkeys(case[key] for case in cases)) for key in ("model", "rate", "method"))
     height = 0.7 + (0.3 * len(methods) + 0.6) * len(rates)
+    from dgc import drawing
     figure, panes = drawing.panels(len(models), len(rates), height, squeeze=False, sharey=True)
     for row, rate in zip(panes, rates, strict=True):
         for axes, model in zip(row, models, strict=True):

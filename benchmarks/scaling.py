@@ -15,7 +15,6 @@ simulated, with gradients whose rows and columns differ in scale by a factor of 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +22,10 @@ import torch
 import typer
 
 import dgc
-from dgc import cost
+from dgc import cost, drawing
 from dgc import planning as plan
 from dgc.compression.regions import Regions
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
@@ -115,7 +113,6 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
 
 def draw(result: dict[str, Any], out: Path) -> None:
     """What was counted; the dense ring's, for comparison, by its formula."""
-    import drawing
     figure, axes = drawing.panels(height=4.4)
     ends = []
     for name, colour in zip(NAMES, (drawing.DGC, *drawing.MUTED), strict=False):

@@ -18,18 +18,16 @@ figure is without.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dgc import Config
+from dgc import Config, drawing
 from dgc import planning as plan
 from dgc.cost import Cluster
 from dgc.planning import Method
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))  # drawing.py
 NODES, GPUS = (1, 2, 4, 8, 16, 32, 64), 4
 FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
 # Examples a GPU, and multiply-adds of the forward pass of each; the backward pass has twice as many.
@@ -62,7 +60,6 @@ def speedup(model: str, network: str, method: Method, nodes: int, overlap: bool)
 
 def draw(result: dict[str, Any], out: Path) -> None:
     """Without overlap of the exchange and the backward pass, at both rates."""
-    import drawing
     figure, panes = drawing.panels(len(NETWORKS), height=4.2, sharey=True)
     for axes, network, (place, paper) in zip(panes, NETWORKS, PAPER, strict=True):
         curves, ends = result["speedup_by_overlap"]["False"][network], []

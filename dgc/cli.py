@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dgc import doctor as health
-from dgc import planning
+from dgc import drawing, planning
 from dgc import schedule as schedules
 from dgc import tune as tuning
 from dgc.collective import dense_bytes
@@ -343,29 +343,26 @@ def _schedule_table(rows: list[dict[str, Any]], dense: float, title: str) -> Tab
 
 
 def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     steps = [row["step"] for row in rows]
-    figure, (sparsity, sent, total) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    sparsity.step(steps, [100 * (1 - row["sparsity"]) for row in rows], where="post")
-    sparsity.set(title="density", ylabel="entries sent (%)", yscale="log")
-    sparsity.yaxis.set_major_formatter("{x:g}")
-    sent.step(steps, [row["bytes"] for row in rows], where="post", label="DGC")
-    sent.axhline(dense, color="tab:gray", label="dense float32")
-    sent.set(title="bytes a step and worker", yscale="log")
-    total.plot(steps, [row["total_bytes"] for row in rows], label="DGC")
-    total.plot(steps, [dense * (step + 1) for step in steps], color="tab:gray", label="dense float32")
-    total.set(title="bytes so far", yscale="log")
-    for axis in (sparsity, sent, total):
-        axis.set(xlabel="step")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in (sent, total):
-        axis.legend(frameon=False)
-    figure.suptitle(title)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    figure, panes = drawing.panels(3)
+    for axes, name, line, other in (
+            (panes[0], "entries sent (%)", [100 * (1 - row["sparsity"]) for row in rows], [100.0] * len(rows)),
+            (panes[1], "bytes a step and worker", [row["bytes"] for row in rows], [dense] * len(rows)),
+            (panes[2], "bytes so far, a worker", [row["total_bytes"] for row in rows],
+             [dense * (step + 1) for step in steps])):
+        axes.plot(steps, other, color=drawing.DENSE)
+        axes.plot(steps, line, color=drawing.DGC, drawstyle="steps-post")
+        low, high = min(*line, *other), max(*line, *other)
+        axes.set(title=name, xlabel="step", xlim=(0, max(steps[-1], 1)), yscale="log", ylim=(low / 1.5, 1.5 * high))
+        if axes is panes[0]:
+            drawing.log_axis(axes, "y", drawing.places(low / 1.5, 1.5 * high))
+        else:
+            drawing.byte_axis(axes, "y")
+        drawing.name_lines(axes, [("dense", (steps[-1], other[-1]), drawing.DENSE),
+                                  ("DGC", (steps[-1], line[-1]), drawing.DGC)])
+    figure.suptitle(title, fontsize=10.5)
+    drawing.save(figure, file)
+
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------

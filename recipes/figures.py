@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import drawing
 import numpy as np
 import report
 from report import BySeed, Lines, Recipe, Result, Row, measured
+
+from dgc import drawing
 
 Name = tuple[str, tuple[float, float], str]  # of a line: the text, where the line ends, the colour
 

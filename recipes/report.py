@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import cifar10
-import drawing
 import job
 import numpy as np
 import ptb
@@ -24,6 +23,8 @@ import transformer
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from dgc import drawing
 
 Result = dict[str, Any]  # what a recipe's --out wrote
 

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-import drawing
+from dgc import drawing
 
 ROOMS = [  # title, text, left, bottom, width, height
     ("frontends/", "DistributedOptimizer,\nDDP's hook", 0.0, 2.3, 2.0, 2.1),

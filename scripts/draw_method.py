@@ -7,14 +7,12 @@ The numbers are made up: 24 entries, of which 2 are sent, so that they can be se
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-import drawing
+from dgc import drawing
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ENTRIES, SENT, SEED = 24, 2, 913

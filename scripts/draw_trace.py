@@ -21,10 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import dgc
 from dgc.compression import kernels
+from dgc.drawing import DENSE, DGC, MUTED
 
 matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-from drawing import DENSE, DGC, MUTED
 from matplotlib import pyplot as plt
 
 RANKS, WIDTH, LAYERS, BATCH = 2, 2048, 4, 32

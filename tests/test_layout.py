@@ -13,8 +13,8 @@ import dgc
 PACKAGE = Path(dgc.__file__).parent
 LEAVES = {"version", "warn", "trace", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
-    "version": set(), "warn": set(), "trace": set(), "extras": set(), "config": set(), "collective": set(),
-    "cost": set(),
+    "version": set(), "warn": set(), "trace": set(), "extras": set(), "drawing": set(), "config": set(),
+    "collective": set(), "cost": set(),
     "schedule": {"config"},
     "compression": {"warn", "trace", "config", "cost"},
     "paths": {"collective", "config", "cost", "trace", "compression"},
@@ -26,10 +26,10 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "elastic": {"engine"},
     "integrations": {"config", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
-    "planning": LEAVES | {"compression", "engine"},
-    "tune": {"config", "schedule", "transport"},
+    "planning": LEAVES | {"compression", "drawing", "engine"},
+    "tune": {"config", "drawing", "schedule", "transport"},
     "doctor": {"config", "compression", "frontends"},
-    "cli": LEAVES | {"extras", "schedule", "planning", "tune", "doctor"},
+    "cli": LEAVES | {"drawing", "extras", "schedule", "planning", "tune", "doctor"},
     "__main__": {"cli", "extras"},
 }
 KERNELS = PACKAGE / "compression" / "kernels"  # whose loops are as long as what they fuse

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import drawing
 import typer
+
+from dgc import drawing
 
 from . import predict
 

@@ -17,11 +17,9 @@ from typing import Annotated, Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-import drawing
-from drawing import DENSE as GREY
-from drawing import DGC as BLUE
-
+from dgc import drawing
+from dgc.drawing import DENSE as GREY
+from dgc.drawing import DGC as BLUE
 from peers import compose, predict
 
 OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dgc import drawing
 from dgc.config import Config
 from dgc.cost import Cluster
 from dgc.planning.advise import Advice, advise, bits, duration, waiting
@@ -70,34 +71,34 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
 
 
 def draw(report: Plan, file: Path) -> None:
-    """Efficiency by workers as a picture: dense methods in float32 (and the ring in float16), and DGC's exchanges.
+    """Efficiency by workers as a picture: the rings of Horovod and DistributedDataParallel, and DGC's exchanges.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    curves: dict[Method, list[tuple[int, float]]] = {}
-    for workers, predictions in report.scaling.items():
-        for p in predictions:
-            curves.setdefault(p.method, []).append((workers, 100 * p.efficiency))
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained", sharey=True)
-    for method, points in curves.items():
-        if method.kind != "float16":
-            axes[int(method.kind == "dgc")].plot(*zip(*points, strict=True), ".-", label=method.name)
-    fp16 = curves.get(Method("ring", "float16"), [])
-    for axis in axes:
-        axis.plot(*zip(*fp16, strict=True), "--", color="black", linewidth=1, label="ring, float16")
-        axis.axvline(report.cluster.workers, color="tab:gray", linewidth=0.8)
-        axis.set(xscale="log", xlabel="workers", ylim=(0, 103))
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="upper right")
-    axes[0].set(ylabel="scaling efficiency (%)", title="dense, float32")
-    axes[1].set(title=f"DGC, {100 * report.sparsity:g} %")
-    figure.suptitle(f"{report.model}: {report.numel:,} parameters, {duration(report.compute)} of computation, nodes of "
-                    f"{report.cluster.gpus} at {bits(report.cluster.between.bandwidth)}")
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    workers = report.cluster.workers
+    figure, axes = drawing.panels(height=4.4)
+    shown = [n for n in report.scaling if n <= max(512, 8 * workers)]
+    axes.set(xlabel="workers", ylabel="scaling efficiency (%)", xlim=(1, shown[-1]), ylim=(0, 110),
+             yticks=range(0, 101, 20),
+             title=f"A model, not measured: {report.model}, {report.numel:,} parameters, {duration(report.compute)} of "
+                   f"computation,\n{report.cluster.gpus} in a node, {bits(report.cluster.between.bandwidth)} between "
+                   f"nodes, DGC at {100 * report.sparsity:g} %")
+    drawing.log_axis(axes, "x", [4.0**n for n in range(9) if 4**n <= shown[-1]], "{:,.0f}".format)
+    axes.axvline(workers, color=drawing.DENSE, linestyle=":")
+    axes.text(workers, 104, f" {workers:,} as planned", color=drawing.DENSE)
+    ends = []
+    for method, colour, style in _curves([p.method for p in report.here]):
+        points = [(n, 100 * p.efficiency) for n in shown for p in report.scaling[n] if p.method == method]
+        axes.plot(*zip(*points, strict=True), style, color=colour)
+        ends.append((str(method), points[-1], colour))
+    drawing.name_lines(axes, ends)
+    drawing.save(figure, file)
+
+
+def _curves(known: list[Method]) -> list[tuple[Method, str, str]]:
+    """The methods that are drawn, each with its colour and its line."""
+    rings = [(m, drawing.DENSE, "-" if m.kind == "float32" else "--") for m in known if m.name == "ring" and
+             m.kind != "dgc"]
+    mine = [m for m in known if m.kind == "dgc"]
+    return [*rings, *((m, colour, "-") for m, colour in zip(mine, (drawing.DGC, *drawing.MUTED), strict=False))]

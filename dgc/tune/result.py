@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dgc import drawing
 from dgc.tune.trial import Task, Trial
 
 
@@ -75,28 +75,21 @@ def draw(result: Result, file: Path) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure, axes = drawing.panels(height=4.6)
     complete = [t for t in result.trials if t.state == "complete"]
-    for trials, style, label in (
-            (complete, {"marker": "o", "linestyle": "", "color": "tab:gray", "alpha": 0.6}, "trials"),
-            (result.front, {"marker": "o", "linestyle": "-", "color": "tab:blue"}, "front"),
-            ([result.paper], {"marker": "s", "linestyle": "", "color": "black", "markersize": 9, "fillstyle": "none"},
-             "the paper's schedule"),
-            ([result.recommended], {"marker": "*", "linestyle": "", "color": "tab:orange", "markersize": 15},
-             "recommended")):
-        known = [t for t in trials if t is not None]
-        if known:
-            points: Any = zip(*((t.bytes_sent, t.metric) for t in known), strict=True)
-            axis.plot(*points, label=label, **style)
-    axis.set(xscale="log", xlabel="bytes that one worker sent", ylabel=result.task.metric)
-    counts = Counter(t.state for t in result.trials)
-    axis.set_title(", ".join(f"{n} {state}" for state, n in counts.items()), fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    for trials, style in ((complete, {"linestyle": "", "color": drawing.DENSE, "alpha": 0.6}),
+                          (result.front, {"color": drawing.DGC})):
+        axes.plot([t.bytes_sent for t in trials], [t.metric for t in trials], marker="o", **style)
+    axes.set(xlabel="sent by one worker", ylabel=result.task.metric, title="a dot is a trial, the line is the front: "
+             "no trial is better and sends less" if complete else "no trial is complete")
     if complete:
-        axis.legend(frameon=False)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+        sent = [t.bytes_sent or 0.0 for t in complete]
+        axes.set(xscale="log", xlim=(min(sent) / 1.5, 1.5 * max(sent)))
+        drawing.byte_axis(axes, "x")
+    same = result.paper is result.recommended
+    for trial, text in ((result.paper, "the paper's schedule" + ", recommended" * same),
+                        (None if same else result.recommended, "recommended")):
+        if trial is not None:
+            axes.plot(trial.bytes_sent, trial.metric, "o", color="black", markersize=11, fillstyle="none")
+            axes.annotate(text, (trial.bytes_sent, trial.metric), (6, -18), textcoords="offset points")
+    drawing.save(figure, file)

@@ -210,8 +210,7 @@ class Search:
                 self.said[trial.number] = f"{trial.number}: epoch {epoch}, {metric:.6g}"
                 self.show()
                 rivals = [theirs for sent, theirs in self.rivals if sent <= density]
-            going_on = epoch < self.task.epochs or not math.isfinite(metric)  # else there is nothing left to save
-            if not paper and going_on and is_hopeless(reports, rivals, self.task.maximize):
+            if not paper and is_hopeless(reports, rivals, self.task):
                 raise Pruned(f"{metric:.6g} at epoch {epoch} is worse than the median of those that send no more"
                              if math.isfinite(metric) else f"{metric} at epoch {epoch}")
 

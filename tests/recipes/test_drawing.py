@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-import drawing
 import figures
 import network
 import report
+
+from dgc import cli, drawing
+from dgc.tune.result import draw, result_of
+from dgc.tune.trial import Setting, Task, Trial
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
@@ -92,3 +96,47 @@ def test_bars_begin_at_zero_on_a_linear_axis(drawn, tmp_path):
         assert all(bar.get_x() == 0 for bar in axes.patches)
     widths = [bar.get_width() for axes in drawn[0].axes for bar in axes.patches]
     assert widths == [pytest.approx(1000 * case["median_seconds"]) for case in cases]
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [
+    (0.8, 1200, [1, 10, 100, 1000]), (2e7, 1.2e8, [2e7, 3e7, 5e7, 1e8]), (1, 100, [1, 10, 100]), (0.06, 0.09, [])])
+def test_ticks_of_a_logarithmic_axis_are_round(low, high, expected):
+    assert drawing.places(low, high) == pytest.approx(expected)
+
+
+def test_the_picture_of_a_plan_has_rings_and_exchanges_and_is_a_model(drawn, tmp_path):
+    invoke("plan", "resnet110", "--compute", "0.1", "--nodes", "8", "--png", tmp_path / "plan.png")
+    (axes,) = drawn[0].axes
+    colours = {text.get_text(): text.get_color() for text in axes.texts}
+    assert colours.pop(" 8 as planned") == drawing.DENSE
+    assert colours == {"ring, float32": drawing.DENSE, "ring, float16": drawing.DENSE, "DGC, allgather": drawing.DGC,
+                       "DGC, shared": drawing.MUTED[0], "DGC, reduce": drawing.MUTED[1]}
+    assert "not measured" in axes.get_title(loc="left") and axes.get_ylim()[0] == 0 and axes.get_xlim() == (1, 512)
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(curves) == 5 and all(line.get_ydata()[0] == 100 for line in curves)  # one worker waits for nobody
+
+
+def test_the_picture_of_a_schedule_has_dgc_below_dense(drawn, tmp_path):
+    invoke("schedule", "warmup:epochs=4", "--steps-per-epoch", 2, "--epochs", 5, "--png", tmp_path / "schedule.png")
+    for axes in drawn[0].axes:
+        dense, dgc = axes.lines
+        assert (dense.get_color(), dgc.get_color()) == (drawing.DENSE, drawing.DGC)
+        assert (dgc.get_ydata() < dense.get_ydata()).all()
+    assert drawn[0].axes[0].lines[1].get_ydata() == pytest.approx(  # the paper's warm-up
+        [share for n in (1, 2, 3, 4) for share in [100 / 4**n] * 2] + [0.1] * 2)
+
+
+@pytest.mark.parametrize(("better", "expected"), [
+    (91.0, ["the paper's schedule", "recommended"]), (89.0, ["the paper's schedule, recommended"])])
+def test_the_picture_of_a_search_names_two_trials(drawn, tmp_path, better, expected):
+    trials = [Trial(Setting(i, 5, "constant:0.99", None), "complete", i == 0, metric, sent, {}, 1.0, "")
+              for i, (metric, sent) in enumerate([(90.0, 2e6), (better, 1e6), (80.0, 9e5)])]
+    draw(result_of(trials, Task("train:f", "accuracy", True, 5, None), 0.0), tmp_path / "tune.png")
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == expected
+    assert [line.get_color() for line in axes.lines[:2]] == [drawing.DENSE, drawing.DGC]

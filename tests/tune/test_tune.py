@@ -173,7 +173,7 @@ def test_trainings_too_short_to_choose_by_are_told(maximize, metrics, too_short)
     ({1: 5, 2: 5}, [{1: 6, 2: 6}, {1: 4, 2: 4}, {1: 4, 2: 4}], True, False), ({1: math.nan}, [], True, True),
     ({1: 9, 2: 5, 3: 5}, [{1: 6, 2: 6, 3: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6}] * 3, True, False)])
 def test_the_rule(reports, rivals, maximize, expected):
-    assert is_hopeless(reports, rivals, maximize) is expected
+    assert is_hopeless(reports, rivals, Task(("train",), "metric", maximize, 4, None)) is expected
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -559,8 +559,8 @@ def test_a_result_is_read_in_any_locale(tmp_path):
 
 @pytest.mark.parametrize(("options", "told"), [((), "Recommended: trial 0"), (("--json",), '"recommended": {')])
 def test_what_was_found_is_told_also_where_it_cannot_be_drawn(place, options, told):
-    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "no/such/folder.png", *options))
-    assert isinstance(found.exception, FileNotFoundError) and told in found.stdout
+    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "script.py/a.png", *options))
+    assert isinstance(found.exception, OSError) and told in found.stdout
     assert json.loads((place / "tune.json").read_text())["recommended"]["trial"] == 0
 
 

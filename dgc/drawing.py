@@ -6,6 +6,7 @@ Tol's muted scheme, which colour-blind readers can tell apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ DENSE, DGC = "#6b6b6b", "#0072b2"
 MUTED = ("#cc6677", "#117733", "#882255", "#999933", "#aa4499", "#6699cc", "#44aa99")
 BAND = 0.18  # opacity of a band from the lowest to the highest seed
 WIDTH = 9.0  # inches; a page shows it at 700 to 830 pixels, where text of 10 points has 11 to 13
-STYLE = {"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
+STYLE: dict[Any, Any] = {
+    "font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 
 
 def panels(columns: int = 1, rows: int = 1, height: float = 3.4, **options: Any) -> tuple[Any, Any]:
-    """A figure of the usual width, and its axes as ``subplots`` gives them."""
+    """A figure of the usual width, and its axes as ``subplots`` gives them.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -40,6 +46,19 @@ def log_axis(axes: Any, which: str, places: Sequence[float], shown: Callable[[fl
     getattr(axes, f"set_{which}scale")("log")
     getattr(axes, f"set_{which}ticks")(list(places), [shown(x) for x in places])
     getattr(axes, f"{which}axis").set_minor_locator(NullLocator())
+
+
+def byte_axis(axes: Any, which: str) -> None:
+    """Makes x or y one of bytes, logarithmic, with its unit in each tick. The limits must be set by then."""
+    from matplotlib.ticker import EngFormatter
+    log_axis(axes, which, places(*getattr(axes, f"get_{which}lim")()), EngFormatter("B"))
+
+
+def places(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis: powers of ten; of less than two decades, 2, 3 and 5 times these, too."""
+    steps = (1, 2, 3, 5) if high < 100 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [step * 10.0**n for n in powers for step in steps if low <= step * 10.0**n <= high]
 
 
 def name_lines(axes: Any, names: Sequence[tuple[str, tuple[float, float], str]]) -> None:
