@@ -5,7 +5,7 @@
 # make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
-# make launch      torchrun and horovodrun between two hosts, which are network namespaces (Linux, root, sshd)
+# make launch      torchrun, horovodrun and Slurm, if it is there, on two hosts, which are network namespaces (Linux, root)
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
@@ -58,6 +58,10 @@ $(STAMPS)/examples: constraints.txt pyproject.toml $(STAMPS)/package
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt lightning accelerate transformers 'ray[train]'
 	touch $@
 
+$(STAMPS)/launch: constraints.txt $(STAMPS)/package
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt kubernetes-validate
+	touch $@
+
 test: setup
 	$(VENV)/bin/python -m pytest tests -n logical --maxprocesses 4 --dist loadfile
 
@@ -71,7 +75,7 @@ dist: $(STAMPS)/dist
 	$(VENV)/bin/python -m twine check --strict dist/*
 	PYTHON=$(VENV)/bin/python scripts/try_dist.sh dist
 
-launch: setup
+launch: $(STAMPS)/launch
 	DGC_LAUNCH=1 $(VENV)/bin/python -m pytest tests/launching -rs
 
 soak: setup

@@ -12,7 +12,7 @@ import nox
 nox.options.stop_on_first_error = False
 OLDEST, NEWEST = "2.4.0", "2.13.0"  # that pyproject.toml promises; that constraints.txt pins
 PAIRS = {"3.10": (OLDEST, NEWEST), "3.11": (OLDEST,), "3.12": (OLDEST, NEWEST), "3.13": (NEWEST,)}  # 3.11: make test
-TOOLS = ("numba", "hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+TOOLS = ("numba", "hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "typer")
 CORE = ("test_laws.py", "test_config.py", "test_schedule.py", "test_cost.py", "test_trace.py", "compression", "paths",
         "engine", "checkpoint", "transport", "frontends/test_ddp.py", "frontends/test_wrapping.py",
         "frontends/test_checks.py")

@@ -99,10 +99,10 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_slurm_script_is_bash():
+def test_the_slurm_scripts_are_bash():
     for script in blocks(ROOT / "docs" / "launching.md", "bash"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
-        assert script.startswith("#!/bin/bash\n#SBATCH ") and "srun torchrun " in script
+        assert script.startswith("#!/bin/bash\n#SBATCH ") and ("srun torchrun " in script or "horovodrun " in script)
 
 
 def test_the_mpijob_is_yaml_with_as_many_processes_as_gpus():

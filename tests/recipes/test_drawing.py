@@ -104,7 +104,8 @@ def invoke(*arguments):
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [
-    (0.8, 1200, [1, 10, 100, 1000]), (2e7, 1.2e8, [2e7, 3e7, 5e7, 1e8]), (1, 100, [1, 10, 100]), (0.06, 0.09, [])])
+    (0.8, 1200, [1, 10, 100, 1000]), (2e7, 1.2e8, [2e7, 3e7, 5e7, 1e8]), (1, 100, [1, 10, 100]),
+    (1, 50, [1, 2, 3, 5, 10, 20, 30, 50]), (0.06, 0.09, [])])
 def test_ticks_of_a_logarithmic_axis_are_round(low, high, expected):
     assert drawing.places(low, high) == pytest.approx(expected)
 
