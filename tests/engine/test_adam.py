@@ -105,7 +105,7 @@ def backward(weights, optimizer, rank, step):
     """Of a loss that the optimizer is to make smaller, or with ``maximize`` of its negative."""
     x, y = (torch.tensor(a).to(weights[0]) for a in NETWORK.batch(rank, step))
     optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+    loss = (torch.tanh(x @ weights[0].T) @ weights[1].T - y).square().mean()
     (-loss if optimizer.param_groups[0]["maximize"] else loss).backward()
 
 
@@ -268,7 +268,7 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
         for step in range(STEPS):
             x, y = (torch.tensor(a).double() for a in NETWORK.batch(dgc.lockstep.current().world.rank, step))
             optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+            loss = (torch.tanh(x @ weights[0].T) @ weights[1].T - y).square().mean()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
