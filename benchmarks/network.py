@@ -96,6 +96,10 @@ def dgc_optimizer(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     return model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), dgc_config(options))
 
 
+def dgc_reduce(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    return dgc_optimizer(model, {**options, "exchange": "reduce"})
+
+
 def dgc_config(options: dict[str, Any]) -> Any:
     import torch
 
@@ -106,10 +110,11 @@ def dgc_config(options: dict[str, Any]) -> Any:
 
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "torch-fp16": torch_fp16,
-    "powersgd": powersgd, "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer}
+    "powersgd": powersgd, "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer, "dgc-torch-reduce": dgc_reduce}
+USUAL = [method for method in METHODS if method != "dgc-torch-reduce"]  # which is for more hosts than four
 NAMES = {"horovod-fp32": "Horovod", "horovod-fp16": "Horovod, float16", "torch-dense": "DDP",
          "torch-fp16": "DDP, float16", "powersgd": "PowerSGD, rank 4", "dgc-horovod": "DGC over Horovod",
-         "dgc-torch": "DGC over torch.distributed"}
+         "dgc-torch": "DGC over torch.distributed", "dgc-torch-reduce": "DGC over torch.distributed, reduce"}
 TITLES = {"resnet50": "ResNet-50", "lstm": "the LSTM", "resnet110": "ResNet-110", "resnet110-wide": "a wide ResNet-110"}
 
 
@@ -344,7 +349,7 @@ def main(
         rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "10gbit,1gbit,100mbit",
         models: Annotated[str, typer.Option(help="Of resnet50, lstm, resnet110, resnet110-wide.")] =
             "resnet50,resnet110-wide",
-        methods: Annotated[str, typer.Option(help="Any of the default's.")] = ",".join(METHODS),
+        methods: Annotated[str, typer.Option(help="Of the default's, and dgc-torch-reduce.")] = ",".join(USUAL),
         hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
         repeats: Annotated[int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")] = 3,
         steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,

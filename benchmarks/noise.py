@@ -39,7 +39,7 @@ from dgc.compression.regions import Regions
 
 SPARSITIES = (0.75, 0.9, 0.9375, 0.984375, 0.99, 0.996, 0.999)
 CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("shared", 0.996), ("shared", 0.99),
-                                  ("reduce", 0.999))
+                                  ("reduce", 0.999), ("reduce", 0.996))
 SHAPE, WORKERS, MOMENTUM = (100, 100), 4, 0.9
 CHOICES = {"allgather": "a worker's own", "shared": "one worker's", "mean": "the mean's",
            **{f"reduce {r}": f"owners', r = {r}" for r in (1, 2, 4, 8)}}

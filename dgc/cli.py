@@ -123,8 +123,11 @@ def plan(
         receive_ns: Annotated[float | None, typer.Option(
             min=0, help="Nanoseconds of decoding, for each entry received, instead.")] = None,
         overlap: Annotated[bool, typer.Option(help="Exchanges begin during the backward pass.")] = True,
+        clips: Annotated[bool, typer.Option("--clips", help=(
+            "Gradients are clipped by their norm, or scaled by a GradScaler: then DGC's exchanges begin after the "
+            "backward pass, and dense ones during it."))] = False,
         steps: Annotated[int | None, typer.Option(
-            min=1, help="Of your training: then advice says how much of it an entry waits to be sent.")] = None,
+            min=1, help="Of your training: then a sparsity is advised that it bears.")] = None,
         png: Png = None,
         as_json: Json = False) -> None:
     """Predicts a step's time for every way to add up gradients, and says whether DGC pays.
@@ -166,8 +169,8 @@ def plan(
             with usage(f"--{name}-ns"):
                 local = replace(local, **{name: 1e-9 * ns})
     with usage("--compute"):
-        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local, overlap,
-                               steps)
+        report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local,
+                               "dense" if clips and overlap else overlap, steps)
     if png:
         planning.draw(report, png)
     if as_json:
@@ -466,6 +469,10 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
          f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}. To paste:", highlight=False)
     for line in dict.fromkeys((found.line(best), best.setting.line)):
         print(f"  {line}")
+    if paper is not None and (rival := found.best) is not None:
+        show(f"But trial {rival.setting.trial} is far better than the paper's schedule, {rival.metric:.6g} and "
+             f"{paper.metric:.6g}: trainings of {found.task.epochs} epochs are too short for that one to learn, and so "
+             "to choose by (give --epochs more).", highlight=False)
     if (length := best.setting.warmup_epochs) is not None:
         per_cent = f"{100 * length / best.setting.epochs:.3g}"
         show(f"Its warm-up is {per_cent} % of these {best.setting.epochs} epochs; of a training of 100 it would be "

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 HERE = Path(__file__).resolve().parent
-MAIN, BETWEEN = ("dense", "naive", "dgc"), ("topk", "momentum", "clipping", "masking")
+MAIN, BETWEEN = ("dense", "naive", "dgc"), ("topk", "momentum", "clipping", "masking", "gradients")
 # Row -> its title, what differs from the study's options, and what the paper gives as the difference to dense training:
 # the authors' talk, at 99.9 %; in brackets, the paper's table for ResNet-110 and four workers.
 ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
@@ -34,6 +34,11 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "topk": ("+ local accumulation (gradient dropping)", {"method": "topk"}, ""),
         "clipping": ("+ local clipping", {"method": "dgc", "warmup_epochs": 0.0}, "+2.0"),
         "dgc": ("+ warm-up (DGC)", {"method": "dgc"}, "-0.4"),
+    },
+    "transformer": {  # with AdamW, which the paper does not have
+        "dense": ("dense", {"method": "dense"}, ""),
+        "gradients": ("gradients are accumulated", {"method": "dgc", "momentum_correction": False}, ""),
+        "dgc": ("DGC", {"method": "dgc"}, ""),
     },
 }
 WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers
@@ -59,6 +64,7 @@ class Budget:
     work: Path  # checkpoints and logs
     cifar10: Study
     ptb: Study
+    transformer: Study
     seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
     lengths: tuple[int, ...]  # in epochs, with warm-ups in proportion
     workers: tuple[int, ...]
@@ -78,11 +84,17 @@ def _exchange(dataset: str, **options: Any) -> Study:
         1.0, depth=20, batch_size=128, exchange="allgather", hierarchical=False, virtual_node=1, **options))
 
 
+def _transformer(dataset: str, epochs: int) -> Study:
+    """A tenth dense, then a fifth in which the sparsity rises to 99 %."""
+    return Study("transformer", "transformer", "Transformer of 4 x 128, AdamW", dataset, {
+        **_options(epochs / 5), "sparsity": 0.99, "dense_epochs": epochs / 10, "epochs": epochs})
+
+
 _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
                          "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
-                         "crowds": (4, 16, 64), "pair": (0, 1)}
+                         "crowds": (4, 16, 64), "pair": (0, 1), "transformer": _transformer("ptb", epochs=8)}
 BUDGETS = {
     "cpu": Budget(**_FULL, lengths=(5, 25),
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
@@ -95,6 +107,7 @@ BUDGETS = {
         results=Path("runs/quick/results"), figures=Path("runs/quick"), work=Path("runs/quick"),
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
+        transformer=_transformer("pydoc topics", epochs=1),
         seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
         exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
 }
@@ -141,7 +154,7 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
     """Recipe -> row -> seed -> run."""
     first, second, between = budget.seeds
     return {study.recipe: ablation(study, {**dict.fromkeys(BETWEEN, between), **dict.fromkeys(MAIN, seeds)})
-            for study, seeds in ((budget.cifar10, first), (budget.ptb, second))}
+            for study, seeds in ((budget.cifar10, first), (budget.ptb, second), (budget.transformer, first))}
 
 
 def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
@@ -218,6 +231,8 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
 
     ways: dict[str, Any] = {
         "all-gather": lambda n: {}, "shared": lambda n: shared, "hierarchical": machines,
+        "reduce, 99.6 %": lambda n: {"exchange": "reduce", "sparsity": 0.996},
+        "reduce": lambda n: {"exchange": "reduce"},
         "shared, 99.6 %": lambda n: {**shared, "sparsity": 0.996},
         "shared, 99 %, no masking": lambda n: {**shared, **denser},
         "hierarchical shared, 99 %, no masking": lambda n: {**shared, **denser, **machines(n)},
@@ -229,20 +244,26 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     """Table -> name -> run; in the order of their importance. A run may be in several tables."""
     rows = ablations(budget)
-    # The main rows seed by seed, so that what is cut short compares methods.
-    main = [{row: rows[recipe][row][seed] for row in MAIN} for recipe in rows for seed in rows[recipe]["dense"]]
+
+    def parts(*recipes: str) -> list[Mapping[Any, Run]]:
+        """The main rows seed by seed, so that what is cut short compares methods."""
+        main = [{row: rows[recipe][row][seed] for row in MAIN if row in rows[recipe]}
+                for recipe in recipes for seed in rows[recipe]["dense"]]
+        return [*main, *(runs for recipe in recipes for row, runs in rows[recipe].items() if row in BETWEEN)]
+
     lengths, exchanges = by_length(budget), list(by_exchange(budget).values())
     workers, grid = by_workers(budget), by_sparsity(budget)
     usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
     cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
                    for warmup in budget.warmups for sparsity in budget.sparsities)
-    tables = {"ablation": main + [runs for recipe in rows for row, runs in rows[recipe].items() if row in BETWEEN],
+    tables = {"ablation": parts("cifar10", "ptb"),
               "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
                          for line in lengths[n].values() for at in line.values()],
               "momentum": [{seed: at[seed]} for seed in budget.seeds[0] for at in by_cell(by_momentum(budget))],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
               "warmup": list(by_warmup(budget).values()),
+              "transformer": parts("transformer"),
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 

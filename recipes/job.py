@@ -199,9 +199,13 @@ def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: 
             "dense_bytes_per_step": dense_bytes(model, size), "bytes_sent": bytes_sent(history, steps), **measured,
             "history": history,
             "settings": settings(a),
-            "machine": {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-                        "cores": os.cpu_count(), "device": str(next(model.parameters()).device),
-                        "torch": torch.__version__, "python": platform.python_version(), "dgc": version()}}
+            "machine": machine(next(model.parameters()).device)}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What ran, and on what."""
+    return {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}", "cores": os.cpu_count(),
+            "device": str(device), "torch": torch.__version__, "python": platform.python_version(), "dgc": version()}
 
 
 def settings(a: Any) -> dict[str, Any]:

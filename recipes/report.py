@@ -19,6 +19,7 @@ import cifar10
 import job
 import numpy as np
 import ptb
+import transformer
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +45,8 @@ RECIPES = {
     "cifar10": Recipe(cifar10.main, cifar10.config, "accuracy", "test accuracy", "test accuracy", "top-1 (%)", " %"),
     "ptb": Recipe(ptb.main, ptb.config, "perplexity", "test perplexity", "validation perplexity", "perplexity",
                   scale="log"),  # lower is better
+    "transformer": Recipe(transformer.main, transformer.config, "perplexity", "test perplexity",
+                          "validation perplexity", "perplexity", scale="log"),
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off

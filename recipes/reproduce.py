@@ -5,8 +5,8 @@
     python recipes/reproduce.py --report-only               # tables and figures, from the results alone
     python recipes/reproduce.py --quick                     # every kind of run, in a few minutes, for its own sake
 
-Each run is a child process of ``cifar10.py`` or ``ptb.py`` that goes on from its checkpoints, and leaves one JSON. A
-run whose JSON is there is done. Several of these commands may work on one folder: a run's log is also its lock.
+Each run is a child process of a recipe, that goes on from its checkpoints and leaves one JSON. A run whose JSON is
+there is done. Several of these commands may work on one folder: a run's log is also its lock.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def gpus() -> list[str]:
 
 def find_folders(runs: list[Run], data: Path | None, text: Path | None) -> dict[str, str | None]:
     """What these runs train on, as their ``--data``, after a look into it."""
-    folders: dict[str, str | None] = {"cifar10": "digits", "ptb": None}
+    folders: dict[str, str | None] = {"cifar10": "digits", "ptb": None, "transformer": None}
     datasets = {run.study.dataset for run in runs}
     if "cifar10" in datasets:
         folders["cifar10"] = cifar.find_data(data and str(data), cifar.CACHE)
@@ -220,7 +220,7 @@ def find_folders(runs: list[Run], data: Path | None, text: Path | None) -> dict[
             raise SystemExit("Penn Treebank is needed: --ptb DIR takes a folder with ptb.{train,valid,test}.txt. "
                              "Without it, --only cifar10, or --quick")
         ptb.load(text)
-        folders["ptb"] = str(text)
+        folders["ptb"] = folders["transformer"] = str(text)
     return folders
 
 
@@ -234,7 +234,7 @@ def main(
             "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(help=(
             "A run, all whose name contains this, or a table's: ablation, length, momentum, workers, "
-            "sparsity, warmup, exchange."))] = None,
+            "sparsity, warmup, transformer, exchange."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

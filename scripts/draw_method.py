@@ -126,8 +126,8 @@ def exchange() -> None:
     grid(axes["all"], np.tile(total, (WORKERS, 1)), "All-gather. Every worker gets all of\nthem, and adds up "
          "(dark: a sum).")
     grid(axes["owners"], at_owner, "Reduce, round 1. Each entry goes to\nits owner (darker grey), who adds up.", True)
-    grid(axes["sums"], np.tile(sent, (WORKERS, 1)), "Reduce, round 2. Owners send the largest\nsums to all. "
-         "The others wait (outlined).", True, at_owner * (sent == 0))
+    grid(axes["sums"], np.tile(sent, (WORKERS, 1)), "Reduce, round 2. Owners send the 4\nlargest sums to all. "
+         "Others wait (outlined).", True, at_owner * (sent == 0))
     bare(axes["words"])
     axes["words"].text(0.02, 0.5, "What a worker sends, in messages\nof its own chosen entries:\n\n"
                        "all-gather: N \N{MINUS SIGN} 1, which grows with\nthe number of workers N\n\n"

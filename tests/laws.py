@@ -177,13 +177,15 @@ CONFIGS = {
 }
 
 
-def overflowing(network, optimizer, scaler):
+def overflowing(network, optimizer, scaler, unscale=False):
     """Eight steps, of which the sixth overflows on rank 1."""
     rank, scales = find().world.rank, []
     for step in range(8):
         optimizer.zero_grad()
         factor = 1e38 if rank == 1 and step == 5 else 1.0
         scaler.scale(loss(network, rank, step) * factor).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

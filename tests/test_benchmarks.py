@@ -134,10 +134,10 @@ def test_a_shared_support_stays_further_behind_and_less_so_with_more_entries():
     import noise
 
     mean = 0.1 * torch.randn(noise.SHAPE, generator=torch.Generator().manual_seed(0))
-    gathered, shared, fewer, fewest, reduced = noise.behind(mean, 40, (4, 16))
+    gathered, shared, fewer, fewest, reduced, denser = noise.behind(mean, 40, (4, 16))
     for n in (4, 16):
         assert gathered[n] == 1 < shared[n] and shared[n] > fewer[n] > fewest[n]
-        assert reduced[n] < shared[n]
+        assert reduced[n] < shared[n] and denser[n] < gathered[n]
 
 
 @pytest.mark.parametrize("choice", ["allgather", "shared", "mean", "reduce 1"])

@@ -35,10 +35,15 @@ HERE = Path(__file__).resolve()
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
 
 
-def work(a: dict[str, Any]) -> None:
-    """One rank of one training; writes its result into the network's folder."""
+def place(a: dict[str, Any]) -> None:
+    """Tells this process its host, as torchrun would."""
     os.environ.update({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5001", "GLOO_SOCKET_IFNAME": "e0", "LOCAL_RANK": "0",
                        "RANK": str(a["rank"]), "WORLD_SIZE": str(a["hosts"])})
+
+
+def work(a: dict[str, Any]) -> None:
+    """One rank of one training; writes its result into the network's folder."""
+    place(a)
     torch.set_num_threads(1)
     options = argparse.Namespace(**{**a["training"], "checkpoints": Path(a["training"]["checkpoints"])}, **train.FIXED)
     result = train.train(options)
@@ -112,6 +117,7 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
          data: Annotated[str, typer.Option(help="Folder with cifar-10-batches-bin, or digits.")] = "digits",
          epochs: Annotated[int, typer.Option(min=1, help="At most; the schedule is made for as many.")] = 25,
          depth: int = 20, batch_size: Annotated[int, typer.Option(min=1, help="Of each host.")] = 32,
+         bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          hosts: Annotated[int, typer.Option(min=2, max=200)] = 4, seed: int = 0,
          minutes: Annotated[float, typer.Option(help="After which a method's processes are ended.")] = 600,
          out: Annotated[Path, typer.Option(help="Folder of results and checkpoints.")] = Path("runs/clock")) -> None:
@@ -124,7 +130,8 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
     clean_leftovers()
     out.mkdir(parents=True, exist_ok=True)
     options = {"data": data, "cache": None, "depth": depth, "epochs": epochs, "batch_size": batch_size, "lr": None,
-               "weight_decay": 1e-4, "virtual_workers": 1, "seed": seed, "threads": 1, "out": None, "target": target}
+               "weight_decay": 1e-4, "bf16": bf16, "virtual_workers": 1, "seed": seed, "threads": 1, "out": None,
+               "target": target}
     files, failed = [], []
     with Network(hosts) as network:
         for method in chosen:

@@ -47,13 +47,13 @@ class Stale:
     @torch.no_grad()
     def step(self, last: bool = False) -> None:
         """Applies what the last step's gradients have come to, and begins to exchange this one's."""
-        self._receive()
+        self.receive()
         arrived, self._arrived = self._arrived, None
         self._under_way = PathRun(self._exchange(), self._transport, "stale", self._count)
         self.steps += 1
         self._apply(arrived)
         if last:
-            self._receive()
+            self.receive()
             self._apply(self._arrived)
             self._arrived = None
 
@@ -72,7 +72,8 @@ class Stale:
     def _count(self, collective: Collective) -> None:
         self.bytes_sent += sent_bytes(collective, self._transport.world)
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Waits for the exchange that is under way; what has arrived is applied in the next step."""
         if self._under_way is not None:
             self._arrived, self._under_way = self._under_way.finish(), None
 
@@ -91,7 +92,7 @@ class Stale:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, for torch.save; all ranks make theirs after the same step."""
-        self._receive()
+        self.receive()
         kept = {} if self.bucket is None else {"u": self.bucket.u, "v": self.bucket.v}
         return {"optimizer": self.sgd.state_dict(), "kept": kept, "arrived": self._arrived, "steps": self.steps,
                 "bytes_sent": self.bytes_sent}

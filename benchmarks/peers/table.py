@@ -1,6 +1,8 @@
-"""One Markdown table and one figure of what train.py has written: points lost against bytes sent.
+"""One Markdown table of what train.py has written, and of measure.py's times; and figures: points lost against bytes
+sent, and accuracy against composed seconds.
 
-    python benchmarks/peers/table.py runs/*.json --out docs/peers.png
+    python benchmarks/peers/table.py benchmarks/results/peers/*.json --measured benchmarks/results/peers-measured.json \
+        --out docs/peers.png
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dgc import drawing
 from dgc.drawing import DENSE as GREY
 from dgc.drawing import DGC as BLUE
-from peers import predict
+from peers import compose, predict
 
 OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
                   zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))  # the marker says the same
@@ -26,7 +28,8 @@ FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "qu
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
             "stale": "late", "stale-dgc": "late", "async": "late"}
-ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters")  # of runs that can be compared
+TARGET = 80.0  # test accuracy
+ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -36,6 +39,7 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
         typer.BadParameter: they cannot be compared, or a method has a seed twice, or none of them is dense.
     """
     runs = [json.loads(file.read_text()) for file in files]
+    runs = [{**run, "bf16": run["settings"].get("bf16", False)} for run in runs]  # older files have none
     for key in ALIKE:
         if len(found := {str(run.get(key)) for run in runs}) > 1:
             raise typer.BadParameter(f"{key} must be the same in all files, got {', '.join(sorted(found))}")
@@ -47,7 +51,8 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
     return runs
 
 
-def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
+         target: float = TARGET) -> list[dict[str, Any]]:
     """One row a method, means over its seeds. Lost: below dense training with the same seeds; None if it has none."""
     dense = {run["seed"]: run["accuracy"] for run in runs if run["method"] == "dense"}
     methods: dict[str, list[dict[str, Any]]] = {}
@@ -56,15 +61,13 @@ def rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name, own in methods.items():
         lost = [dense[run["seed"]] - run["accuracy"] for run in own if run["seed"] in dense]
-        means = {key: mean([run[key] for run in own])
-                 for key in ("bytes_per_step", "ratio", "accuracy", "local_seconds")}
+        means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio", "accuracy")}
         exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)  # older files have none
-        measured = {rate: mean([(run["exchange_seconds"] or {}).get(rate) for run in own]) for rate in predict.LINKS}
         predicted = {rate: predict.seconds(own[0]["collective"], means["bytes_per_step"], own[0]["workers"], rate,
                                            exchanging) for rate in predict.LINKS}
         found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
-                      "predicted": predicted, "measured": measured, "lost": mean(lost),
-                      "seeds": [run["seed"] for run in own]})
+                      "predicted": predicted, "lost": mean(lost), "seeds": [run["seed"] for run in own],
+                      **compose.times(own, measured or {"seconds": {}}, exchanging, target)})
     return sorted(found, key=lambda row: -row["bytes_per_step"])
 
 
@@ -72,17 +75,21 @@ def mean(values: list[Any]) -> float | None:
     return None if not values or None in values else statistics.mean(values)
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
+def markdown(found: list[dict[str, Any]], target: float = TARGET) -> str:
     """The table; "-" is what has not been measured."""
-    exchange = [f"exchange at {name}: predicted | measured" for name in predict.NAMES.values()]
+    exchange = [f"exchange at {name}: predicted, the wire alone | measured, with local work"
+                for name in predict.NAMES.values()]
+    to_target = [f"seconds to {target:g} % at {name}, composed" for name in predict.NAMES.values()]
     lines = ["| method | collective | bytes / worker / step | compression | test accuracy | points lost | seeds | "
-             f"local work | {' | '.join(exchange)} |", "|" + 12 * "---|"]
+             f"local work | {' | '.join(exchange + to_target)} |", "|" + 14 * "---|"]
     for row in found:
         name = f"{row['title']} ({row['paper']})" if row["paper"] else row["title"]
         cells = [name, row["collective"], shown(row["bytes_per_step"], ",.0f"), shown(row["ratio"], ",.1f", " x"),
                  shown(row["accuracy"], ".2f", " %"), shown(row["lost"], "+.2f"), ", ".join(map(str, row["seeds"])),
-                 milliseconds(row["local_seconds"])]
-        cells += [milliseconds(row[kind][rate]) for rate in predict.LINKS for kind in ("predicted", "measured")]
+                 milliseconds(row["local"])]
+        cells += [milliseconds(row[kind][rate]) for rate in predict.LINKS for kind in ("predicted", "exchange")]
+        cells += ["not reached" if row["epochs"] is None and row["step"][rate] is not None
+                  else shown(row["seconds"][rate], ",.0f") for rate in predict.LINKS]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -155,12 +162,18 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def main(files: Annotated[list[Path], typer.Argument(help="What train.py --out wrote.", exists=True)],
-         out: Annotated[Path | None, typer.Option(help="PNG of the figure.")] = None) -> None:
-    """Prints the table, and draws the figure."""
-    found = rows(load(files))
-    print(markdown(found), end="")
+         measured: Annotated[Path | None, typer.Option(help="What measure.py --out wrote.", exists=True)] = None,
+         target: Annotated[float, typer.Option(help="Test accuracy in per cent, for its seconds.")] = TARGET,
+         out: Annotated[Path | None, typer.Option(
+             help="PNG of points against bytes; with --measured, that of the seconds lies beside it.")] = None) -> None:
+    """Prints the table, and draws the figures."""
+    runs = load(files)
+    found = rows(runs, measured and compose.load(measured, runs), target)
+    print(markdown(found, target), end="")
     if out:
         draw(found, out)
+    if out and measured:
+        compose.draw(found, target, style, out.with_name(f"{out.stem}-seconds{out.suffix}"))
 
 
 if __name__ == "__main__":

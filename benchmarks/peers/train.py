@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
@@ -32,7 +32,7 @@ import dgc
 from peers import METHODS, attach
 
 # What the recipes' functions ask for besides.
-FIXED = {"bf16": False, "sparsity": 0.999, "warmup_epochs": None, "virtual_node": 1}
+FIXED = {"sparsity": 0.999, "warmup_epochs": None, "virtual_node": 1}
 FILE = "epoch{:03d}-rank{}.pt"
 
 
@@ -69,14 +69,11 @@ def train(a: Any) -> dict[str, Any]:
         sent, exchanging, loss_sum = peer.bytes_sent, 0, torch.zeros((), device=device)
         for step, batch in enumerate(order[:steps * a.batch_size].split(a.batch_size)):
             batch = batch.to(device)
-            x = cifar10.normalised(cifar10.augmented(images[batch], dataset == "cifar10", generator))
-            model.zero_grad()  # the SGD may be that of a server
-            loss = F.cross_entropy(model(x.contiguous(memory_format=torch.channels_last)), labels[batch])
-            loss.backward()
+            loss = backward(model, images[batch], labels[batch], dataset == "cifar10", generator, a.bf16)
             before = peer.bytes_sent
             peer.step(last=(epoch + 1, step + 1) == (a.epochs, steps))
             exchanging += peer.bytes_sent > before
-            loss_sum += loss.detach()
+            loss_sum += loss
         scheduler.step()
         seconds = {} if a.target is None else {"seconds": time.perf_counter() - began}
         top1 = cifar10.accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
@@ -91,6 +88,18 @@ def train(a: Any) -> dict[str, Any]:
     if rank == 0 and a.out:
         job.write(a.out, result)
     return result
+
+
+def backward(model: nn.Module, images: Tensor, labels: Tensor, flip: bool, generator: torch.Generator,
+             bf16: bool) -> Tensor:
+    """All of a step but the method's: leaves the gradients of these images, augmented, and returns their loss."""
+    x = cifar10.normalised(cifar10.augmented(images, flip, generator))
+    model.zero_grad()  # the SGD may be that of a server
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        logits = model(x.contiguous(memory_format=torch.channels_last))
+    loss = F.cross_entropy(logits.float(), labels)
+    loss.backward()
+    return loss.detach()
 
 
 def reached(target: float, history: list[dict[str, Any]], device: torch.device) -> bool:
@@ -116,7 +125,7 @@ def summary(a: Any, now: dict[str, Any], entry: Any, model: nn.Module, launcher:
     return {**local, "method": a.method, "title": entry.title, "paper": entry.paper, "collective": entry.collective,
             "seed": a.seed, "epochs": a.epochs, "bytes_per_step": sent, "ratio": dense / sent if sent else None,
             "exchanging": sum(e.get("exchanging", 1.0) for e in history) / len(history),  # older checkpoints have none
-            "settings": now, "local_seconds": None, "exchange_seconds": None}
+            "settings": now}
 
 
 # -- checkpoints: one file a rank and epoch, and an epoch counts when all ranks have theirs ----------------------------
@@ -166,6 +175,7 @@ def main(method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.
          target: Annotated[float | None, typer.Option(
              help="Accuracy at which to stop. Epochs' seconds are noted then, those of rank 0's training.")] = None,
          weight_decay: float = 1e-4,
+         bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          virtual_workers: job.VirtualWorkers = 4,
          seed: int = 0, threads: job.Threads = None,
          checkpoints: job.Checkpoints = None, resume: job.Resume = False, out: job.Out = None) -> None:

@@ -57,6 +57,13 @@ class Denominator:
         return _deficits(self.b1, self.factor.dtype, self.factor.device)
 
 
+def factor(square: Tensor, unbiased: float, b1: float, eps: float, dtype: torch.dtype) -> Tensor:
+    """(1 - b1) / D as a new tensor of a dtype; see :class:`Denominator`."""
+    # By way of float64, as torch's own root of a float32 is not always the nearest one (MKL).
+    root = (square.to(dtype) * (1 / unbiased)).double().sqrt_().to(dtype)
+    return torch.full_like(root, 1 - b1) / (root + eps)
+
+
 @cache
 def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A step's weight is 1 - b2, and that of w steps 1 - b2^w; but at most an eighth."""

@@ -11,13 +11,14 @@ takes the step. From the first compressed step on D follows from the averaged up
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dgc.compression import kernels
-from dgc.compression.denominator import Denominator
+from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import Gradient, memory_order, residual_dtype
 from dgc.compression.select import count
 from dgc.config import Config
@@ -75,6 +76,17 @@ class Denominators:
         else:
             self._group.pop(BEGAN, None)  # from a checkpoint; torch's own step changes D again
 
+    def in_force(self, config: Config) -> Config:
+        """The settings of a step, whose schedule is in ``config``: dense at first. A schedule that is sparse from its
+        start has not waited for that, and starts with the first compressed step.
+        """
+        if self.dense:
+            return replace(config, sparsity=0.0)
+        began = self._group[BEGAN] if self.used else 0
+        if not began or config.sparsity_at(0) == 0:
+            return config
+        return replace(config, sparsity=lambda step: config.sparsity_at(step - began))
+
     def fill_state(self) -> None:
         """Makes the state complete from the start, so that all ranks have the same to broadcast."""
         for p, group in self._parameters.group_of().items():
@@ -105,10 +117,15 @@ class Denominators:
         if not self.used:
             return
         step = self._parameters.step
-        self._sparsity = config.sparsity_at(step)
-        if self.dense and self._sparsity > 0 and (config.sparsity_at(0) == 0 or step >= max(
-                round(1 / (1 - group["betas"][1])) for group in self._parameters.groups)):
-            self._take_over(step)
+        if self.dense and config.sparsity_at(step) > 0:
+            fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
+            if step >= fewest:
+                self._take_over(step)
+            elif step == 0 and self._settings.world.rank == 0:
+                warn(f"the first {fewest:,} steps travel dense, as AdamW's denominator is found in them; then the "
+                     "schedule begins (one that begins with 0, say dgc.piecewise({0: 0.0, 500: 0.99}), has as many "
+                     "dense steps as it says)")
+        self._sparsity = self.in_force(config).sparsity_at(step)
 
     @torch.no_grad()
     def _take_over(self, step: int) -> None:
@@ -167,8 +184,9 @@ class Denominators:
         values, lr = [local(p) for p in given], float(group["lr"])
         torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
         torch._foreach_add_(values, [local(p.grad) for p in given], alpha=-lr * sign(group))
-        for p in given:
-            self._follow(p, local(p.grad), group)
+        for p, value in zip(given, values, strict=True):
+            if value.numel():  # a rank may have none of it
+                self._follow(p, local(p.grad), group)
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
         """All that was pending has come: waits begin anew, and D stays as it is."""
@@ -194,8 +212,9 @@ class Denominators:
         found = self._factors.get(parameter)
         if found is None or found.b1 != b1:
             state = self._state(parameter, group)
-            values = (1 - b1) / (_square(state, group).sqrt_() + group["eps"])
-            found = self._factors[parameter] = _Factor(b1, values, _unbiased(state, group))
+            square, unbiased = local(state[_key(group)]), _unbiased(state, group)
+            values = factor(square, unbiased, b1, group["eps"], residual_dtype(square.dtype))
+            found = self._factors[parameter] = _Factor(b1, values, unbiased)
         return found
 
     def _mean_of_all(self) -> Tensor:
@@ -225,6 +244,11 @@ class _Factor(NamedTuple):
     unbiased: float  # that its mean squares are divided by
 
 
+def settling(groups: Iterable[Mapping[str, Any]]) -> int:
+    """The steps in which D is found, where the schedule does not say."""
+    return max(round(1 / (1 - group["betas"][1])) for group in groups)
+
+
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """The state that torch's AdamW makes in its first step."""
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
@@ -252,9 +276,14 @@ def _unbiased(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     return float(1 - group["betas"][1] ** max(float(state["step"]), 1.0))
 
 
+def _key(group: Mapping[str, Any]) -> str:
+    """In a state, of what D is made of."""
+    return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
+
+
 def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """s, freed of its bias, in a new tensor."""
-    square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
+    square = local(state[_key(group)])
     return square.to(residual_dtype(square.dtype)) / _unbiased(state, group)
 
 

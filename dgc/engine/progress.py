@@ -51,7 +51,7 @@ class Progress:
 
     def config(self) -> Config:
         """The config, with the sparsity in force where it is not the schedule's."""
-        return replace(self._settings.config, sparsity=0.0) if self._denominators.dense else self._scheduled()
+        return self._denominators.in_force(self._scheduled())
 
     def _scheduled(self) -> Config:
         return self._settings.config if self._adaptive is None else replace(

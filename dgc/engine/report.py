@@ -38,8 +38,8 @@ class Report:
     held_entries: int  # that came to this rank to be added up, one from each rank that sent it, and were not passed on
 
     def as_dict(self) -> dict[str, float]:
-        """All of it by name, as plain numbers, for a logger: ``writer.add_scalars("dgc", report.as_dict(), step)`` of
-        TensorBoard, or ``wandb.log({"dgc": report.as_dict()})``.
+        """All of it by name, as plain numbers, for a logger: ``writer.add_scalar(f"dgc/{name}", value, step)`` of each
+        with TensorBoard, or ``wandb.log({"dgc": report.as_dict()})``.
 
         ``compression`` and ``total_compression`` are added, how many times fewer bytes were sent than by a dense ring
         allreduce in float32, of the last step and in total; each is left out where nothing was sent, as by one process.

@@ -11,7 +11,7 @@ from dgc.config import Config
 from dgc.cost import Cluster
 from dgc.planning.advise import Advice, advise, bits, duration, waiting
 from dgc.planning.models import Loaded
-from dgc.planning.predict import CPU, DGC, Local, Method, Prediction, methods, of_size, predict, sizes
+from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
 
 
 class Plan(NamedTuple):
@@ -42,14 +42,14 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None = None, local: Local = CPU,
-         overlap: bool = True, steps: int | None = None) -> Plan:
+         overlap: Overlap = True, steps: int | None = None) -> Plan:
     """Predictions for every method, on the cluster and on larger and smaller ones of its kind, and advice.
 
     Args:
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the default one, and advice which sparsity to choose.
-        steps: of the training, for a word on how much of it an entry waits to be sent.
+        steps: of the training, so that a sparsity is advised at which an entry waits for no more than a ninth of it.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -60,7 +60,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
 
-    advice = advise(loaded.shapes, cluster, compute, config, local, overlap)
+    advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps)
     said = [waiting(advice.sparsity, steps)] if steps is not None and advice.pays else []
     if loaded.caveat:
         said.append(loaded.caveat)

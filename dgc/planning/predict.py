@@ -12,7 +12,7 @@ layers are made to cost alike, as in residual networks and transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dgc import cost
 from dgc.config import Config
@@ -22,6 +22,7 @@ from dgc.planning.models import Shape
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
 LARGEST = 65_536  # workers
+Overlap = bool | Literal["dense"]  # what is exchanged during the backward pass: all, nothing, or by dense methods alone
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
 NETWORKS = {"1gbit": Link(50e-6, 0.125e9), "10gbit": Link(30e-6, 1.25e9), "25gbit": Link(20e-6, 3.125e9),
@@ -66,6 +67,7 @@ REDUCE, OWNED = 0.2, 3.7
 LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, convert=0.0)}
 
 
+
 class Method(NamedTuple):
     """A way to add up gradients."""
 
@@ -103,7 +105,7 @@ def methods(cluster: Cluster) -> list[Method]:
 
 
 def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,
-            local: Local = CPU, overlap: bool = True, backward: float = BACKWARD) -> Prediction:
+            local: Local = CPU, overlap: Overlap = True, backward: float = BACKWARD) -> Prediction:
     """The time of one step.
 
     Args:
@@ -113,12 +115,13 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         compute: seconds of a worker's forward and backward pass.
         config: of DGC.
         local: what a worker does beside it.
-        overlap: whether exchanges begin during the backward pass. With global clipping they do not in DGC.
+        overlap: whether exchanges begin during the backward pass; "dense": only those of dense methods do, as where
+            gradients are clipped by their norm or scaled by a GradScaler.
         backward: the share of ``compute`` that is the backward pass.
     """
     n, g = cluster.nodes, cluster.gpus
-    clips = method.kind == "dgc" and config.clips_globally
-    forward = compute * (1 - backward) if overlap and not clips else compute
+    late = method.kind == "dgc" and (config.clips_globally or overlap == "dense")
+    forward = compute * (1 - backward) if overlap and not late else compute
     width = 2 if method.kind == "float16" else cost.FLOAT32
     worked = idle = exchanged = received = port = 0.0  # idle: when the network is free again
     message = 0

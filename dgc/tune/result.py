@@ -23,6 +23,17 @@ class Result:
     paper: Trial | None  # the paper's own schedule, where it is complete
     recommended: Trial | None  # the fewest bytes whose metric is no worse than the paper's, less the tolerance
 
+    @property
+    def best(self) -> Trial | None:
+        """Of the complete ones, that with the best metric, where it is a tenth better than the paper's: then these
+        trainings are too short to choose by.
+        """
+        if self.paper is None or not self.front:
+            return None
+        far = 0.1 * abs(self.paper.metric or 0.0)
+        trial = self.front[-1]  # which sends the most
+        return trial if abs((trial.metric or 0.0) - (self.paper.metric or 0.0)) > far else None
+
     def line(self, trial: Trial) -> str:
         """The line to paste: the command, or Python."""
         if isinstance(self.task.command, str):

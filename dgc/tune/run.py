@@ -210,7 +210,7 @@ class Search:
                 self.said[trial.number] = f"{trial.number}: epoch {epoch}, {metric:.6g}"
                 self.show()
                 rivals = [theirs for sent, theirs in self.rivals if sent <= density]
-            if not paper and is_hopeless(reports, rivals, self.task.maximize):
+            if not paper and is_hopeless(reports, rivals, self.task):
                 raise Pruned(f"{metric:.6g} at epoch {epoch} is worse than the median of those that send no more"
                              if math.isfinite(metric) else f"{metric} at epoch {epoch}")
 

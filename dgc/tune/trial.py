@@ -111,8 +111,8 @@ class Task:
         return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
 
 
-def is_hopeless(reports: Mapping[int, float], rivals: Sequence[Mapping[int, float]], maximize: bool) -> bool:
-    """Whether a trial is to be given up; :mod:`dgc.tune` has the rule.
+def is_hopeless(reports: Mapping[int, float], rivals: Sequence[Mapping[int, float]], task: Task) -> bool:
+    """Whether a trial is to be given up; :mod:`dgc.tune` has the rule. After the last epoch there is nothing to save.
 
     Args:
         reports: its own, epoch -> metric.
@@ -127,6 +127,6 @@ def is_hopeless(reports: Mapping[int, float], rivals: Sequence[Mapping[int, floa
         if len(others) < RIVALS:
             return False
         median = statistics.median(others)
-        return reports[epoch] < median if maximize else reports[epoch] > median
+        return reports[epoch] < median if task.maximize else reports[epoch] > median
 
-    return len(last) == 2 and all(worse(epoch) for epoch in last)
+    return len(last) == 2 and last[-1] < task.epochs and all(worse(epoch) for epoch in last)

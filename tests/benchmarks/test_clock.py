@@ -36,7 +36,7 @@ def improving(monkeypatch):
 def trained(folder, **options):
     train.main(**{
         "method": "dense", "data": "digits", "cache": None, "depth": 20, "epochs": 5, "batch_size": 8, "lr": None,
-        "target": None, "weight_decay": 0.0, "virtual_workers": 2, "seed": 0, "threads": 1,
+        "target": None, "weight_decay": 0.0, "bf16": False, "virtual_workers": 2, "seed": 0, "threads": 1,
         "checkpoints": folder / "epochs", "resume": True, "out": folder / "result.json", **options})
     return json.loads((folder / "result.json").read_text())["history"]
 

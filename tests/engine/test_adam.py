@@ -105,7 +105,7 @@ def backward(weights, optimizer, rank, step):
     """Of a loss that the optimizer is to make smaller, or with ``maximize`` of its negative."""
     x, y = (torch.tensor(a).to(weights[0]) for a in NETWORK.batch(rank, step))
     optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+    loss = (torch.tanh(x @ weights[0].T) @ weights[1].T - y).square().mean()
     (-loss if optimizer.param_groups[0]["maximize"] else loss).backward()
 
 
@@ -268,7 +268,7 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
         for step in range(STEPS):
             x, y = (torch.tensor(a).double() for a in NETWORK.batch(dgc.lockstep.current().world.rank, step))
             optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(torch.tanh(x @ weights[0].T) @ weights[1].T, y)
+            loss = (torch.tanh(x @ weights[0].T) @ weights[1].T - y).square().mean()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -324,7 +324,7 @@ def test_nothing_is_lost_and_all_is_flushed():
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind):
-    """After 1 / (1 - b2) steps."""
+    """After 1 / (1 - b2) steps, which are told of."""
     def worker():
         densities = []
 
@@ -337,8 +337,34 @@ def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind
         assert optimizer.param_groups[0]["dgc_compressed_from"] == 10
         return densities
 
-    for densities in dgc.lockstep.run(worker, 2):
+    with pytest.warns(UserWarning, match="the first 10 steps travel dense"):
+        results = dgc.lockstep.run(worker, 2)
+    for densities in results:
         assert densities[:10] == [1.0] * 10 and max(densities[10:]) < 0.02
+
+
+def test_a_warm_up_is_not_over_before_it_has_begun():
+    """It counts from the first compressed step, also when it is loaded; one that begins dense counts as it says."""
+    def worker(schedule):
+        sparsities = []
+
+        def middle(step, optimizer, weights):
+            if step:
+                sparsities.append(optimizer.report().sparsity)
+            if step == 12:
+                state = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
+                optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(weights), compression=settings(schedule))
+                optimizer.load_residual_state_dict(state[1])
+                optimizer.load_state_dict(state[0])
+            return optimizer
+
+        train(settings(schedule), betas=(B1, 0.9), steps=18, middle=middle)
+        return sparsities
+
+    rising = dgc.piecewise({0: 0.5, 3: 0.7, 5: 0.9})
+    assert in_lockstep(lambda: worker(rising))[0] == [0.0] * 10 + [0.5] * 3 + [0.7] * 2 + [0.9] * 2
+    dense = dgc.piecewise({0: 0.0, 4: 0.5, 11: 0.9})
+    assert in_lockstep(lambda: worker(dense))[0] == [0.0] * 4 + [0.5] * 7 + [0.9] * 6
 
 
 @pytest.mark.parametrize(("at", "dtype"), [

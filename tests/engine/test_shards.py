@@ -4,7 +4,7 @@
 import copy
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from dgc.frontends import checks
 SHARDED = {name: replace(CONFIGS[name], min_numel=1) for name in (
     "default", "exact", "plain accumulation", "decay sent", "dense, then sparse", "dense fallback")}
 SHARDED["applied directly"] = dgc.Config(sparsity=0.9, min_numel=1, apply_directly=True)
+SHARDED["AdamW"] = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), min_numel=1)
 
 
 @cache
@@ -59,10 +60,19 @@ def sgd(parameters, momentum=0.9):
     return torch.optim.SGD(parameters, lr=0.05, momentum=momentum, weight_decay=1e-2, nesterov=momentum > 0)
 
 
-def in_shards(config, network=None, momentum=0.9, **arguments):
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+def made(name):
+    """What makes the optimizer for a config of SHARDED."""
+    return adamw if name == "AdamW" else sgd
+
+
+def in_shards(config, network=None, make=sgd, **arguments):
     """A sharded model and its optimizer."""
     network = split(uneven()) if network is None else network
-    return network, dgc.DistributedOptimizer(sgd(network.parameters(), momentum), network.named_parameters(), config,
+    return network, dgc.DistributedOptimizer(make(network.parameters()), network.named_parameters(), config,
                                              process_set=across(), **arguments)
 
 
@@ -85,13 +95,13 @@ def own_rows(tensor):
     return chunks[index] if index < len(chunks) else tensor[:0]
 
 
-def on_the_average(steps, clip_norm=None, passes=1, momentum=0.9):
-    """torch.optim.SGD in one process, on the average of the four ranks' gradients, or of the two nodes' clipped ones.
+def on_the_average(steps, clip_norm=None, passes=1, make=sgd):
+    """torch's optimizer in one process, on the average of the four ranks' gradients, or of the two nodes' clipped ones.
 
     The bound of the average is that of the nodes' times the square root of their number (paper, section 3.2).
     """
     network = uneven()
-    optimizer = sgd(network.parameters(), momentum)
+    optimizer = make(network.parameters())
     for step in steps:
         total = [torch.zeros_like(p) for p in network.parameters()]
         for node in range(2):
@@ -109,7 +119,7 @@ def on_the_average(steps, clip_norm=None, passes=1, momentum=0.9):
 
 
 def fsdp_dense():
-    """Nothing is kept back: distance from torch.optim.SGD, in each manner."""
+    """Nothing is kept back: distance from torch's optimizer, in each manner."""
     from torch.distributed.tensor import Shard
     results = {}
     for name, clip_norm in (("as it comes", None), ("clipped", 0.02)):
@@ -117,6 +127,8 @@ def fsdp_dense():
         network, _ = steps_in_shards(*in_shards(config), range(6))
         results[name] = difference(whole(network), on_the_average(range(6), clip_norm))
     config = dgc.Config(sparsity=0.0, min_numel=80)
+    network, _ = steps_in_shards(*in_shards(config, make=adamw), range(6))
+    results["AdamW"] = difference(whole(network), on_the_average(range(6), make=adamw))
     network, optimizer = in_shards(config)
     for step in range(4):
         optimizer.zero_grad()
@@ -151,12 +163,12 @@ def fsdp_sparse():
     results = {}
     rank = torch.distributed.get_rank()
     for name, config in SHARDED.items():
-        network, optimizer = in_shards(config)
+        network, optimizer = in_shards(config, make=made(name))
         steps_in_shards(network, optimizer, range(8))
         reference = uneven()
         rows = {n: nn.Parameter(own_rows(p.detach()).clone()) for n, p in reference.named_parameters()}
         rows = {n: p for n, p in rows.items() if p.numel()}
-        wrapped = dgc.DistributedOptimizer(sgd(rows.values()), rows.items(), config, process_set=across())
+        wrapped = dgc.DistributedOptimizer(made(name)(rows.values()), rows.items(), config, process_set=across())
         for step in range(8):
             total = {n: torch.zeros_like(p) for n, p in reference.named_parameters()}
             for other in (rank - rank % 2, rank - rank % 2 + 1):
@@ -204,7 +216,7 @@ def fsdp_conservation():
     applied = {n: torch.zeros_like(t) for n, t in added.items()}
     for n, p in network.named_parameters():  # called before the optimizer's own
         p.register_post_accumulate_grad_hook(lambda p, n=n: added[n].add_(p.grad.to_local()))
-    _, optimizer = in_shards(SHARDED["default"], network, momentum=0.0)
+    _, optimizer = in_shards(SHARDED["default"], network, partial(sgd, momentum=0.0))
     for step in range(10):
         steps_in_shards(network, optimizer, [step])
         for n, p in network.named_parameters():
@@ -242,23 +254,27 @@ def fsdp_resumed():
 
 def fsdp_saved():
     """By torch.distributed.checkpoint, to the bit; what save_checkpoint and load_checkpoint say."""
+    return [saved_and_loaded(name) for name in ("default", "AdamW")]
+
+
+def saved_and_loaded(name):
     import torch.distributed.checkpoint as dcp
-    folder, told = Path(sys.argv[2]) / "sharded", []
+    folder, told = Path(sys.argv[2]) / name, []
 
     def states():
         return {"model": network.state_dict(), "optimizer": optimizer.state_dict(),
                 "residuals": dgc.Residuals(optimizer)}
 
-    network, optimizer = steps_in_shards(*in_shards(SHARDED["default"]), range(3))
+    network, optimizer = steps_in_shards(*in_shards(SHARDED[name], make=made(name)), range(5))
     dcp.save(states(), checkpoint_id=folder)
-    steps_in_shards(network, optimizer, range(3, 6))
+    steps_in_shards(network, optimizer, range(5, 8))
     expected = whole(network)
-    network, optimizer = in_shards(SHARDED["default"], split(uneven(seed=5)))
+    network, optimizer = in_shards(SHARDED[name], split(uneven(seed=5)), made(name))
     loaded = states()
     dcp.load(loaded, checkpoint_id=folder)
     network.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    steps_in_shards(network, optimizer, range(3, 6))
+    steps_in_shards(network, optimizer, range(5, 8))
     for verb in (dgc.save_checkpoint, dgc.load_checkpoint):
         try:
             verb(folder, network, optimizer)
@@ -318,9 +334,9 @@ def fsdp_refusals():
 CASES = (fsdp_dense, fsdp_sparse, fsdp_conservation, fsdp_resumed, fsdp_skipped, fsdp_refusals, fsdp_saved)
 
 
-@pytest.mark.parametrize("manner", ["as it comes", "clipped", "accumulated before", "accumulated after", "broadcast",
-                                    "columns"])
-def test_with_nothing_kept_back_it_is_sgd_on_the_average_of_all_ranks(manner):
+@pytest.mark.parametrize("manner", ["as it comes", "AdamW", "clipped", "accumulated before", "accumulated after",
+                                    "broadcast", "columns"])
+def test_with_nothing_kept_back_it_is_torchs_on_the_average_of_all_ranks(manner):
     assert max(results[manner] for results in ran("torch", 4, CASES)[fsdp_dense]) < 1e-6
 
 
@@ -358,7 +374,7 @@ def test_stopped_and_resumed():
 
 def test_saved_by_torch_distributed_checkpoint():
     """Each rank gets its own shard's residuals back; whole files are refused."""
-    for same, pending, told in ran("torch", 4, CASES)[fsdp_saved]:
+    for same, pending, told in (one for ranks in ran("torch", 4, CASES)[fsdp_saved] for one in ranks):
         assert same and pending > 0
         assert told == [told[0]] * 2
         assert told[0] == "the parameters must be whole, got sharded ones, of which no rank has a whole model to save"

@@ -193,6 +193,13 @@ def ddp_scaled():
     return overflowing(network, optimizer, scaler)
 
 
+def ddp_unscaled():
+    """The same with `unscale_` before each step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    network, optimizer = in_ddp(model(), dgc.Config(sparsity=0.9), scaler=scaler)
+    return overflowing(network, optimizer, scaler, unscale=True)
+
+
 def ddp_skipped():
     """A NaN on rank 1 with nonfinite="skip": as if that step had not been."""
     config = dgc.Config(0.9, nonfinite="skip")
@@ -279,8 +286,8 @@ def ddp_changed():
     return seen, optimizer.param_groups[0]["lr"]
 
 
-CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_join, ddp_pickled, ddp_scaled, scaled, ddp_skipped,
-         ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user)
+CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_join, ddp_pickled, ddp_scaled, ddp_unscaled, scaled,
+         ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -332,9 +339,10 @@ def test_what_a_user_does_with_it(size):
 
 
 @sizes
-def test_a_loss_scale(size):
+@pytest.mark.parametrize("name", [ddp_scaled, ddp_unscaled])
+def test_a_loss_scale(size, name):
     results = ran("torch", size, CASES)
-    for (parameters, scales, skipped), (expected, *rest) in zip(results[ddp_scaled], results[scaled], strict=True):
+    for (parameters, scales, skipped), (expected, *rest) in zip(results[name], results[scaled], strict=True):
         assert torch.equal(parameters, expected) and [scales, skipped] == rest and skipped == 1
 
 

@@ -200,6 +200,30 @@ def test_how_long_an_entry_waits_is_told(steps, words):
     assert not any("Expect" in word for word in without.advice.words)
 
 
+@pytest.mark.parametrize(("steps", "sparsity"), [
+    (None, 0.999), (64_000, 0.999), (9_750, 0.999), (5_000, 0.99), (1_000, 0.99), (500, 0.9), (10, 0.9)])
+def test_a_short_training_is_advised_to_send_more(steps, sparsity):
+    """Where an entry would wait for more than a ninth of it; the sparsity that is given is kept."""
+    shapes = plan.load("resnet50").shapes
+    told = plan.advise(shapes, cluster(4, network="1gbit"), 0.01, local=FREE, steps=steps)
+    assert told.sparsity == sparsity
+    assert f"end={sparsity}" in " ".join(told.words) or sparsity == 0.999
+    assert plan.advise(shapes, cluster(4), 0.01, dgc.Config(0.999), FREE, steps=steps).sparsity == 0.999
+    if steps:
+        report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps)
+        assert ("without masking" in report.advice.words[-1]) == (sparsity < 0.999)
+
+
+def test_who_clips_loses_the_overlap_of_dgc_alone():
+    shapes, on = plan.load("resnet50").shapes, cluster(4, network="1gbit")
+    for method in plan.methods(on):
+        every, dense, none = (plan.predict(shapes, on, method, 0.25, overlap=overlap).step_seconds
+                              for overlap in (True, "dense", False))
+        assert dense == (none if method.kind == "dgc" else every) and every <= none
+    clipped = plan.predict(shapes, on, plan.Method("allgather", "dgc"), 0.25, dgc.Config(clip_norm=1.0))
+    assert clipped == plan.predict(shapes, on, plan.Method("allgather", "dgc"), 0.25, overlap="dense")
+
+
 def test_advice_names_both_ends_of_a_range():
     """76 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
     shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.76), Local(convert=24e-9)

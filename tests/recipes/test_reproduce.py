@@ -47,7 +47,7 @@ folder.mkdir(parents=True, exist_ok=True)
 time.sleep(float(os.environ.get("STUB_SECONDS", 0)))
 options.pop("resume"), options.pop("data", None)
 epoch = {"epoch": 1, "loss": 1.0, "accuracy": 90.0, "perplexity": 90.0, "step_seconds": 3.6, "bytes_per_step": 10.0}
-result = {"recipe": name, "dataset": {"cifar10": "digits", "ptb": "pydoc topics"}[name], "steps_per_epoch": 100,
+result = {"recipe": name, "dataset": "digits" if name == "cifar10" else "pydoc topics", "steps_per_epoch": 100,
           "dense_bytes_per_step": 1000.0, "accuracy": 90.0 + options["seed"], "perplexity": 90.0 + options["seed"],
           "workers": 4, "history": [epoch], "settings": options, "machine": {"device": "cpu", "torch": "2"}}
 out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def stubs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "recipes"
     folder.mkdir()
-    for name in ("cifar10", "ptb"):
+    for name in report.RECIPES:
         (folder / f"{name}.py").write_text(STUB)
     monkeypatch.setattr(experiments, "HERE", folder)
     return folder
@@ -130,6 +130,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
             for run in tables["exchange"].values()} == {
         (n, *way, seed) for n in (4, 16, 64) for seed in (0, 1)
         for way in (("allgather", 1, 0.999, None), ("allgather", 2 if n == 4 else 4, 0.999, None),
+                    ("reduce", 1, 0.999, None), ("reduce", 1, 0.996, None),
                     ("shared", 1, 0.999, None), ("shared", 1, 0.996, None), ("shared", 1, 0.99, False),
                     ("shared", 2 if n == 4 else 4, 0.99, False),
                     ("allgather", 1, 0.99, False))}
@@ -145,7 +146,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         (*way[:1], epochs, seed, *(way[1:] and (way[1], 0.08 * epochs, way[2])))
         for epochs in (5, 25) for seed in range(3) for way in (
             ("dense",), *(("dgc", sparsity, masking) for sparsity in (0.9, 0.99, 0.999) for masking in (True, False)))}
-    assert len(names) == 9 + 6 + 10 + 36 + 30 + 9 + 17 + 7 + 42
+    assert len(names) == 9 + 6 + 10 + 36 + 30 + 9 + 17 + 7 + 8 + 54
     assert set(names[61:91]) == set(tables["momentum"]) and names[61:64] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
@@ -157,7 +158,10 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert names[91:94] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in runs[100:105]} == {
         (0.9995, 2), (0.9999, 2), (0.999, 1), (0.999, 4), (0.999, 8)}  # DGC's but for one of the two
-    assert [run.options["seed"] for run in runs[-42:]] == [0] * 21 + [1] * 21
+    assert [run.options["seed"] for run in runs[-54:]] == [0] * 27 + [1] * 27
+    assert names[124:132] == list(tables["transformer"]) == [
+        *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
+        "transformer-gradients-0", "transformer-gradients-1"]
     for budget in experiments.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in experiments.chosen(budget, [])]
@@ -201,6 +205,12 @@ def test_each_row_has_the_parts_that_its_title_says():
         "dgc": dgc.Config(dgc.warmup(4, steps_per_epoch=round(0.2 * 390 / 4)), clip_norm=0.25)}
     assert [run.options["method"] for run in (experiments.run(budget.ptb, row, 0) for row in ("naive", "topk"))] == [
         "naive", "topk"]
+    adam = rows(budget.transformer)
+    assert adam["dense"] == dgc.Config(0.0, momentum_correction=False)
+    for row, corrected in (("gradients", False), ("dgc", True)):
+        assert adam[row].momentum_correction == corrected and adam[row].factor_masking is False
+        assert [adam[row].sparsity_at(step) for step in (0, 311, 312, 312 + 623, 8 * 390)] == [
+            0.0, 0.0, 0.75, pytest.approx(0.99, rel=1e-3), 0.99]  # a tenth of 3,120 steps, then a fifth
 
 
 def test_only_names_tables_and_parts_of_names():
@@ -209,7 +219,7 @@ def test_only_names_tables_and_parts_of_names():
         *experiments.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
     with pytest.raises(typer.BadParameter,
-                       match="ablation, length, momentum, workers, sparsity, warmup, exchange, or a part"):
+                       match="ablation, length, momentum, workers, sparsity, warmup, transformer, exchange, or a part"):
         experiments.chosen(budget, ["imagenet"])
 
 
@@ -419,7 +429,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     monkeypatch.setitem(experiments.BUDGETS, "cpu", budget)
     monkeypatch.setattr(reproduce, "work", None)
     reproduce.main(report_only=True)
-    assert "No results of ptb yet" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "No results of ptb yet" in said and "No results of transformer yet" in said
     lines = (budget.results / "cifar10.md").read_text().splitlines()
     assert lines[0].startswith("**The parts.** ResNet-20 on cifar10, 25 epochs, 4 workers, 99.9 %, ")
     for line in (
@@ -447,7 +458,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
         assert line in lines
     text = "\n".join(lines)
     assert all(count in text for count in ("8 of 42 runs.", "4 of 12 runs.", "Dense: 88.00 %. 3 of 20 runs.",
-                                           "4 of 42 runs."))
+                                           "4 of 54 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
                             "cifar10-sparsity.png"}

@@ -26,7 +26,8 @@ import dgc
 from dgc import cli, tune
 from dgc.tune import command as commands
 from dgc.tune import run, study
-from dgc.tune.trial import is_hopeless
+from dgc.tune.result import result_of
+from dgc.tune.trial import Setting, Task, Trial, is_hopeless
 
 optuna = pytest.importorskip("optuna")
 
@@ -146,8 +147,23 @@ def test_trials_are_given_up_by_the_rule(place):
         worse = [len(rivals) >= 3 and t.reports[epoch] < statistics.median(o.reports[epoch] for o in rivals)
                  for epoch in t.reports]
         asked = [a and b for a, b in itertools.pairwise(worse)]
-        assert asked == ([False] * (len(asked) - 1) + [True] if t in pruned else [False] * 3)
+        # After the last epoch there is nothing left to give up.
+        assert asked == ([False] * (len(asked) - 1) + [True] if t in pruned else [False, False, asked[-1]])
+        assert t not in pruned or len(t.reports) < 4
         assert ("is worse than the median of those that send no more" in t.why) == (t in pruned)
+
+
+@pytest.mark.parametrize(("maximize", "metrics", "too_short"), [
+    (True, (11.1, 28.3, 31.4), True), (True, (72.7, 74.0, 75.7), False), (False, (4.0, 3.9, 2.0), True)])
+def test_trainings_too_short_to_choose_by_are_told(maximize, metrics, too_short):
+    """In which the paper's schedule has hardly begun to learn."""
+    trials = [Trial(Setting(i, 3, "constant:0.999", None), "complete", i == 0, metric, 1e6 * (i + 1), {}, 1.0, "")
+              for i, metric in enumerate(metrics)]
+    found = result_of(trials, Task(("train",), "metric", maximize, 3, None), 0.0)
+    assert found.best is (trials[2] if too_short else None) and found.recommended is trials[0]
+    said = []
+    cli._print_found(found, lambda text, **_: said.append(str(text)))
+    assert any("too short" in text for text in said) == too_short
 
 
 @pytest.mark.parametrize(("reports", "rivals", "maximize", "expected"), [
@@ -157,7 +173,7 @@ def test_trials_are_given_up_by_the_rule(place):
     ({1: 5, 2: 5}, [{1: 6, 2: 6}, {1: 4, 2: 4}, {1: 4, 2: 4}], True, False), ({1: math.nan}, [], True, True),
     ({1: 9, 2: 5, 3: 5}, [{1: 6, 2: 6, 3: 6}] * 3, True, True), ({1: 5, 2: 5}, [{1: 6}] * 3, True, False)])
 def test_the_rule(reports, rivals, maximize, expected):
-    assert is_hopeless(reports, rivals, maximize) is expected
+    assert is_hopeless(reports, rivals, Task(("train",), "metric", maximize, 4, None)) is expected
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -543,8 +559,8 @@ def test_a_result_is_read_in_any_locale(tmp_path):
 
 @pytest.mark.parametrize(("options", "told"), [((), "Recommended: trial 0"), (("--json",), '"recommended": {')])
 def test_what_was_found_is_told_also_where_it_cannot_be_drawn(place, options, told):
-    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "no/such/folder.png", *options))
-    assert isinstance(found.exception, FileNotFoundError) and told in found.stdout
+    found = CliRunner().invoke(cli.app, line("--trials", 1, "--png", "script.py/a.png", *options))
+    assert isinstance(found.exception, OSError) and told in found.stdout
     assert json.loads((place / "tune.json").read_text())["recommended"]["trial"] == 0
 
 

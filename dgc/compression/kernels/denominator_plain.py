@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dgc.compression import device
 from dgc.compression.denominator import PARTS, Denominator
+from dgc.compression.denominator import factor as new_factor
 
 
 def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
@@ -35,9 +36,7 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     of.received[came] = torch.where(is_new, now, received)
     if of.largest is not None:
         of.largest[came] = after = torch.maximum(of.largest[came], after)
-    # By way of float64, as torch's own root of a float32 is not always the nearest one (MKL).
-    root = (after.to(dtype) * (1 / of.unbiased)).double().sqrt_().to(dtype)
-    of.factor[came] = torch.where(is_new, torch.full_like(root, 1 - of.b1) / (root + of.eps), factor)
+    of.factor[came] = torch.where(is_new, new_factor(after, of.unbiased, of.b1, of.eps, dtype), factor)
 
 
 def arrivals(x: Tensor) -> tuple[Any, ...]:

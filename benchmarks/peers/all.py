@@ -1,0 +1,96 @@
+"""Makes the runs of the table that are missing, one after the other: train.py with each method and seed.
+
+    python benchmarks/peers/all.py --data DIR --epochs 25 --seeds 0,1 --bf16
+
+Of each seed all methods, then the next seed. A run whose JSON is there is done. One that was ended goes on from its
+last epoch when the same command is given again. Several of these commands may work on one folder: a run's log, beside
+its checkpoints, is also its lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+from reproduce import MALLOC
+
+from peers import METHODS
+
+HERE = Path(__file__).resolve().parent
+ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "dropping", "terngrad", "dgc-reduce",
+         "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale", "powersgd-1", "dgc-shared",
+         "async")
+
+
+def done(file: Path, asked: dict[str, Any]) -> bool:
+    """Whether this run is there. SystemExit: another one is."""
+    if not file.exists():
+        return False
+    has = json.loads(file.read_text())["settings"]
+    if wrong := [f"its {key} is {has.get(key)!r}, asked is {value!r}" for key, value in asked.items()
+                 if has.get(key) != value]:
+        raise SystemExit(f"{file} must be of the run that is asked for, got another: {'; '.join(wrong)} (move it away, "
+                         "or name another --results)")
+    return True
+
+
+def make(file: Path, work: Path, data: str, asked: dict[str, Any]) -> bool:
+    """Trains, unless another command does so; False if it failed."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "log").open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the child, too, to which it is the output
+        except BlockingIOError:
+            print(f"{file.stem}: another command is at it", flush=True)
+            return True
+        if done(file, asked):  # since
+            return True
+        options = {**asked, "data": data, "checkpoints": work, "out": file, "threads": 1}
+        words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()
+                 if value is not False]
+        print(f"{file.stem}: {log.name}", flush=True)
+        status = subprocess.run([sys.executable, str(HERE / "train.py"), *words, "--resume"], stdout=log, stderr=log,
+                                env={**MALLOC, **os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    if status or not file.exists():
+        print(f"{file.stem} failed with status {status}: the end of {work / 'log'} says why", file=sys.stderr)
+        return False
+    shutil.rmtree(work)
+    return True
+
+
+def main(data: Annotated[str, typer.Option(help="Folder with cifar-10-batches-bin, or digits.")],
+         methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(ORDER),
+         seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
+         epochs: Annotated[int, typer.Option(min=1)] = 25,
+         bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
+         results: Annotated[Path, typer.Option(help="Folder of the JSONs.")] = HERE.parent / "results" / "peers",
+         work: Annotated[Path, typer.Option(help="Folder of logs and checkpoints.")] = Path("runs/peers")) -> None:
+    """Makes the runs that are missing."""
+    if wrong := [name for name in methods.split(",") if name not in METHODS]:
+        raise typer.BadParameter(f"--methods must be of {', '.join(METHODS)}, got {wrong[0]!r}")
+    if not all(seed.isdigit() for seed in seeds.split(",")):
+        raise typer.BadParameter(f"--seeds must be whole numbers with commas, got {seeds!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended, too
+    failed = []
+    for seed in map(int, seeds.split(",")):
+        for method in methods.split(","):
+            asked = {"method": method, "seed": seed, "epochs": epochs, "bf16": bf16}
+            file = results / f"{method}-{seed}.json"
+            if not done(file, asked) and not make(file.resolve(), (work / file.stem).resolve(), data, asked):
+                failed.append(file.stem)
+    raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

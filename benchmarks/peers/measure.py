@@ -1,0 +1,200 @@
+"""Times a step part by part: computing, each method's local work, and its exchange between hosts with shaped links.
+
+    sudo .venv/bin/python benchmarks/peers/measure.py
+
+table.py reads the JSON. Gradients are random, of the shapes of the recipe's ResNet-20. Each part has processes of its
+own, of one thread each; medians are over ``--steps`` steps, after some to warm up.
+
+- **compute**: what train.py does in a step besides, of one worker alone: augmenting, forward and backward pass.
+- **local**: ``step()`` of all workers in one process, in lockstep, divided by their number. Nothing is sent; lockstep's
+  sums and copies are in it. Not of ``async``, where each worker would be the server, too.
+- **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
+  local work is in it. All hosts share this machine's cores. Before each step all meet, and buckets are full again.
+
+DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; table.py weighs both kinds. One step
+late, the time is from the call to the end of the exchange that it begins: nothing is hidden.
+
+What the JSON has is not measured again, so that a run that was ended goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import cifar10
+import job
+from gradients import heavy_tailed
+from hosts import RATES, WORK, Network, check_tools, clean_leftovers, run_script
+
+import dgc
+from dgc.collective import Collective
+from dgc.compression.kernels import compile_ahead
+from dgc.transport import find
+from peers import METHODS, attach, clock, train
+from peers.diloco import DiLoCo
+from peers.parameter_server import ParameterServer
+from peers.stale import Stale
+
+HERE = Path(__file__).resolve()
+OUT = HERE.parents[1] / "results" / "peers-measured.json"
+DEPTH, BATCH = 20, 32
+WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
+Step = tuple[float, float, bool]  # when it began and ended, and whether it exchanged
+
+
+def work(a: dict[str, Any]) -> None:
+    """One process: of computing, of all workers in lockstep, or of one host."""
+    torch.set_num_threads(1)
+    if a["part"] == "compute":
+        print(json.dumps(computing(a)))
+        return
+    compile_ahead(torch.float32)
+    if a["part"] == "local":
+        print(json.dumps(dgc.lockstep.run(lambda: steps(a), a["hosts"])))
+        return
+    clock.place(a)
+    job.connect()
+    Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(steps(a)))
+    torch.distributed.barrier()
+    os._exit(0)  # a server's thread may still wait for a push, which would abort the interpreter at its end
+
+
+def computing(a: dict[str, Any]) -> list[float]:
+    """Seconds of each step's forward and backward pass."""
+    torch.manual_seed(0)
+    model, generator, found = cifar10.resnet(DEPTH), torch.Generator().manual_seed(0), []
+    images = torch.randint(256, (BATCH, 3, 32, 32), dtype=torch.uint8)
+    for _ in range(WARMUP + a["steps"]):
+        began = time.perf_counter()
+        train.backward(model, images, torch.arange(len(images)) % 10, True, generator, a["bf16"])
+        found.append(time.perf_counter() - began)
+    return found[WARMUP:]
+
+
+def steps(a: dict[str, Any]) -> list[Step]:
+    """A rank's."""
+    torch.manual_seed(0)
+    entry, model, found = METHODS[a["method"]], cifar10.resnet(DEPTH), []
+    sgd = torch.optim.SGD(model.parameters(), entry.lr, entry.momentum, weight_decay=1e-4, nesterov=entry.momentum > 0)
+    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999)
+    gradients = heavy_tailed([p.shape for p in model.parameters()], seed=find().world.rank)
+    for step in range(WARMUP + a["steps"]):
+        for p, gradient in zip(model.parameters(), next(gradients), strict=True):
+            p.grad = gradient
+        before = peer.bytes_sent
+        if a["part"] == "exchange":
+            time.sleep(0.01)  # the buckets of the links are full again
+        meet()
+        began = time.perf_counter()
+        peer.step(last=entry.make is DiLoCo and step % 2 == 0)
+        if isinstance(peer, Stale):
+            peer.receive()
+        ended = time.perf_counter()
+        meet()  # in lockstep, so that no rank goes on while others are in their step
+        found.append((began, ended, peer.bytes_sent > before))
+    return found[WARMUP:]
+
+
+def meet() -> None:
+    find().start(Collective("sum", torch.zeros(1)), "meeting")()
+
+
+def medians(ranks: list[list[Step]], seconds: Callable[[tuple[Step, ...]], float]) -> dict[str, float | None]:
+    """Seconds of a step that exchanges, and of one that does not, where there are such."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for step in zip(*ranks, strict=True):
+        found[step[0][2]].append(seconds(step))
+    return {name: statistics.median(found[kind]) if found[kind] else None
+            for name, kind in (("exchanging", True), ("alone", False))}
+
+
+def in_turn(step: tuple[Step, ...]) -> float:
+    """A worker's, of those of which one at a time runs."""
+    return (max(ended for _, ended, _ in step) - min(began for began, _, _ in step)) / len(step)
+
+
+def slowest(step: tuple[Step, ...]) -> float:
+    return max(ended - began for began, ended, _ in step)
+
+
+def printed(a: dict[str, Any], limit: float) -> Any:
+    """What a process of its own prints. RuntimeError: it failed, or the time is up."""
+    try:
+        done = subprocess.run([sys.executable, str(HERE), WORK, json.dumps(a)], stdout=subprocess.PIPE, timeout=limit,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it was not done after {limit:.0f} s (--minutes)") from None
+    if done.returncode:
+        raise RuntimeError(f"its process failed with status {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def measured(part: str, a: dict[str, Any], network: Network | None, limit: float) -> Any:
+    """Medians of a part. RuntimeError: as above."""
+    kind, *rate, name = part.split()
+    a = {**a, "part": kind, "method": name, "bf16": name == "bfloat16"}
+    if network is not None and rate:
+        network.clear()
+        network.shape(*rate, "deep" if name in clock.WHOLE else "shallow")
+        return medians(network.run(HERE, a, limit), slowest)
+    return statistics.median(printed(a, limit)) if kind == "compute" else medians(printed(a, limit), in_turn)
+
+
+def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What has been measured already. typer.BadParameter: with other settings, on another machine or by other code."""
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {**settings, "seconds": {}}
+    if wrong := [f"{key} was {found.get(key)!r} and is {value!r}" for key, value in settings.items()
+                 if found.get(key) != value]:
+        raise typer.BadParameter(f"--out must be of the same settings, got {out} of others: {'; '.join(wrong)} (move "
+                                 "it away, and all is measured again)")
+    return found
+
+
+def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(METHODS),
+         rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}; none: no hosts.")] = "100mbit,1gbit",
+         steps: Annotated[int, typer.Option(min=2, help="Timed steps of each part.")] = 50,
+         hosts: Annotated[int, typer.Option(min=2, max=200, help="Workers, one on each host.")] = 4,
+         minutes: Annotated[float, typer.Option(help="After which a part's processes are ended.")] = 10,
+         out: Annotated[Path, typer.Option(help="JSON.")] = OUT) -> None:
+    """Measures what is missing in the JSON."""
+    names, links = methods.split(","), [] if rates == "none" else rates.split(",")
+    for value, known, option in ((names, METHODS, "--methods"), (links, RATES, "--rates")):
+        if wrong := [name for name in value if name not in known]:
+            raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
+    if links:
+        check_tools()
+        clean_leftovers()
+    result = begun(out, {"benchmark": "peers", "workers": hosts, "batch_size": BATCH, "steps": steps, "parameters": sum(
+        p.numel() for p in cifar10.resnet(DEPTH).parameters()), "machine": job.machine(torch.device("cpu"))})
+    parts = ["compute float32", "compute bfloat16"]
+    parts += [f"local {name}" for name in names if METHODS[name].driver is not ParameterServer]
+    parts += [f"exchange {rate} {name}" for rate in links for name in names]
+    failed = []
+    with Network(hosts) if links else nullcontext() as network:
+        for part in [part for part in parts if part not in result["seconds"]]:
+            try:
+                result["seconds"][part] = measured(part, {"steps": steps, "hosts": hosts}, network, 60 * minutes)
+                job.write(out, result)
+                print(f"{part}: {result['seconds'][part]}", flush=True)
+            except RuntimeError as error:
+                failed.append(part)
+                print(f"measure.py: {part}: {error}", file=sys.stderr)
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    run_script(work, main)
