@@ -57,8 +57,9 @@ class Config:
             ranks that add them up, each of which sends the largest of its sums to all; about 6 messages' bytes
             however many ranks there are, for one more round (docs/tuning.md). ``"shared"``: one rank, another one each
             step, says which entries are its largest, and those of all ranks are summed; the bytes stay the same, but
-            it learns less. ``"auto"``: of ``"allgather"`` and ``"shared"`` what is fewer bytes, for each bucket and
-            step.
+            it learns less. ``"auto"``: for each bucket and step ``"reduce"`` where it takes less than half an
+            all-gather's time on 1 Gbit/s Ethernet, by the cost model; else ``"allgather"``. The logger ``dgc`` tells
+            which.
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a

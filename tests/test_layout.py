@@ -17,7 +17,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "collective": set(), "cost": set(),
     "schedule": {"config"},
     "compression": {"warn", "trace", "config", "cost"},
-    "paths": {"collective", "config", "cost", "trace", "compression"},
+    "paths": {"warn", "trace", "config", "collective", "cost", "compression"},
     "transport": {"collective", "trace"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},
     "frontends": LEAVES | {"engine", "transport"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def deep(schedule: Schedule, exchange: ExchangeName) -> dgc.Config:
     return dgc.Config(schedule, exchange=exchange)
 
 
-COLLECTIVES: dict[str, Bring] = {"allgather": "allgather", "shared": "allreduce"}  # of dgc.Config's exchanges
+COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall", "shared": "allreduce"}
 METHODS = {
     "dense": Entry("dense", "allreduce", "", Dense),
     "fp16": Entry("fp16", "allreduce", "", partial(Cast, dtype=torch.float16)),
@@ -85,8 +85,8 @@ METHODS = {
     "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
     "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4),
     "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo),
-    **{f"dgc-{name}": Entry(f"DGC, {name}", COLLECTIVES.get(name, "either"), "Lin et al. 2018",
-                            partial(deep, exchange=name), driver=Compressed) for name in get_args(ExchangeName)},
+    **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
+                            driver=Compressed) for name, collective in COLLECTIVES.items()},
     "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),
     "stale-dgc": Entry("DGC, one step late", "allgather", "", partial(deep, exchange="allgather"), driver=Stale),
     "async": Entry("asynchronous server", "push and pull", "Dean et al. 2012", driver=ParameterServer),

@@ -14,7 +14,7 @@ from dgc.transport import find
 from dgc.transport.runner import PathRun
 
 # A ring can sum it; all must see each message; it depends; a server has it.
-Bring = Literal["allreduce", "allgather", "either", "push and pull"]
+Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]
 
 
 class Method(Protocol):

@@ -22,7 +22,8 @@ def rounds(collective: str, sent: float, hosts: int) -> Rounds:
     """The messages of one exchange.
 
     Args:
-        collective: of :data:`peers.exchange.Bring`. What may be either counts as allreduce, which has more rounds.
+        collective: of :data:`peers.exchange.Bring`. An all-to-all is followed by an all-gather: as
+            many rounds as an allreduce.
         sent: bytes that a host sends in it; the server, where there is one.
         hosts: how many, at least 2.
     """

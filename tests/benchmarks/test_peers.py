@@ -525,7 +525,7 @@ def test_every_method_is_drawn_with_a_label_that_hides_no_other(tmp_path, monkey
         peers.METHODS) if method != "dense")), out=tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG") and len(labels) == len(peers.METHODS)
     assert not any(a.overlaps(b) for i, a in enumerate(labels) for b in labels[:i])
-    assert table.style("dense")[0] == table.GREY and table.style("dgc-auto")[0] == table.BLUE
+    assert table.style("dense")[0] == table.GREY and table.style("dgc-reduce")[0] == table.BLUE
 
 
 @pytest.mark.parametrize("runs, error", [
