@@ -117,8 +117,9 @@ def draw(result: dict[str, Any], out: Path) -> None:
     for name, colour in zip(NAMES, (drawing.DGC, *drawing.MUTED), strict=False):
         mine = [(row["workers"], row["counted"]) for row in result["rows"] if row["exchange"] == name]
         axes.plot(*zip(*mine, strict=True), ".-", color=colour)
-        ends.append((f"{name}, machines of {result['node']}" if cost.EXCHANGES[name].hierarchical else name, mine[-1],
-                     colour))
+        exchange = cost.EXCHANGES[name]
+        label = exchange.exchange.replace("allgather", "all-gather")
+        ends.append((f"{label}, machines of {result['node']}" if exchange.hierarchical else label, mine[-1], colour))
     dense = [(n, 2 * (n - 1) / n * 4 * result["entries"]) for n in WORKERS]
     axes.plot(*zip(*dense, strict=True), "--", color=drawing.DENSE)
     drawing.log_axis(axes, "x", WORKERS)

@@ -1,19 +1,15 @@
-"""The figures of a matrix of runs, from the results alone: the parts one by one, length, workers, sparsity."""
+"""The figures of a matrix of runs, from the results alone: the parts one by one, length, sparsity."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import report
-from report import BySeed, Lines, Recipe, Result, Row, measured
+from report import BySeed, Recipe, Result, Row, measured
 
 from dgc import drawing
-
-Name = tuple[str, tuple[float, float], str]  # of a line: the text, where the line ends, the colour
 
 
 def ablation(recipe: Recipe, rows: list[Row], out: Path) -> None:
@@ -47,91 +43,59 @@ def ablation(recipe: Recipe, rows: list[Row], out: Path) -> None:
     drawing.save(figure, out)
 
 
-def differences(recipe: Recipe, panes: Mapping[str, BySeed], out: Path) -> None:
-    """To the first line, by sparsity: a dot for each seed, and the means joined. A pane for each set of lines, but for
-    those that have nothing to show.
-    """
-    panes = {title: lines for title, lines in panes.items() if any(at for line in [*lines.values()][1:]
-                                                                   for at in line.values())}
-    figure, axes = drawing.panels(len(panes), sharey=True, squeeze=False)
-    named = [differences_pane(pane, title, lines) for pane, (title, lines) in zip(axes[0], panes.items(), strict=True)]
-    axes[0][0].set_ylabel(f"{recipe.title}, difference to dense ({'points' if recipe.unit else recipe.measure})")
-    for pane, ends in zip(axes[0], named, strict=True):
-        drawing.name_lines(pane, ends)
-    drawing.save(figure, out)
-
-
-def differences_pane(pane: Any, title: str, lines: BySeed) -> list[Name]:
-    """Draws it; returns the names of its lines, where these end, and their colours."""
-    name, *others = lines
-    places = [100 * (1 - x) for x in dict.fromkeys(x for other in others for x in lines[other])]
-    right = 1.3 * max(places)
-    pane.axhline(0, color=drawing.DENSE)
-    drawing.log_axis(pane, "x", places, "{:.2g}".format)
-    pane.set(title=title, xlabel="entries sent (%)", xlim=(min(places) / 1.3, right))
-    ends = [(name, (right, 0.0), drawing.DENSE)]
-    for other, colour in zip(others, (drawing.DGC, *drawing.MUTED), strict=False):
-        pairs = {100 * (1 - x): report.paired(ours, report.against(lines, x)) for x, ours in lines[other].items()}
-        means = [(x, float(np.mean(every))) for x, every in sorted(pairs.items()) if every]
-        if means:
-            dots = [(x, apart) for x, every in pairs.items() for apart in every]
-            pane.plot(*zip(*dots, strict=True), "o", color=colour, alpha=0.5)
-            pane.plot(*zip(*means, strict=True), color=colour)
-            ends.append((other, means[-1], colour))
-    return ends
-
-
-def workers(recipe: Recipe, lines: Lines, out: Path) -> None:
-    """What is measured by the number of workers; only what has results."""
-    figure, axes = drawing.panels(height=3.2)
-    found = {name: {n: measured(result) for n, result in line.items() if result} for name, line in lines.items()}
-    ends = []
-    for (name, line), colour in zip(found.items(), report.colours(list(found)), strict=True):
-        axes.plot(list(line), list(line.values()), ".-", color=colour)
-        ends += [(f"{name} {value:.2f}", (n, value), colour) for n, value in [*line.items()][-1:]]
-    drawing.log_axis(axes, "x", sorted({n for line in found.values() for n in line}))
-    axes.set(xlabel="workers of batch 32; the more there are, the fewer steps", ylabel=f"{recipe.title} (%), seed 0")
+def differences(recipe: Recipe, groups: Mapping[str, BySeed], out: Path) -> None:
+    """To the first line of its group, by sparsity: a dot for each seed, and the means joined. Only what has results."""
+    figure, axes = drawing.panels(height=3.6)
+    sparsities = {x for lines in groups.values() for line in lines.values() for x in line} - {0}
+    places = [100 * (1 - x) for x in sorted(sparsities)]
+    right = 1.2 * max(places)
+    axes.axhline(0, color=drawing.DENSE)
+    drawing.log_axis(axes, "x", places, "{:.2g}".format)
+    axes.set(xlabel="entries sent (%)", xlim=(min(places) / 1.2, right),
+             ylabel=f"{recipe.title}, difference ({'points' if recipe.unit else recipe.measure})",
+             title="A dot is a seed, a line joins means")
+    ends, colours = [("dense", (right, 0.0), drawing.DENSE)], iter((drawing.DGC, *drawing.MUTED))
+    for title, lines in groups.items():
+        for name in [*lines][1:]:
+            pairs = {100 * (1 - x): report.paired(ours, report.against(lines, x)) for x, ours in lines[name].items()}
+            means = [(x, float(np.mean(every))) for x, every in sorted(pairs.items()) if every]
+            if means:
+                colour = next(colours)
+                dots = [(x, apart) for x, every in pairs.items() for apart in every]
+                axes.plot(*zip(*dots, strict=True), "o", color=colour, alpha=0.5)
+                axes.plot(*zip(*means, strict=True), color=colour)
+                ends.append((f"{title}, {name}", means[-1], colour))
     drawing.name_lines(axes, ends)
     drawing.save(figure, out)
 
 
 def sparsity(recipe: Recipe, cells: Mapping[float, Mapping[float, Mapping[int, Result]]], dense: list[Result],
              usual: float, out: Path) -> None:
-    """What is measured by the share of entries sent, and by the compression of all of training; a line for each warm-up
-    joins the runs of the first seed, hollow dots are the other seeds'.
+    """What is measured by the bytes of all of training: a line joins the warm-ups of one sparsity, dots are others. A
+    vertical line goes from the lowest seed to the highest.
 
     Args:
         cells: epochs of warm-up -> sparsity -> seed -> result.
-        usual: the warm-up that is in blue.
+        usual: the sparsity whose warm-ups are joined.
     """
-    figure, panes = drawing.panels(2, sharey=True)
-    muted = itertools.cycle(drawing.MUTED)
-    colours = {warmup: drawing.DGC if warmup == usual else next(muted) for warmup in cells}
-    places = (lambda x, _: 100 * (1 - x), lambda _, result: report.ratios(result)[0])
-    named = [sparsity_pane(pane, cells, colours, place) for pane, place in zip(panes, places, strict=True)]
-    drawing.log_axis(panes[0], "x", sorted({100 * (1 - x) for line in cells.values() for x in line}), "{:.2g}".format)
-    panes[0].set(xlabel="entries sent (%)", ylabel=f"{recipe.title} (%)", title="numbers: epochs of warm-up")
-    panes[1].set(xlabel="times fewer bytes than dense, over all of training", xlim=(0, None),
-                title="hollow: other seeds" + "; grey band: dense" * bool(dense))
-    for pane, ends in zip(panes, named, strict=True):
-        if dense:
-            pane.axhspan(*(f(map(measured, dense)) for f in (min, max)), color=drawing.DENSE, alpha=0.4, linewidth=0)
-        drawing.name_lines(pane, ends)
+    figure, axes = drawing.panels(height=4.2)
+    found = {(x, warmup): [*seeds.values()] for warmup, line in cells.items() for x, seeds in line.items() if seeds}
+    points = {at: (float(np.mean([report.ratios(result)[0] for result in results])),
+                   float(np.mean([*map(measured, results)]))) for at, results in found.items()}
+    axes.plot(*zip(*(points[at] for at in sorted(points) if at[0] == usual), strict=True), color=drawing.DGC)
+    for (x, warmup), point in points.items():
+        seeds = [*map(measured, found[x, warmup])]
+        colour = drawing.DGC if x == usual else drawing.MUTED[0]
+        axes.plot([point[0]] * 2, [min(seeds), max(seeds)], color=colour, alpha=0.5)
+        axes.plot(*point, "o", color=colour)
+        text = f"{warmup:g} epoch{'s' * (warmup != 1)}" if warmup else "no warm-up"
+        axes.annotate(text if x == usual else f"{100 * x:.5g} %, {text}", point, (7, 5 if x == usual else -4),
+                      textcoords="offset points", color=colour)
+    axes.set(xlabel="times fewer bytes than dense, over all of training", ylabel=f"{recipe.title} (%)",
+             xlim=(0, 1.15 * max(x for x, _ in points.values())),
+             title=f"Blue: {100 * usual:.5g} % with warm-ups of so many epochs; red: others. Vertical: lowest to highest seed")
+    if dense:
+        axes.axhspan(*(f(map(measured, dense)) for f in (min, max)), color=drawing.DENSE, alpha=0.4, linewidth=0)
+        drawing.name_lines(axes, [("dense", (axes.get_xlim()[1], float(np.mean([*map(measured, dense)]))),
+                                   drawing.DENSE)])
     drawing.save(figure, out)
-
-
-def sparsity_pane(pane: Any, cells: Mapping[float, Mapping[float, Mapping[int, Result]]], colours: Mapping[float, str],
-                  place: Callable[[float, Result], float]) -> list[Name]:
-    """Draws it; returns the names of its lines."""
-    ends: list[Name] = []
-    for warmup, line in cells.items():
-        points = [[(place(x, result), measured(result)) for _, result in sorted(seeds.items())]
-                  for x, seeds in sorted(line.items()) if seeds]
-        if points:
-            first = [seeds[0] for seeds in points]
-            others = [point for seeds in points for point in seeds[1:]]
-            pane.plot(*zip(*first, strict=True), ".-", color=colours[warmup])
-            pane.plot([x for x, _ in others], [y for _, y in others], "o", markersize=4.5, fillstyle="none",
-                      color=colours[warmup])
-            ends.append((f"{warmup:g}" if warmup else "none", first[0], colours[warmup]))
-    return ends

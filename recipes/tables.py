@@ -114,7 +114,7 @@ def count(lines: Mapping[str, Mapping[Any, Mapping[int, Any]]]) -> int:
 
 
 def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table and the figure, or nothing."""
+    """The table, or nothing."""
     runs = by_workers(budget)
     if not adds(budget, runs.values(), done):
         return ""
@@ -124,7 +124,6 @@ def draw_workers(budget: Budget, done: Mapping[str, Result]) -> str:
     def cell(name: str, workers: float, result: Result | None) -> str:
         return f"{report.shown(result) if result else '-'} ({paper[name][int(workers)]:.2f})"
 
-    figures.workers(RECIPES["cifar10"], lines, budget.figures / f"{budget.cifar10.name}-workers.png")
     return (f"**More workers**, each of batch 32, seed 0; in brackets the paper's, of ResNet-110 and 164 epochs. "
             f"{found(lines)}\n\n{report.grid('workers', lines, str, cell)}")
 
@@ -142,9 +141,8 @@ def draw_sparsity(budget: Budget, done: Mapping[str, Result]) -> str:
 
     dense = done.get(run(budget.cifar10, "dense", 0).name)
     figures.sparsity(RECIPES["cifar10"], seeds_of_cells(budget, done),
-                            [done[run.name] for run in ablations(budget)["cifar10"]["dense"].values()
-                             if run.name in done], budget.cifar10.options["warmup_epochs"],
-                            budget.figures / f"{budget.cifar10.name}-sparsity.png")
+                     [done[run.name] for run in ablations(budget)["cifar10"]["dense"].values() if run.name in done],
+                     budget.cifar10.options["sparsity"], budget.figures / f"{budget.cifar10.name}-sparsity.png")
     return (f"**Sparsity and warm-up** in epochs, seed 0; in brackets the compression over all of training. "
             f"{f'Dense: {report.shown(dense)}. ' if dense else ''}{found(lines)}\n\n"
             f"{report.grid('sparsity', lines, lambda sparsity: f'{100 * sparsity:.5g} %', cell)}")

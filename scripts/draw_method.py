@@ -51,6 +51,7 @@ def worker(row: Any, name: str, rng: np.random.Generator) -> Any:
     bars(row[1], v, np.where(chosen, drawing.DGC, KEPT))
     for line in (least - 0.08, 0.08 - least):
         row[1].axhline(line, color=drawing.DGC, linewidth=0.9, linestyle="--")
+    row[1].text(ENTRIES - 0.5, least, "threshold", color=drawing.DGC, fontsize=9, ha="right", va="bottom")
     row[0].set_ylabel(name, fontweight="bold", labelpad=8)
     return np.where(chosen, v, 0)
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import dgc
 from dgc.compression import kernels
-from dgc.drawing import DENSE, DGC, MUTED
+from dgc.drawing import DGC, MUTED
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -31,9 +31,9 @@ ROWS = {"your script": ("forward", "backward", "optimizer.step"),
         "dgc": tuple(f"dgc::{name}" for name in ("select", "take", "exchange", "read", "add", "step")),
         "within": ("dgc::accumulate",), "gloo": ("gloo:all_gather", "gloo:all_reduce")}
 GREYS = dict(zip(ROWS["your script"], ("#d9dce1", "#b4b9c1", "#8d939d"), strict=True))
-COLOURS = {**GREYS, "dgc::select": DGC, "dgc::accumulate": "#9ecae1", "dgc::exchange": DENSE,
-           **dict(zip(("dgc::take", "dgc::add", "dgc::step", "gloo:all_gather", "dgc::read", "gloo:all_reduce"), MUTED,
-                      strict=False))}
+COLOURS = {**GREYS, "dgc::select": DGC, "dgc::accumulate": "#9ecae1",
+           **dict(zip(("dgc::exchange", "dgc::add", "dgc::step", "gloo:all_gather", "dgc::read", "gloo:all_reduce",
+                       "dgc::take"), MUTED, strict=True))}
 
 
 def train(folder: Path) -> None:
@@ -91,7 +91,8 @@ def draw(folder: Path) -> None:
             axis.spines[side].set_visible(False)
     lanes[-1].set_xlabel("time, one step")
     names = [name for row in list(ROWS.values())[1:] for name in row]
-    figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names], names, ncols=len(names),
+    words = [f"{name} (waits)" if name == "dgc::exchange" else name for name in names]
+    figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names], words, ncols=len(names),
                   loc="outside upper center", fontsize=8, frameon=False, handlelength=1, columnspacing=0.8)
     figure.savefig(Path(__file__).resolve().parents[1] / "docs" / "trace.png", dpi=110)
 

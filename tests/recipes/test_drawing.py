@@ -72,12 +72,23 @@ def test_runs_of_other_settings_are_other_lines():
     assert report.by_settings([run, other, again]) == [[run, again], [other]]
 
 
-def test_no_pane_is_empty(drawn, tmp_path):
+def test_only_what_has_results_is_named(drawn, tmp_path):
     lines = {"dense": {0.0: {0: 88.0}}, "masking": {0.99: {0: 87.0, 1: 87.5}, 0.999: {}}}
     nothing = {"dense": {0.0: {0: 88.0}}, "masking": {0.99: {}, 0.999: {}}}
     figures.differences(report.RECIPES["cifar10"], {"5 epochs": lines, "25 epochs": nothing}, tmp_path / "length.png")
     (axes,) = drawn[0].axes
-    assert axes.get_title(loc="left") == "5 epochs" and axes.get_xscale() == "log"
+    assert [text.get_text() for text in axes.texts] == ["dense", "5 epochs, masking"] and axes.get_xscale() == "log"
+
+
+def test_a_point_is_the_mean_of_its_seeds(drawn, tmp_path):
+    """By hand, of a run that is there three times: with 88, 89 and 87 % at 99.9 %, and with 80 % at 99 %."""
+    runs = [{**result("cifar10-dgc-0"), "accuracy": accuracy} for accuracy in (88.0, 89.0, 87.0, 80.0)]
+    cells = {2.0: {0.999: dict(enumerate(runs[:3])), 0.99: {0: runs[3]}}}
+    figures.sparsity(report.RECIPES["cifar10"], cells, [], 0.999, tmp_path / "sparsity.png")
+    (axes,) = drawn[0].axes
+    joined, *points = [list(line.get_ydata()) for line in axes.lines]
+    assert joined == [88.0] and points == [[87.0, 89.0], [88.0], [80.0, 80.0], [80.0]]
+    assert [text.get_text() for text in axes.texts] == ["2 epochs", "99 %, 2 epochs"]
 
 
 def test_what_is_far_from_dense_is_told_and_has_the_others_apart(drawn, tmp_path):

@@ -460,8 +460,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     assert all(count in text for count in ("8 of 42 runs.", "4 of 12 runs.", "Dense: 88.00 %. 3 of 20 runs.",
                                            "4 of 54 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
-    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-workers.png",
-                            "cifar10-sparsity.png"}
+    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-length.png", "cifar10-sparsity.png"}
     assert min(figures.values()) > 10_000
 
 
