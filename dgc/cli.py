@@ -332,8 +332,8 @@ def _schedule_table(rows: list[dict[str, Any]], dense: float, title: str) -> Tab
     if len(changes) > ROWS:
         changes = [changes[i * (len(changes) - 1) // (ROWS - 1)] for i in range(ROWS)]
     table = Table(title=title)
-    for column in ("from step", "sparsity", "bytes a step", "fewer than dense", "so far, of dense", ""):
-        table.add_column(column, justify="right" if column else "left")
+    for column in ("from step", "sparsity", "bytes a step", "fewer than dense", "so far, of dense", "a step, of dense"):
+        table.add_column(column, justify="left" if column.startswith("a step") else "right")
     last = [rows[-1]] if rows[-1] is not changes[-1] else []
     for row in changes + last:
         bar = "█" * max(1, round(24 * row["bytes"] / dense))
@@ -493,7 +493,8 @@ def doctor(
 
       dgc doctor --json | jq .problems
     """
-    found = health.examine(limit)
+    with Console(stderr=True).status("Two processes try it. This takes up to a minute, and longer the first time ..."):
+        found = health.examine(limit)
     if as_json:
         print(json.dumps(found, indent=1))
     else:

@@ -208,7 +208,7 @@ def main(
         batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
         lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,
         sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 4 of 164, in proportion.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Of dgc alone. Default: 4 of 164.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
         local_weight_decay: bool = True,

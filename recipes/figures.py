@@ -93,7 +93,7 @@ def sparsity(recipe: Recipe, cells: Mapping[float, Mapping[float, Mapping[int, R
                       textcoords="offset points", color=colour)
     axes.set(xlabel="times fewer bytes than dense, over all of training", ylabel=f"{recipe.title} (%)",
              xlim=(0, 1.15 * max(x for x, _ in points.values())),
-             title=f"Blue: {100 * usual:.5g} % with warm-ups of so many epochs; red: others. Vertical: lowest to highest seed")
+             title=f"Blue: {100 * usual:.5g} % with warm-ups of so many epochs; red: others. A dot: mean of seeds")
     if dense:
         axes.axhspan(*(f(map(measured, dense)) for f in (min, max)), color=drawing.DENSE, alpha=0.4, linewidth=0)
         drawing.name_lines(axes, [("dense", (axes.get_xlim()[1], float(np.mean([*map(measured, dense)]))),

@@ -260,7 +260,7 @@ def main(
         local_clipping: Annotated[bool, typer.Option(
             help="Of dgc: before accumulating. Off: after the exchange, as the other methods.")] = True,
         sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Default: 1 of 40, in proportion.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Of dgc alone. Default: 1 of 40.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
         flush: job.Flush = False,

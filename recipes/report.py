@@ -88,13 +88,18 @@ def shown(result: Result) -> str:
 
 
 def ratios(result: Result) -> tuple[float, float]:
-    """The bytes of dense training over those of this one: in all, warm-up included, and at its end."""
+    """The bytes of dense training over those of this one: in all, warm-up included, and at its end; there not a number
+    where the sparsity still changes in the last epoch.
+    """
     nbytes = [epoch["bytes_per_step"] for epoch in result["history"]]
-    return tuple(result["dense_bytes_per_step"] / n if n else np.nan for n in (np.mean(nbytes), min(nbytes)))
+    epochs, steps, sparsity_at = result["settings"]["epochs"], result["steps_per_epoch"], settings(result).sparsity_at
+    settled = sparsity_at((epochs - 1) * steps) == sparsity_at(epochs * steps)
+    return tuple(result["dense_bytes_per_step"] / n if n else np.nan
+                 for n in (np.mean(nbytes), min(nbytes) if settled else 0))
 
 
 def times(ratio: float) -> str:
-    return "-" if np.isnan(ratio) else f"{ratio:,.1f} x"  # one worker sends nothing
+    return "-" if np.isnan(ratio) else f"{ratio:,.1f} x"
 
 
 # -- some runs ---------------------------------------------------------------------------------------------------------

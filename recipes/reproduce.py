@@ -92,9 +92,12 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
     expected = {run.name: estimate(run, done, known) for run in runs if run.name not in done}
     total = sum(value or 0 for value in expected.values())
     unknown = sum(value is None for value in expected.values())
-    caption = (f"{len(runs) - len(expected)} of {len(runs)} done; the others take about {total:.1f} hours, "
-               f"{total / jobs:.1f} with {jobs} at a time"
-               + (f", and {unknown} of which none like it has been timed" if unknown else ""))
+    caption = f"{len(runs) - len(expected)} of {len(runs)} done; "
+    if unknown and unknown == len(expected):
+        caption += "none like the others has been timed"
+    else:
+        caption += f"the others take about {total:.1f} hours, {total / jobs:.1f} with {jobs} at a time"
+        caption += f", and {unknown} of which none like it has been timed" if unknown else ""
     out = Table(Column("run", overflow="fold"), "", "hours", caption=caption)
     for run in runs:
         if run.name in done:

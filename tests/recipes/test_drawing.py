@@ -152,3 +152,10 @@ def test_the_picture_of_a_search_names_two_trials(drawn, tmp_path, better, expec
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.texts] == expected
     assert [line.get_color() for line in axes.lines[:2]] == [drawing.DENSE, drawing.DGC]
+
+
+def test_what_comes_after_the_warm_up_is_not_told_of_a_training_that_ends_in_it():
+    run = result("cifar10-dgc-0")  # 25 epochs, 2 of warm-up
+    assert report.ratios(run)[1] > 80
+    short = {**run, "settings": {**run["settings"], "warmup_epochs": 25}}
+    assert report.times(report.ratios(short)[1]) == "-" and report.ratios(short)[0] == report.ratios(run)[0]
