@@ -93,7 +93,7 @@ def ratios(result: Result) -> tuple[float, float]:
     """
     nbytes = [epoch["bytes_per_step"] for epoch in result["history"]]
     epochs, steps, sparsity_at = result["settings"]["epochs"], result["steps_per_epoch"], settings(result).sparsity_at
-    settled = sparsity_at((epochs - 1) * steps) == sparsity_at(epochs * steps)
+    settled = sparsity_at((epochs - 1) * steps) == sparsity_at((epochs + 1) * steps - 1)
     return tuple(result["dense_bytes_per_step"] / n if n else np.nan
                  for n in (np.mean(nbytes), min(nbytes) if settled else 0))
 
