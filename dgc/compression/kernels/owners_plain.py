@@ -81,7 +81,8 @@ def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     wrong = (entries.status >= CORRUPT).any()
     index = plan.regions.index(plan.own, entries.local).view(-1).clamp_(max=bucket.numel - 1)  # of an empty region
     values = torch.where(wrong, 0, entries.values.view(-1))
-    bucket.v.index_add_(0, index, values)
+    for there, of_row in zip(index.split(plan.to_owners.slots), values.split(plan.to_owners.slots), strict=True):
+        bucket.v.index_add_(0, there, of_row)  # no entry twice, so that on a GPU no order of threads decides
     return Arrived(entries.status, Taken(index, -values))
 
 
