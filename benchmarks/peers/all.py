@@ -1,6 +1,6 @@
 """Makes the runs of the table that are missing, one after the other: train.py with each method and seed.
 
-    python benchmarks/peers/all.py --data DIR --epochs 25 --seeds 0,1 --bf16
+    python benchmarks/peers/all.py --data DIR --epochs 10 --seeds 0,1 --bf16
 
 Of each seed all methods, then the next seed. A run whose JSON is there is done. One that was ended goes on from its
 last epoch when the same command is given again. Several of these commands may work on one folder: a run's log, beside
@@ -72,7 +72,7 @@ def make(file: Path, work: Path, data: str, asked: dict[str, Any]) -> bool:
 def main(data: Annotated[str, typer.Option(help="Folder with cifar-10-batches-bin, or digits.")],
          methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(ORDER),
          seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
-         epochs: Annotated[int, typer.Option(min=1)] = 25,
+         epochs: Annotated[int, typer.Option(min=1)] = 10,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          results: Annotated[Path, typer.Option(help="Folder of the JSONs.")] = HERE.parent / "results" / "peers",
          work: Annotated[Path, typer.Option(help="Folder of logs and checkpoints.")] = Path("runs/peers")) -> None:
