@@ -35,6 +35,7 @@ class Denominator:
         unbiased: what ``square`` is divided by, as it began at 0.
         b1, b2: of the momentum, and of the mean squares.
         eps: beside sqrt(s).
+        steps: over how many s goes, at least 1.
     """
 
     square: Tensor
@@ -45,11 +46,24 @@ class Denominator:
     b1: float
     b2: float
     eps: float
+    steps: float
 
     @property
     def weights(self) -> Tensor:
-        """The weight of a sum of w steps, for w = 0, 1, ...; the last one is that of all longer sums."""
+        """1 - b2^w, the weight of a sum of w steps once s has settled, for w = 0, 1, ...; the last one is that of all
+        longer sums.
+        """
         return _weights(self.b2, self.factor.dtype, self.factor.device)
+
+    @property
+    def share(self) -> float:
+        """What of s is of the past, once it has settled: 1 - b2^steps, by which weights are divided, as in AdamW."""
+        return 1 - self.b2**self.steps
+
+    @property
+    def most(self) -> float:
+        """The largest weight: a step's, or an eighth."""
+        return largest_weight(self.b2)
 
     @property
     def deficits(self) -> Tensor:
@@ -64,10 +78,14 @@ def factor(square: Tensor, unbiased: float, b1: float, eps: float, dtype: torch.
     return torch.full_like(root, 1 - b1) / (root + eps)
 
 
+def largest_weight(b2: float) -> float:
+    return max(1 - b2, 1 / FEWEST)
+
+
 @cache
 def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A step's weight is 1 - b2, and that of w steps 1 - b2^w; but at most an eighth."""
-    most = max(1 - b2, 1 / FEWEST)
+    """But at most the largest weight."""
+    most = largest_weight(b2)
     longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
     w = torch.arange(longest + 1, dtype=torch.float64)
     return (1 - b2**w).clamp_(max=most).to(device, dtype)

@@ -108,11 +108,8 @@ class Denominators:
     def open(self, config: Config) -> None:
         """A step begins; torch's AdamW takes no more of them if it is the first that is compressed.
 
-        That is the first to which the schedule gives a sparsity above 0. A schedule that has one from the start says
-        nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
-
-        Args:
-            config: the settings, with the schedule's sparsity.
+        That is the first to which the schedule, in ``config``, gives a sparsity above 0. A schedule that has one from
+        the start says nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
         """
         if not self.used:
             return
@@ -197,14 +194,16 @@ class Denominators:
 
     def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> None:
         """Has D follow an averaged update, where there is one."""
-        state, (b1, values, unbiased) = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
-        order = memory_order(values) or range(values.dim())
+        state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
+        now = self._parameters.step
+        order = memory_order(of_it.values) or range(of_it.values.dim())
         largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
         x, square, received, values = (t.permute(*order) for t in (
-            x, local(state["exp_avg_sq"]), local(state[RECEIVED]), values))
-        of = Denominator(square, largest, received, values, unbiased, b1, group["betas"][1], group["eps"])
+            x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
+        of = Denominator(square, largest, received, values, of_it.unbiased, of_it.b1, group["betas"][1], group["eps"],
+                         of_it.dense_steps + now - self._group[BEGAN])
         k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
-        kernels.denominators(x, of).follow(x, of, k, self._parameters.step)
+        kernels.denominators(x, of).follow(x, of, k, now)
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
         """What a parameter's gradients are multiplied by, for this group's b1."""
@@ -214,7 +213,7 @@ class Denominators:
             state = self._state(parameter, group)
             square, unbiased = local(state[_key(group)]), _unbiased(state, group)
             values = factor(square, unbiased, b1, group["eps"], residual_dtype(square.dtype))
-            found = self._factors[parameter] = _Factor(b1, values, unbiased)
+            found = self._factors[parameter] = _Factor(b1, values, unbiased, float(state["step"]))
         return found
 
     def _mean_of_all(self) -> Tensor:
@@ -242,6 +241,7 @@ class _Factor(NamedTuple):
     b1: float
     values: Tensor  # (1 - b1) / D, in the shape of this rank's part
     unbiased: float  # that its mean squares are divided by
+    dense_steps: float  # over which they went before the first compressed step
 
 
 def settling(groups: Iterable[Mapping[str, Any]]) -> int:

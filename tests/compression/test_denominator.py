@@ -26,7 +26,7 @@ def made(n, dtype, amsgrad=False, b1=0.9, b2=0.999, device="cpu"):
     square = torch.rand(n, generator=random, dtype=dtype)
     largest = square * torch.rand(n, generator=random, dtype=dtype).add_(1.0) if amsgrad else None
     received = NOW - torch.randint(0, 300, (n,), generator=random, dtype=torch.int32)
-    of = Denominator(square, largest, received, (1 - b1) / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8)
+    of = Denominator(square, largest, received, (1 - b1) / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100)
     return on(of, device)
 
 

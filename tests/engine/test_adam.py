@@ -63,7 +63,7 @@ class AdamOracle:
         came, w = x != 0, t + 1 - self.received[i]
         n = w * max(1, round(64 * came.sum() / math.ceil(x.size * (1 - self.sparsity) - 1e-9)) / 64)
         square = (x * self.d[i]) ** 2 / w / (1 - 2 * B1 * (1 - B1**n) / (1 - B1**2) / n)
-        weight = np.minimum(1 - B2**w, 1 / 8)
+        weight = np.minimum((1 - B2**w) / (1 - B2 ** (t + 1)), 1 / 8)  # of w of t + 1 steps
         self.s[i] = np.where(came, (1 - weight) * self.s[i] + weight * square, self.s[i])
         self.received[i][came] = t + 1
 

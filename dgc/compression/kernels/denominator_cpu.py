@@ -63,12 +63,13 @@ def _note(first, last, n, x, marks, like):
 
 
 @_jit
-def _follow(first, last, n, x, square, largest, received, factor, marks, rarity, deficits, weights, scale, inverse,
-            b, eps, now, like):
+def _follow(first, last, n, x, square, largest, received, factor, marks, rarity, deficits, weights, grown, top, scale,
+            inverse, b, eps, now, like):
     """See ``denominator_plain.follow``, of whose tensors these are the addresses.
 
     Args:
         rarity: R, in 64ths.
+        grown: by which weights are multiplied, and ``top``, the largest.
         scale: of the squares of gradients, (1 - b1)^2 times ``unbiased``; its ``inverse``.
         b: 1 - b1.
     """
@@ -86,7 +87,7 @@ def _follow(first, last, n, x, square, largest, received, factor, marks, rarity,
             deficit = deficits[min(w * rarity, last_deficit)] / repeats
             g = xs[i] / factors[i]
             found = g * g * scale / (real(w) - deficit)
-            after = squares[i] + weights[min(w, last_weight)] * (found - squares[i])
+            after = squares[i] + min(weights[min(w, last_weight)] * grown, top) * (found - squares[i])
             squares[i], counts[i] = after, now
             if len(most):
                 # As torch's, where one is NaN.
@@ -108,5 +109,6 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     largest = 0 if of.largest is None else of.largest.data_ptr()
     _in_threads(lambda first, last: _follow(
         first, last, n, x.data_ptr(), of.square.data_ptr(), largest, of.received.data_ptr(), of.factor.data_ptr(),
-        marks, rarity, of.deficits.numpy(), of.weights.numpy(), real((1 - of.b1) ** 2 * of.unbiased),
-        real(1 / of.unbiased), real(1 - of.b1), real(of.eps), now, like), tasks, threads)
+        marks, rarity, of.deficits.numpy(), of.weights.numpy(), real(1 / of.share), real(of.most),
+        real((1 - of.b1) ** 2 * of.unbiased), real(1 / of.unbiased), real(1 - of.b1), real(of.eps), now, like),
+        tasks, threads)

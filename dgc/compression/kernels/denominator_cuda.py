@@ -25,7 +25,7 @@ def _count(x, n, total):
 
 @triton.jit
 def _follow(x, square, largest, received, factor, n, total, k, deficits, last_deficit, weights, last_weight,
-            scale, inverse, b, eps, now, LARGEST: tl.constexpr):
+            grown, top, scale, inverse, b, eps, now, LARGEST: tl.constexpr):
     """See ``denominator_plain.follow``, and ``denominator_cpu._follow`` for the numbers."""
     begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
     left = tl.minimum(n - begin, TILE).to(tl.int32)
@@ -39,7 +39,8 @@ def _follow(x, square, largest, received, factor, n, total, k, deficits, last_de
     g = _divided(g, tl.load(factor + begin + i, mask=new, other=1))
     found = _divided(g * g * scale, w.to(g.dtype) - deficit)
     before = tl.load(square + begin + i, mask=new, other=0)
-    after = before + tl.load(weights + tl.minimum(w, last_weight), mask=new, other=0) * (found - before)
+    weight = tl.minimum(tl.load(weights + tl.minimum(w, last_weight), mask=new, other=0) * grown, top)
+    after = before + weight * (found - before)
     tl.store(square + begin + i, after, mask=new)
     tl.store(received + begin + i, now, mask=new)
     if LARGEST:
@@ -62,5 +63,6 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
         with torch.cuda.device_of(x):
             _count[grid](x, n, total, **options)
             _follow[grid](x, of.square, of.largest, of.received, of.factor, n, total, k, deficits,
-                          len(deficits) - 1, weights, len(weights) - 1, float((1 - of.b1) ** 2 * of.unbiased),
+                          len(deficits) - 1, weights, len(weights) - 1, 1 / of.share, of.most,
+                          float((1 - of.b1) ** 2 * of.unbiased),
                           1 / of.unbiased, 1 - of.b1, float(of.eps), now, LARGEST=of.largest is not None, **options)

@@ -31,7 +31,8 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     g = x[came].to(dtype) / factor
     found = g * g * ((1 - of.b1) ** 2 * of.unbiased) / (w.to(dtype) - deficit)
     before = square.to(dtype)
-    after = (before + of.weights[w.clamp_(max=len(of.weights) - 1)] * (found - before)).to(square.dtype)
+    weight = (of.weights[w.clamp_(max=len(of.weights) - 1)] * (1 / of.share)).clamp_(max=of.most)
+    after = (before + weight * (found - before)).to(square.dtype)
     of.square[came] = after = torch.where(is_new, after, square)
     of.received[came] = torch.where(is_new, now, received)
     if of.largest is not None:
