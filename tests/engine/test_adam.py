@@ -179,6 +179,36 @@ def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     assert 1 / 3 < found < 2
 
 
+@pytest.mark.parametrize("before", [0, 40])
+def test_an_update_counts_for_the_less_the_more_steps_there_were(before):
+    """By hand, also where plain AdamW has trained before: the first update after ``before`` + 1 dense steps and a
+    compressed one, alike on both ranks, has a weight of (1 - b2) / (1 - b2^t), t = ``before`` + 2.
+    """
+    random = torch.Generator().manual_seed(0)
+    gradients = torch.randn(before + 2, 40, 30, generator=random, dtype=torch.float64)
+
+    def worker():
+        w = torch.nn.Parameter(torch.zeros(40, 30, dtype=torch.float64))
+        plain = torch.optim.AdamW([w], lr=LR, betas=(B1, B2), eps=EPS, weight_decay=0.0)
+        for g in gradients[:before]:
+            w.grad = g.clone()
+            plain.step()
+        optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9, 1)))
+        for g in gradients[before:]:
+            (x, square), w.grad = (w.detach().clone(), optimizer.state[w]["exp_avg_sq"].clone()), g.clone()
+            optimizer.step()
+        return (x - w.detach()) / LR, square, optimizer.state[w]["exp_avg_sq"]
+
+    x, square, after = in_lockstep(worker)[0]
+    unbiased = 1 - B2 ** (before + 1)
+    s = (square / unbiased).clamp(min=float(square.mean() / unbiased * (1 - B2) / unbiased))  # as no step is too large
+    weight = (1 - B2) / (1 - B2 ** (before + 2))
+    found = (x * (s.sqrt() + EPS)) ** 2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
+    came = x != 0
+    assert came.sum() == 120
+    torch.testing.assert_close((after / unbiased)[came], (s + min(weight, 1 / 8) * (found - s))[came], rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_the_first_state_is_that_of_torch(options, default):
