@@ -57,7 +57,7 @@ class Denominator:
 
     @property
     def share(self) -> float:
-        """What of s is of the past, once it has settled: 1 - b2^steps, by which weights are divided, as in AdamW."""
+        """1 - b2^steps, by which weights are divided: the younger s is, the faster it follows, as in AdamW."""
         return 1 - self.b2**self.steps
 
     @property
