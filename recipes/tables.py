@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import figures
@@ -92,15 +93,17 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
 
 
 def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
-    """The table, or nothing."""
-    runs = by_momentum(budget)
+    """The table and the figure, or nothing."""
+    runs, recipe = by_momentum(budget), replace(RECIPES["cifar10"], title="validation accuracy")
     lines = by_seed(runs, done)
     if not count(lines):
         return ""
+    out = budget.figures / f"{budget.cifar10.name}-momentum.png"
+    figures.differences(recipe, {f"{budget.lengths[0]} epochs": lines}, out)
     return (f"**What becomes of the momentum of an entry that is sent.** {budget.lengths[0]} epochs, on held-out "
             f"training images. Means over seeds {', '.join(map(str, budget.seeds[0]))}; in brackets the difference to "
             f"dense training{POOLED}. {count(lines)} of {count(runs)} runs.\n\n"
-            + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", RECIPES["cifar10"]))
+            + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe))
 
 
 def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:

@@ -22,7 +22,7 @@ LOST = ((0.02, "The paper lost nothing with such a share."),
         (0.11, "With a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
         (0.55, "With half, ResNet-20 lost 2.6 points of accuracy on CIFAR-10: train longer, or send more."),
         (1.0, "With eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send more."))
-LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.1 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
+LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
                  "99 %, give or take a point.")
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
