@@ -6,7 +6,7 @@ Which of the settings are the paper's, and which are ours, is in docs/peers.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Entry:
         momentum: of SGD, with Nesterov's where it is not 0. 0 where the method has its own, or none.
         lr: at the start of the training.
         driver: what makes the steps.
+        clips_own: where gradients are clipped, a worker's own before the exchange: what comes back is no gradient.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Entry:
     momentum: float = 0.9
     lr: float = 0.1
     driver: Any = Exchanging
+    clips_own: bool = False
 
 
 def powersgd(world: Any, seed: int, rank: int) -> Method:
@@ -77,14 +79,17 @@ METHODS = {
     "bf16": Entry("bf16", "allreduce", "", partial(Cast, dtype=torch.bfloat16)),
     "qsgd": Entry("QSGD, 4 bits", "allgather", "Alistarh et al. 2017", QSGD),
     "terngrad": Entry("TernGrad", "allgather", "Wen et al. 2017", TernGrad),
-    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-4),
-    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD, momentum=0, lr=0.056),
+    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-4,
+                     clips_own=True),
+    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD, momentum=0, lr=0.056,
+                        clips_own=True),
     "atomo": Entry("ATOMO, s = 3", "allgather", "Wang et al. 2018", Atomo),
     **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "allreduce", "Vogels et al. 2019",
                                  partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
     "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
-    "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4),
-    "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo),
+    "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
+                  clips_own=True),
+    "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo, clips_own=True),
     **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},
     "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),
@@ -95,11 +100,17 @@ Driver = Exchanging | Compressed | Stale | ParameterServer
 
 
 def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
-           schedule: Schedule) -> Driver:
-    """What drives this SGD by the method of that name; ``schedule`` is of DGC's sparsity."""
+           schedule: Schedule, clip: float | None = None) -> Driver:
+    """What drives this SGD by the method of that name.
+
+    Args:
+        schedule: of DGC's sparsity.
+        clip: a bound on the norm of the exchanged gradient, or of a worker's own; with DGC, Config(clip_norm=...).
+    """
     entry = METHODS[name]
     if entry.driver is Exchanging:
-        return Exchanging(sgd, entry.make, seed)
+        return Exchanging(sgd, entry.make, seed, clip, entry.clips_own)
     if entry.driver is ParameterServer:
         return ParameterServer(sgd)
-    return entry.driver(sgd, named, None if entry.make is None else entry.make(schedule))
+    config = None if entry.make is None else replace(entry.make(schedule), clip_norm=clip)
+    return entry.driver(sgd, named, config)

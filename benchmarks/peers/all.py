@@ -1,6 +1,7 @@
 """Makes the runs of the table that are missing, one after the other: train.py with each method and seed.
 
     python benchmarks/peers/all.py --data DIR --epochs 10 --seeds 0,1 --bf16
+    python benchmarks/peers/all.py --task ptb --data DIR --epochs 8 --seeds 0,1
 
 Of each seed all methods, then the next seed. A run whose JSON is there is done. One that was ended goes on from its
 last epoch when the same command is given again. Several of these commands may work on one folder: a run's log, beside
@@ -26,11 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 from reproduce import MALLOC
 
 from peers import METHODS
+from peers.tasks import TASKS
 
 HERE = Path(__file__).resolve().parent
 ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "dropping", "terngrad", "dgc-reduce",
          "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale", "powersgd-1", "dgc-shared",
          "async")
+LANGUAGE = ("dense", "dgc-allgather", "powersgd-4", "qsgd", "fp16", "diloco")  # where no other methods are named
 
 
 def done(file: Path, asked: dict[str, Any]) -> bool:
@@ -69,23 +72,32 @@ def make(file: Path, work: Path, data: str, asked: dict[str, Any]) -> bool:
     return True
 
 
-def main(data: Annotated[str, typer.Option(help="Folder with cifar-10-batches-bin, or digits.")],
-         methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(ORDER),
+def main(data: Annotated[str, typer.Option(help="As train.py takes it: a folder, or digits, or topics.")],
+         methods: Annotated[str | None, typer.Option(
+             help=f"Of train.py, with commas. Default: all; of ptb {', '.join(LANGUAGE)}.")] = None,
          seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
          epochs: Annotated[int, typer.Option(min=1)] = 10,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
-         results: Annotated[Path, typer.Option(help="Folder of the JSONs.")] = HERE.parent / "results" / "peers",
-         work: Annotated[Path, typer.Option(help="Folder of logs and checkpoints.")] = Path("runs/peers")) -> None:
+         results: Annotated[Path | None, typer.Option(
+             help="Folder of the JSONs. Default: peers, or peers-ptb, in benchmarks/results.")] = None,
+         work: Annotated[Path | None, typer.Option(
+             help="Folder of logs and checkpoints. Default: the same in runs.")] = None,
+         task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
     """Makes the runs that are missing."""
-    if wrong := [name for name in methods.split(",") if name not in METHODS]:
+    if task not in TASKS:
+        raise typer.BadParameter(f"--task must be of {', '.join(TASKS)}, got {task!r}")
+    folder = "peers" if task == "cifar10" else f"peers-{task}"
+    results, work = results or HERE.parent / "results" / folder, work or Path("runs") / folder
+    chosen = methods.split(",") if methods else ORDER if task == "cifar10" else LANGUAGE
+    if wrong := [name for name in chosen if name not in METHODS]:
         raise typer.BadParameter(f"--methods must be of {', '.join(METHODS)}, got {wrong[0]!r}")
     if not all(seed.isdigit() for seed in seeds.split(",")):
         raise typer.BadParameter(f"--seeds must be whole numbers with commas, got {seeds!r}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended, too
     failed = []
     for seed in map(int, seeds.split(",")):
-        for method in methods.split(","):
-            asked = {"method": method, "seed": seed, "epochs": epochs, "bf16": bf16}
+        for method in chosen:
+            asked = {"task": task, "method": method, "seed": seed, "epochs": epochs, "bf16": bf16}
             file = results / f"{method}-{seed}.json"
             if not done(file, asked) and not make(file.resolve(), (work / file.stem).resolve(), data, asked):
                 failed.append(file.stem)

@@ -1,4 +1,4 @@
-"""Time to accuracy: trains CIFAR-10 on hosts with shaped links, with one method after the other, up to a target.
+"""Time to a target: trains CIFAR-10 or PTB on hosts with shaped links, with one method after the other.
 
     sudo .venv/bin/python benchmarks/peers/clock.py --methods dense,dgc-allgather --rate 100mbit --target 85 --data DIR
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
 from hosts import RATES, Network, check_tools, clean_leftovers, run_script
 
-from peers import METHODS, table, train
+from peers import METHODS, table, tasks, train
 
 HERE = Path(__file__).resolve()
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
@@ -46,6 +46,7 @@ def work(a: dict[str, Any]) -> None:
     place(a)
     torch.set_num_threads(1)
     options = argparse.Namespace(**{**a["training"], "checkpoints": Path(a["training"]["checkpoints"])}, **train.FIXED)
+    tasks.settle(options)
     result = train.train(options)
     Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(result))
     torch.distributed.barrier()
@@ -70,26 +71,33 @@ def run(network: Network, method: str, rate: str, options: dict[str, Any], folde
 
 
 def curve(result: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Seconds of training, and the accuracy at that time."""
+    """Seconds of training, and the accuracy or validation perplexity at that time."""
     seconds, total = [], 0.0
     for epoch in result["history"]:
         seconds.append(total := total + epoch["seconds"])
-    return seconds, [epoch["accuracy"] for epoch in result["history"]]
+    return seconds, [epoch[metric(result).name] for epoch in result["history"]]
 
 
 def reached(result: dict[str, Any], target: float) -> float | None:
     """Seconds until the first epoch that ends with the target; None if there is none."""
-    return next((second for second, accuracy in zip(*curve(result), strict=True) if accuracy >= target), None)
+    found = metric(result)
+    return next((second for second, score in zip(*curve(result), strict=True) if found.reached(score, target)), None)
+
+
+def metric(result: dict[str, Any]) -> tasks.Metric:
+    return tasks.TASKS[result["task"]].metric
 
 
 def markdown(results: list[dict[str, Any]], target: float) -> str:
-    lines = [f"| method | link | seconds to {target:g} % | epochs | last accuracy | seconds of a step | sent in all |",
+    of = metric(results[0])
+    lines = [f"| method | link | seconds to {target:g}{of.unit} | epochs | last {of.name} | seconds of a step | "
+             "sent in all |",
              "|" + 7 * "---|"]
     for result in results:
         found, (seconds, accuracies) = reached(result, target), curve(result)
         steps = len(seconds) * result["steps_per_epoch"]
         lines.append(f"| {result['title']} | {result['rate']} | {'not reached' if found is None else f'{found:.0f}'} | "
-                     f"{len(seconds)} | {accuracies[-1]:.2f} % | {seconds[-1] / steps:.3f} | "
+                     f"{len(seconds)} | {accuracies[-1]:.2f}{of.unit} | {seconds[-1] / steps:.3f} | "
                      f"{result['bytes_sent'] / 1e6:,.1f} MB |")
     return "\n".join(lines) + "\n"
 
@@ -103,7 +111,7 @@ def draw(results: list[dict[str, Any]], target: float, out: Path) -> None:
         colour, marker = table.style(result["method"])
         axes.plot(*curve(result), color=colour, marker=marker, markersize=4, label=result["title"])
     axes.axhline(target, color="#bbbbbb", linestyle=":")
-    axes.set(xlabel="seconds of training", ylabel="test accuracy (%)",
+    axes.set(xlabel="seconds of training", ylabel=metric(results[0]).curve,
              title=f"links of {results[0]['rate']}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
@@ -113,10 +121,11 @@ def draw(results: list[dict[str, Any]], target: float, out: Path) -> None:
 
 def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = "dense,fp16,dgc-allgather",
          rate: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "100mbit",
-         target: Annotated[float, typer.Option(help="Test accuracy in per cent.")] = 85.0,
-         data: Annotated[str, typer.Option(help="Folder with cifar-10-batches-bin, or digits.")] = "digits",
+         task: Annotated[str, typer.Option(help=f"Of {', '.join(tasks.TASKS)}.")] = "cifar10",
+         target: Annotated[float, typer.Option(help="Test accuracy in per cent, or validation perplexity.")] = 85.0,
+         data: Annotated[str | None, typer.Option(help="As train.py takes it. Default: what needs no file.")] = None,
          epochs: Annotated[int, typer.Option(min=1, help="At most; the schedule is made for as many.")] = 25,
-         depth: int = 20, batch_size: Annotated[int, typer.Option(min=1, help="Of each host.")] = 32,
+         batch_size: Annotated[int | None, typer.Option(min=1, help="Of each host. Default: as train.py's.")] = None,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          hosts: Annotated[int, typer.Option(min=2, max=200)] = 4, seed: int = 0,
          minutes: Annotated[float, typer.Option(help="After which a method's processes are ended.")] = 600,
@@ -124,13 +133,15 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
     """Trains to a target on shaped links; prints a table, and draws accuracy against the clock."""
     check_tools()
     chosen = methods.split(",")
-    for value, known, option in ((chosen, METHODS, "--methods"), ([rate], RATES, "--rate")):
+    for value, known, option in ((chosen, METHODS, "--methods"), ([rate], RATES, "--rate"), (
+            [task], tasks.TASKS, "--task")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
     clean_leftovers()
     out.mkdir(parents=True, exist_ok=True)
-    options = {"data": data, "cache": None, "depth": depth, "epochs": epochs, "batch_size": batch_size, "lr": None,
-               "weight_decay": 1e-4, "bf16": bf16, "virtual_workers": 1, "seed": seed, "threads": 1, "out": None,
+    options = {"task": task, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,
+               "epochs": epochs, "batch_size": batch_size, "lr": None, "weight_decay": None, "bf16": bf16,
+               "virtual_workers": 1, "seed": seed, "threads": 1, "out": None,
                "target": target}
     files, failed = [], []
     with Network(hosts) as network:

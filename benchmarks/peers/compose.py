@@ -19,6 +19,7 @@ import typer
 from dgc import drawing
 
 from . import predict
+from .tasks import TASKS, Metric
 
 LATE, NEVER, OTHERS = ("stale", "stale-dgc"), "async", 3
 
@@ -31,7 +32,7 @@ def load(file: Path, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """
     measured: dict[str, Any] = json.loads(file.read_text())
     own = {**runs[0], "batch_size": runs[0]["settings"]["batch_size"]}
-    for key in ("workers", "parameters", "batch_size"):
+    for key in ("task", "workers", "parameters", "batch_size"):
         if measured[key] != own[key]:
             raise typer.BadParameter(f"--measured must have the {key} of the runs, {own[key]}, got {measured[key]}")
     return measured
@@ -68,14 +69,21 @@ def step(measured: dict[str, Any], method: str, rate: str, exchanging: float, bf
 
 def epochs(runs: list[dict[str, Any]], target: float) -> float | None:
     """Until the first that ends at the target, the mean over a method's runs; None if one of them never does."""
-    first = [next((epoch["epoch"] for epoch in run["history"] if epoch["accuracy"] >= target), None) for run in runs]
+    metric = metric_of(runs)
+    first = [next((epoch["epoch"] for epoch in run["history"] if metric.reached(epoch[metric.name], target)), None)
+             for run in runs]
     return None if None in first else statistics.mean(first)
 
 
 def curve(runs: list[dict[str, Any]]) -> list[float]:
-    """Accuracy after each epoch that all of a method's runs have had, the mean over these."""
-    return [statistics.mean(at) for at in zip(*([epoch["accuracy"] for epoch in run["history"]] for run in runs),
+    """The score after each epoch that all of a method's runs have had, the mean over these."""
+    name = metric_of(runs).name
+    return [statistics.mean(at) for at in zip(*([epoch[name] for epoch in run["history"]] for run in runs),
                                               strict=False)]
+
+
+def metric_of(runs: list[dict[str, Any]]) -> Metric:
+    return TASKS[runs[0]["task"]].metric
 
 
 def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: float, target: float) -> dict[str, Any]:
@@ -83,6 +91,7 @@ def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: floa
     method, bf16, steps, until = runs[0]["method"], runs[0]["bf16"], runs[0]["steps_per_epoch"], epochs(runs, target)
     each = {rate: step(measured, method, rate, exchanging, bf16) for rate in predict.LINKS}
     return {"local": local(measured, method, exchanging), "step": each, "steps": steps, "epochs": until,
+            "order": metric_of(runs).order(runs[0][metric_of(runs).name]),
             "exchange": {rate: exchange(measured, method, rate, exchanging) for rate in predict.LINKS},
             "seconds": {rate: None if until is None or one is None else until * steps * one
                         for rate, one in each.items()}, "curve": curve(runs)}
@@ -92,7 +101,7 @@ def drawn(found: list[dict[str, Any]], rate: str) -> list[dict[str, Any]]:
     """The rows of a panel: dense, the first of DGC's at the target, and the first few of the others."""
     def order(row: dict[str, Any]) -> tuple[float, float]:
         seconds = row["seconds"][rate]
-        return (float("inf") if seconds is None else seconds, -row["accuracy"])
+        return (float("inf") if seconds is None else seconds, row["order"])
 
     known = sorted((row for row in found if row["step"][rate] is not None), key=order)
     ours = [row for row in known if row["method"].startswith("dgc-")][:1]
@@ -100,8 +109,9 @@ def drawn(found: list[dict[str, Any]], rate: str) -> list[dict[str, Any]]:
     return [row for row in known if row["method"] == "dense"] + ours + others
 
 
-def draw(found: list[dict[str, Any]], target: float, style: Callable[[str], tuple[str, str]], out: Path) -> None:
-    """Accuracy against composed seconds, a panel for each rate; ``style``: a method's colour and marker."""
+def draw(found: list[dict[str, Any]], target: float, metric: Metric, style: Callable[[str], tuple[str, str]],
+         out: Path) -> None:
+    """Scores against composed seconds, a panel for each rate; ``style``: a method's colour and marker."""
     figure, panels = drawing.panels(columns=len(predict.NAMES), height=4.0, sharey=True)
     for axes, (rate, name) in zip(panels, predict.NAMES.items(), strict=True):
         lines = [(row, [epoch * row["steps"] * row["step"][rate] for epoch in range(1, len(row["curve"]) + 1)])
@@ -112,7 +122,8 @@ def draw(found: list[dict[str, Any]], target: float, style: Callable[[str], tupl
             axes.plot(seconds, row["curve"], color=colour, marker=marker, markersize=3, linewidth=1.2)
             axes.plot((seconds[-1], end), 2 * row["curve"][-1:], color=colour, linewidth=0.5, alpha=0.6)  # it has ended
         axes.axhline(target, color="#bbbbbb", linestyle=":", zorder=0)
-        axes.set(title=f"links of {name}", xlabel="seconds of training, composed", xlim=(0, end), ylim=(None, 100))
+        axes.set(title=f"links of {name}", xlabel="seconds of training, composed", xlim=(0, end),
+                 ylim=(None, None if metric.lower else 100))
         drawing.name_lines(axes, [(row["title"], (end, row["curve"][-1]), style(row["method"])[0]) for row, _ in lines])
-    panels[0].set_ylabel("test accuracy (%)")
+    panels[0].set_ylabel(metric.curve)
     drawing.save(figure, out)

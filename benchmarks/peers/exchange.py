@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 import dgc
 from dgc.collective import Collective, Path, World, sent_bytes
@@ -41,10 +42,12 @@ class Exchanging:
         sgd: with one group of parameters.
         make: the method, of the world and a seed of this rank.
         seed: of the training.
+        clip: a bound on the norm of the exchanged gradient, or, with ``clips_own``, of this rank's.
     """
 
-    def __init__(self, sgd: torch.optim.SGD, make: Callable[[World, int], Method], seed: int = 0):
-        self.sgd, self._transport = sgd, find()
+    def __init__(self, sgd: torch.optim.SGD, make: Callable[[World, int], Method], seed: int = 0,
+                 clip: float | None = None, clips_own: bool = False):
+        self.sgd, self._transport, self._clip, self._clips_own = sgd, find(), clip, clips_own
         world = self._transport.world
         if world is None:
             raise ValueError("the process must be in the process group, got one outside (launch all alike)")
@@ -60,11 +63,15 @@ class Exchanging:
     def step(self, last: bool = False) -> None:
         """One step of SGD; every parameter has a gradient."""
         (group,) = self.sgd.param_groups
+        if self._clip and self._clips_own:
+            clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "parameters":
             self.sgd.step()
         tensors = [p if self.method.exchanges == "parameters" else p.grad for p in group["params"]]
         for own, new in zip(tensors, self._run(self.method.exchange(tensors, group["lr"], last)), strict=True):
             own.copy_(new)
+        if self._clip and not self._clips_own:
+            clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "gradients":
             self.sgd.step()
 

@@ -44,7 +44,7 @@ import dgc
 from dgc.collective import Collective
 from dgc.compression.kernels import compile_ahead
 from dgc.transport import find
-from peers import METHODS, attach, clock, train
+from peers import METHODS, attach, clock, tasks
 from peers.diloco import DiLoCo
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
@@ -80,7 +80,7 @@ def computing(a: dict[str, Any]) -> list[float]:
     images = torch.randint(256, (BATCH, 3, 32, 32), dtype=torch.uint8)
     for _ in range(WARMUP + a["steps"]):
         began = time.perf_counter()
-        train.backward(model, images, torch.arange(len(images)) % 10, True, generator, a["bf16"])
+        tasks.backward(model, images, torch.arange(len(images)) % 10, True, generator, a["bf16"])
         found.append(time.perf_counter() - began)
     return found[WARMUP:]
 
@@ -178,12 +178,12 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
     if links:
         check_tools()
         clean_leftovers()
-    result = begun(out, {"benchmark": "peers", "workers": hosts, "batch_size": BATCH, "steps": steps, "parameters": sum(
-        p.numel() for p in cifar10.resnet(DEPTH).parameters()), "machine": job.machine(torch.device("cpu"))})
-    parts = ["compute float32", "compute bfloat16"]
+    result = begun(out, {"benchmark": "peers", "task": "cifar10", "workers": hosts, "batch_size": BATCH,
+                         "steps": steps, "parameters": sum(p.numel() for p in cifar10.resnet(DEPTH).parameters()),
+                         "machine": job.machine(torch.device("cpu"))})
+    parts, failed = ["compute float32", "compute bfloat16"], []
     parts += [f"local {name}" for name in names if METHODS[name].driver is not ParameterServer]
     parts += [f"exchange {rate} {name}" for rate in links for name in names]
-    failed = []
     with Network(hosts) if links else nullcontext() as network:
         for part in [part for part in parts if part not in result["seconds"]]:
             try:

@@ -1,5 +1,5 @@
-"""One Markdown table of what train.py has written, and of measure.py's times; and figures: points lost against bytes
-sent, and accuracy against composed seconds.
+"""One Markdown table of what train.py has written, and of measure.py's times; and figures: what is lost against bytes
+sent, and accuracy or perplexity against composed seconds.
 
     python benchmarks/peers/table.py benchmarks/results/peers/*.json --measured benchmarks/results/peers-measured.json \
         --out docs/peers.png
@@ -8,6 +8,7 @@ sent, and accuracy against composed seconds.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,14 @@ from typing import Annotated, Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+from report import half_width
+
 from dgc import drawing
 from dgc.drawing import DENSE as GREY
 from dgc.drawing import DGC as BLUE
 from peers import compose, predict
+from peers.tasks import TASKS
 
 OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
                   zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))  # the marker says the same
@@ -28,8 +33,8 @@ FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "qu
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
             "stale": "late", "stale-dgc": "late", "async": "late"}
-TARGET = 80.0  # test accuracy
-ALIKE = ("recipe", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
+LEVEL = 0.9  # of intervals
+ALIKE = ("task", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -52,21 +57,30 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
-         target: float = TARGET) -> list[dict[str, Any]]:
-    """One row a method, means over its seeds. Lost: below dense training with the same seeds; None if it has none."""
-    dense = {run["seed"]: run["accuracy"] for run in runs if run["method"] == "dense"}
+         target: float | None = None) -> list[dict[str, Any]]:
+    """One row a method, means over its seeds. Lost: to dense training with the same seeds, and the half-width of its
+    interval, the variance pooled over all rows; None where there is none.
+    """
+    task = TASKS[runs[0]["task"]]
+    metric, target = task.metric, task.target if target is None else target
+    dense = {run["seed"]: run[metric.name] for run in runs if run["method"] == "dense"}
     methods: dict[str, list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
         methods.setdefault(run["method"], []).append(run)
+    losses = {name: [metric.difference(run[metric.name], dense[run["seed"]]) for run in own if run["seed"] in dense]
+              for name, own in methods.items()}
+    half = half_width([lost for name, lost in losses.items() if name != "dense"], LEVEL)
     found = []
     for name, own in methods.items():
-        lost = [dense[run["seed"]] - run["accuracy"] for run in own if run["seed"] in dense]
-        means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio", "accuracy")}
+        lost = losses[name]
+        wide = half(len(lost)) if lost and name != "dense" else math.nan
+        means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio")}
         exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)  # older files have none
         predicted = {rate: predict.seconds(own[0]["collective"], means["bytes_per_step"], own[0]["workers"], rate,
                                            exchanging) for rate in predict.LINKS}
         found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
-                      "predicted": predicted, "lost": mean(lost), "seeds": [run["seed"] for run in own],
+                      "predicted": predicted, "lost": mean(lost), "half": None if math.isnan(wide) else wide,
+                      "score": mean([run[metric.name] for run in own]), "seeds": [run["seed"] for run in own],
                       **compose.times(own, measured or {"seconds": {}}, exchanging, target)})
     return sorted(found, key=lambda row: -row["bytes_per_step"])
 
@@ -75,17 +89,20 @@ def mean(values: list[Any]) -> float | None:
     return None if not values or None in values else statistics.mean(values)
 
 
-def markdown(found: list[dict[str, Any]], target: float = TARGET) -> str:
+def markdown(found: list[dict[str, Any]], task: Any, target: float) -> str:
     """The table; "-" is what has not been measured."""
+    metric = task.metric
     exchange = [f"exchange at {name}: predicted, the wire alone | measured, with local work"
                 for name in predict.NAMES.values()]
-    to_target = [f"seconds to {target:g} % at {name}, composed" for name in predict.NAMES.values()]
-    lines = ["| method | collective | bytes / worker / step | compression | test accuracy | points lost | seeds | "
+    to_target = [f"seconds to {target:g}{metric.unit} at {name}, composed" for name in predict.NAMES.values()]
+    lines = ["| method | collective | bytes / worker / step | compression | "
+             f"{metric.title} | {metric.lost} [{100 * LEVEL:.0f} %] | seeds | "
              f"local work | {' | '.join(exchange + to_target)} |", "|" + 14 * "---|"]
     for row in found:
         name = f"{row['title']} ({row['paper']})" if row["paper"] else row["title"]
+        lost = shown(row["lost"], "+.2f") + shown(row["half"], ".2f", before=" ± ", none="")
         cells = [name, row["collective"], shown(row["bytes_per_step"], ",.0f"), shown(row["ratio"], ",.1f", " x"),
-                 shown(row["accuracy"], ".2f", " %"), shown(row["lost"], "+.2f"), ", ".join(map(str, row["seeds"])),
+                 shown(row["score"], ".2f", metric.unit), lost, ", ".join(map(str, row["seeds"])),
                  milliseconds(row["local"])]
         cells += [milliseconds(row[kind][rate]) for rate in predict.LINKS for kind in ("predicted", "exchange")]
         cells += ["not reached" if row["epochs"] is None and row["step"][rate] is not None
@@ -98,8 +115,8 @@ def milliseconds(value: float | None) -> str:
     return shown(None if value is None else 1e3 * value, ".2f", " ms")
 
 
-def shown(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def shown(value: float | None, form: str, unit: str = "", before: str = "", none: str = "-") -> str:
+    return none if value is None else f"{before}{value:{form}}{unit}"
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -118,7 +135,7 @@ def style(method: str) -> tuple[str, str]:
     return (BLUE, "o") if method.startswith("dgc-") else OTHERS[FAMILIES[method]]
 
 
-def draw(found: list[dict[str, Any]], out: Path) -> None:
+def draw(found: list[dict[str, Any]], axis: str, out: Path) -> None:
     found = [row for row in found if row["lost"] is not None and row["bytes_per_step"]]
     points = [(row["bytes_per_step"], row["lost"]) for row in found]
     figure, axes = drawing.panels(height=5.4)
@@ -127,7 +144,7 @@ def draw(found: list[dict[str, Any]], out: Path) -> None:
         colour, marker = style(row["method"])
         axes.scatter(x, y, color=colour, marker=marker, s=40, zorder=3)
     axes.set(xscale="log", xlabel="bytes sent / worker / step, mean over the training",
-             ylabel="points of accuracy below dense training")
+             ylabel=axis)
     axes.margins(0.12)
     axes.invert_yaxis()  # better is up
     axes.legend(frameon=False, loc="lower right")
@@ -163,17 +180,20 @@ def overlap(a: Any, b: Any) -> bool:
 
 def main(files: Annotated[list[Path], typer.Argument(help="What train.py --out wrote.", exists=True)],
          measured: Annotated[Path | None, typer.Option(help="What measure.py --out wrote.", exists=True)] = None,
-         target: Annotated[float, typer.Option(help="Test accuracy in per cent, for its seconds.")] = TARGET,
+         target: Annotated[float | None, typer.Option(
+             help="Test accuracy in per cent, or validation perplexity, for its seconds; 80, or 115.")] = None,
          out: Annotated[Path | None, typer.Option(
              help="PNG of points against bytes; with --measured, that of the seconds lies beside it.")] = None) -> None:
     """Prints the table, and draws the figures."""
     runs = load(files)
+    task = TASKS[runs[0]["task"]]
+    target = task.target if target is None else target
     found = rows(runs, measured and compose.load(measured, runs), target)
-    print(markdown(found, target), end="")
+    print(markdown(found, task, target), end="")
     if out:
-        draw(found, out)
+        draw(found, task.metric.axis, out)
     if out and measured:
-        compose.draw(found, target, style, out.with_name(f"{out.stem}-seconds{out.suffix}"))
+        compose.draw(found, target, task.metric, style, out.with_name(f"{out.stem}-seconds{out.suffix}"))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from peers import clock, train
 
 
 def result(method, accuracies, seconds=10.0, **more):
-    return {"method": method, "title": method, "rate": "100mbit", "steps_per_epoch": 5, "bytes_sent": 2e6,
-            "history": [{"accuracy": accuracy, "seconds": seconds} for accuracy in accuracies], **more}
+    return {"task": "cifar10", "method": method, "title": method, "rate": "100mbit", "steps_per_epoch": 5,
+            "bytes_sent": 2e6, **more, "history": [{"accuracy": x, "seconds": seconds} for x in accuracies]}
 
 
 @pytest.fixture

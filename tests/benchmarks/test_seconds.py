@@ -30,13 +30,13 @@ SECONDS = {"compute float32": 0.2, "compute bfloat16": 0.1,
            "exchange 1gbit diloco": {"exchanging": 0.04, "alone": 0.02},
            "exchange 100mbit async": {"exchanging": 0.5, "alone": None},
            "exchange 1gbit async": {"exchanging": 0.1, "alone": None}}
-MEASURED = {"workers": 4, "batch_size": 32, "parameters": 1000, "seconds": SECONDS}
+MEASURED = {"task": "cifar10", "workers": 4, "batch_size": 32, "parameters": 1000, "seconds": SECONDS}
 CURVE = [40.0, 79.9, 80.0, 85.0]
 
 
 def result(method, seed=0, accuracies=CURVE, bf16=False, **more):
     entry = peers.METHODS[method]
-    return {"recipe": "peers", "dataset": "cifar10", "workers": 4, "epochs": 4, "steps_per_epoch": 390,
+    return {"task": "cifar10", "dataset": "cifar10", "workers": 4, "epochs": 4, "steps_per_epoch": 390,
             "parameters": 1000, "method": method, "title": entry.title, "paper": entry.paper,
             "collective": entry.collective, "seed": seed, "accuracy": accuracies[-1], "bytes_per_step": 6000.0,
             "ratio": 1.0, "exchanging": 1.0, "settings": {"bf16": bf16, "batch_size": 32},
