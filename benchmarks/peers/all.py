@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 from reproduce import MALLOC
 
 from peers import METHODS
-from peers.tasks import TASKS
+from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve().parent
 ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "dropping", "terngrad", "dgc-reduce",
@@ -86,8 +86,7 @@ def main(data: Annotated[str, typer.Option(help="As train.py takes it: a folder,
     """Makes the runs that are missing."""
     if task not in TASKS:
         raise typer.BadParameter(f"--task must be of {', '.join(TASKS)}, got {task!r}")
-    folder = "peers" if task == "cifar10" else f"peers-{task}"
-    results, work = results or HERE.parent / "results" / folder, work or Path("runs") / folder
+    results, work = results or HERE.parent / "results" / folder(task), work or Path("runs") / folder(task)
     chosen = methods.split(",") if methods else ORDER if task == "cifar10" else LANGUAGE
     if wrong := [name for name in chosen if name not in METHODS]:
         raise typer.BadParameter(f"--methods must be of {', '.join(METHODS)}, got {wrong[0]!r}")

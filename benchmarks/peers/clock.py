@@ -30,6 +30,7 @@ import job
 from hosts import RATES, Network, check_tools, clean_leftovers, run_script
 
 from peers import METHODS, table, tasks, train
+from peers.metric import Metric
 
 HERE = Path(__file__).resolve()
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
@@ -84,7 +85,7 @@ def reached(result: dict[str, Any], target: float) -> float | None:
     return next((second for second, score in zip(*curve(result), strict=True) if found.reached(score, target)), None)
 
 
-def metric(result: dict[str, Any]) -> tasks.Metric:
+def metric(result: dict[str, Any]) -> Metric:
     return tasks.TASKS[result["task"]].metric
 
 

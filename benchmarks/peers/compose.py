@@ -19,7 +19,8 @@ import typer
 from dgc import drawing
 
 from . import predict
-from .tasks import TASKS, Metric
+from .metric import Metric
+from .tasks import TASKS
 
 LATE, NEVER, OTHERS = ("stale", "stale-dgc"), "async", 3
 

@@ -1,11 +1,11 @@
 """Times a step part by part: computing, each method's local work, and its exchange between hosts with shaped links.
 
-    sudo .venv/bin/python benchmarks/peers/measure.py
+    sudo .venv/bin/python benchmarks/peers/measure.py        # --task ptb
 
-table.py reads the JSON. Gradients are random, of the shapes of the recipe's ResNet-20. Each part has processes of its
-own, of one thread each; medians are over ``--steps`` steps, after some to warm up.
+table.py reads the JSON. Gradients are random, of the shapes of the task's model. Each part has processes of its own, of
+one thread each; medians are over ``--steps`` steps, after some to warm up.
 
-- **compute**: what train.py does in a step besides, of one worker alone: augmenting, forward and backward pass.
+- **compute**: what train.py does in a step besides, of one worker alone: forward and backward pass, augmenting.
 - **local**: ``step()`` of all workers in one process, in lockstep, divided by their number. Nothing is sent; lockstep's
   sums and copies are in it. Not of ``async``, where each worker would be the server, too.
 - **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
@@ -13,7 +13,6 @@ own, of one thread each; medians are over ``--steps`` steps, after some to warm 
 
 DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; table.py weighs both kinds. One step
 late, the time is from the call to the end of the exchange that it begins: nothing is hidden.
-
 What the JSON has is not measured again, so that a run that was ended goes on.
 """
 
@@ -35,7 +34,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-import cifar10
 import job
 from gradients import heavy_tailed
 from hosts import RATES, WORK, Network, check_tools, clean_leftovers, run_script
@@ -44,14 +42,13 @@ import dgc
 from dgc.collective import Collective
 from dgc.compression.kernels import compile_ahead
 from dgc.transport import find
-from peers import METHODS, attach, clock, tasks
+from peers import METHODS, attach, clock
 from peers.diloco import DiLoCo
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
+from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve()
-OUT = HERE.parents[1] / "results" / "peers-measured.json"
-DEPTH, BATCH = 20, 32
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
 Step = tuple[float, float, bool]  # when it began and ended, and whether it exchanged
 
@@ -75,22 +72,21 @@ def work(a: dict[str, Any]) -> None:
 
 def computing(a: dict[str, Any]) -> list[float]:
     """Seconds of each step's forward and backward pass."""
-    torch.manual_seed(0)
-    model, generator, found = cifar10.resnet(DEPTH), torch.Generator().manual_seed(0), []
-    images = torch.randint(256, (BATCH, 3, 32, 32), dtype=torch.uint8)
+    (_, backward), found = TASKS[a["task"]].rehearsal(a["bf16"]), []
     for _ in range(WARMUP + a["steps"]):
         began = time.perf_counter()
-        tasks.backward(model, images, torch.arange(len(images)) % 10, True, generator, a["bf16"])
+        backward()
         found.append(time.perf_counter() - began)
     return found[WARMUP:]
 
 
 def steps(a: dict[str, Any]) -> list[Step]:
     """A rank's."""
-    torch.manual_seed(0)
-    entry, model, found = METHODS[a["method"]], cifar10.resnet(DEPTH), []
-    sgd = torch.optim.SGD(model.parameters(), entry.lr, entry.momentum, weight_decay=1e-4, nesterov=entry.momentum > 0)
-    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999)
+    entry, task, found = METHODS[a["method"]], TASKS[a["task"]], []
+    (model, _), (lr, momentum) = task.rehearsal(), task.sgd(a["method"], entry.lr, entry.momentum)
+    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=task.defaults["weight_decay"],
+                          nesterov=momentum > 0)
+    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
     gradients = heavy_tailed([p.shape for p in model.parameters()], seed=find().world.rank)
     for step in range(WARMUP + a["steps"]):
         for p, gradient in zip(model.parameters(), next(gradients), strict=True):
@@ -164,30 +160,34 @@ def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = ",".join(METHODS),
+def main(methods: Annotated[str | None, typer.Option(help="Of train.py, with commas. Default: the task's.")] = None,
          rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}; none: no hosts.")] = "100mbit,1gbit",
          steps: Annotated[int, typer.Option(min=2, help="Timed steps of each part.")] = 50,
          hosts: Annotated[int, typer.Option(min=2, max=200, help="Workers, one on each host.")] = 4,
          minutes: Annotated[float, typer.Option(help="After which a part's processes are ended.")] = 10,
-         out: Annotated[Path, typer.Option(help="JSON.")] = OUT) -> None:
+         out: Annotated[Path | None, typer.Option(help="JSON. Default: in benchmarks/results.")] = None,
+         task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
     """Measures what is missing in the JSON."""
-    names, links = methods.split(","), [] if rates == "none" else rates.split(",")
-    for value, known, option in ((names, METHODS, "--methods"), (links, RATES, "--rates")):
+    fitting = [name for name in METHODS if task not in TASKS or TASKS[task].fits(name)]
+    names, links = methods.split(",") if methods else fitting, [] if rates == "none" else rates.split(",")
+    for value, known, option in (([task], TASKS, "--task"), (names, fitting, "--methods"), (links, RATES, "--rates")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
     if links:
         check_tools()
         clean_leftovers()
-    result = begun(out, {"benchmark": "peers", "task": "cifar10", "workers": hosts, "batch_size": BATCH,
-                         "steps": steps, "parameters": sum(p.numel() for p in cifar10.resnet(DEPTH).parameters()),
-                         "machine": job.machine(torch.device("cpu"))})
-    parts, failed = ["compute float32", "compute bfloat16"], []
+    out = out or HERE.parents[1] / "results" / f"{folder(task)}-measured.json"
+    result = begun(out, {"benchmark": "peers", "task": task, "workers": hosts, "steps": steps,
+                         "batch_size": TASKS[task].defaults["batch_size"], "machine": job.machine(torch.device("cpu")),
+                         "parameters": sum(p.numel() for p in TASKS[task].rehearsal()[0].parameters())})
+    parts, failed = ["compute float32", *(["compute bfloat16"] if task == "cifar10" else [])], []
     parts += [f"local {name}" for name in names if METHODS[name].driver is not ParameterServer]
     parts += [f"exchange {rate} {name}" for rate in links for name in names]
     with Network(hosts) if links else nullcontext() as network:
         for part in [part for part in parts if part not in result["seconds"]]:
             try:
-                result["seconds"][part] = measured(part, {"steps": steps, "hosts": hosts}, network, 60 * minutes)
+                asked = {"task": task, "steps": steps, "hosts": hosts}
+                result["seconds"][part] = measured(part, asked, network, 60 * minutes)
                 job.write(out, result)
                 print(f"{part}: {result['seconds'][part]}", flush=True)
             except RuntimeError as error:

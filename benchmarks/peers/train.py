@@ -28,7 +28,8 @@ from data import CACHE
 
 import dgc
 from peers import METHODS, attach
-from peers.tasks import TASKS, Metric, settle
+from peers.metric import Metric
+from peers.tasks import TASKS, settle
 
 # What the recipes' functions ask for besides.
 FIXED = {"sparsity": 0.999, "warmup_epochs": None, "virtual_node": 1}

@@ -15,9 +15,9 @@ import peers
 import ptb
 import typer
 from peers import all as everything
-from peers import clock, compose, table, train
+from peers import clock, compose, measure, table, train
 from peers.exchange import Exchanging
-from peers.tasks import Words
+from peers.words import Words
 
 METHODS = [name for name, entry in peers.METHODS.items() if not name.startswith("stale") and name != "async"]
 
@@ -135,6 +135,23 @@ def test_the_clock_stops_at_a_perplexity_that_is_low_enough(short, tmp_path):
     assert "| dense | 1gbit | 4 | 3 | 101.00 | 0.020 | 1.0 MB |" in clock.markdown([one], 115)
     history = run("dense", tmp_path / "a.json", epochs=6, target=1000.0)["history"]
     assert len(history) == 1 and history[0]["seconds"] > 0
+
+
+def test_its_steps_are_measured_and_composed(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        measure.main("dense,diloco", "none", 2, 4, 2, tmp_path / "m.json", "ptb")
+    assert stop.value.code == 0
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert set(found["seconds"]) == {"compute float32", "local dense", "local diloco"}
+    model = ptb.LanguageModel(10_000, 200, 0.2)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters()) and found["batch_size"] == 5
+    runs = table.load(files(tmp_path, result("dense", 0, [130.0], parameters=found["parameters"])))
+    assert compose.local(compose.load(tmp_path / "m.json", runs), "dense", 1.0) > 0
+    with pytest.raises(typer.BadParameter, match=r"--methods must be of .*, got 'async'"):
+        measure.main("async", "none", 2, 4, 2, tmp_path / "n.json", "ptb")
+    with pytest.raises(typer.BadParameter, match="must have the task of the runs, ptb, got cifar10"):
+        (tmp_path / "m.json").write_text(json.dumps({**found, "task": "cifar10"}))
+        compose.load(tmp_path / "m.json", runs)
 
 
 def test_tasks_are_not_mixed(tmp_path):

@@ -1,0 +1,93 @@
+"""The task of the CIFAR-10 recipe: its ResNet, images, augmentation, batches and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import cifar10
+import torch
+import torch.nn.functional as F  # noqa: N812
+import typer
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
+
+from .metric import Metric
+
+
+class Pictures:
+    """ResNet on CIFAR-10, or on scikit-learn's digits."""
+
+    metric = Metric("accuracy", "test accuracy", " %", "points lost", "points of accuracy below dense training",
+                    "test accuracy (%)", False)
+    defaults: ClassVar = {"batch_size": 32, "depth": 20, "weight_decay": 1e-4}
+    clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
+    target = 80.0  # to which seconds are told
+
+    def __init__(self, a: Any, rank: int, size: int, device: torch.device):
+        self.a, self.rank, self.size, self.device = a, rank, size, device
+        self.dataset, (images, labels), test = cifar10.loaded(a.data, a.cache)
+        self.images, self.labels, *self.test = (t.to(device) for t in (images, labels, *test))
+        self.steps = len(images) // (a.batch_size * size)
+        if not self.steps:
+            raise typer.BadParameter(f"--batch-size must be at most {len(images) // size} with {size} workers, got "
+                                     f"{a.batch_size} (there are {len(images)} images)")
+        torch.manual_seed(a.seed)
+        self.model, self.generator = cifar10.resnet(a.depth).to(device), torch.Generator()
+
+    @staticmethod
+    def fits(method: str) -> bool:
+        """Whether the method can train this."""
+        return True
+
+    @classmethod
+    def rehearsal(cls, bf16: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
+        """The model, and a backward pass of one worker's random batch."""
+        torch.manual_seed(0)
+        model, generator = cifar10.resnet(cls.defaults["depth"]), torch.Generator().manual_seed(0)
+        images = torch.randint(256, (cls.defaults["batch_size"], 3, 32, 32), dtype=torch.uint8)
+        return model, lambda: backward(model, images, torch.arange(len(images)) % 10, True, generator, bf16)
+
+    @staticmethod
+    def sgd(method: str, lr: float, momentum: float) -> tuple[float, float]:
+        """The method's learning rate and momentum."""
+        return lr, momentum
+
+    def scheduler(self, sgd: Any) -> Any:
+        return MultiStepLR(sgd, [max(1, round(self.a.epochs * e / 164)) for e in (81, 122)])
+
+    def batches(self, epoch: int) -> Iterator[Tensor]:
+        """This rank's, of an epoch."""
+        seed = self.a.seed * 1000 + epoch
+        order = torch.randperm(len(self.images), generator=self.generator.manual_seed(seed))[self.rank::self.size]
+        self.generator.manual_seed(seed * 1000 + self.rank)
+        yield from order[:self.steps * self.a.batch_size].to(self.device).split(self.a.batch_size)
+
+    def backward(self, batch: Tensor) -> Tensor:
+        """Leaves the gradients of a batch, and returns its loss."""
+        return backward(self.model, self.images[batch], self.labels[batch], self.dataset == "cifar10", self.generator,
+                        self.a.bf16)
+
+    def score(self) -> float:
+        """After an epoch."""
+        return cifar10.accuracy(self.model, *self.test, self.a)
+
+    def result(self, history: list[dict[str, Any]]) -> float:
+        """Of the whole training."""
+        return history[-1]["accuracy"]
+
+    def adjust(self, scheduler: Any, score: float) -> None:
+        """The learning rate, after an epoch; ``score`` is rank 0's."""
+        scheduler.step()
+
+
+def backward(model: nn.Module, images: Tensor, labels: Tensor, flip: bool, generator: torch.Generator,
+             bf16: bool) -> Tensor:
+    """All of a step but the method's: leaves the gradients of these images, augmented, and returns their loss."""
+    x = cifar10.normalised(cifar10.augmented(images, flip, generator))
+    model.zero_grad()  # the SGD may be that of a server
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        logits = model(x.contiguous(memory_format=torch.channels_last))
+    loss = F.cross_entropy(logits.float(), labels)
+    loss.backward()
+    return loss.detach()
