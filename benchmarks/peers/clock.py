@@ -123,7 +123,8 @@ def draw(results: list[dict[str, Any]], target: float, out: Path) -> None:
 def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = "dense,fp16,dgc-allgather",
          rate: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "100mbit",
          task: Annotated[str, typer.Option(help=f"Of {', '.join(tasks.TASKS)}.")] = "cifar10",
-         target: Annotated[float, typer.Option(help="Test accuracy in per cent, or validation perplexity.")] = 85.0,
+         target: Annotated[float | None, typer.Option(
+             help="Test accuracy in per cent, or validation perplexity. Default: 85, or 115.")] = None,
          data: Annotated[str | None, typer.Option(help="As train.py takes it. Default: what needs no file.")] = None,
          epochs: Annotated[int, typer.Option(min=1, help="At most; the schedule is made for as many.")] = 25,
          batch_size: Annotated[int | None, typer.Option(min=1, help="Of each host. Default: as train.py's.")] = None,
@@ -133,17 +134,17 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
          out: Annotated[Path, typer.Option(help="Folder of results and checkpoints.")] = Path("runs/clock")) -> None:
     """Trains to a target on shaped links; prints a table, and draws accuracy against the clock."""
     check_tools()
-    chosen = methods.split(",")
-    for value, known, option in ((chosen, METHODS, "--methods"), ([rate], RATES, "--rate"), (
-            [task], tasks.TASKS, "--task")):
+    chosen, fitting = methods.split(","), [name for name in METHODS if tasks.fits(task, name)]
+    for value, known, option in (([task], tasks.TASKS, "--task"), (chosen, fitting, "--methods"),
+                                 ([rate], RATES, "--rate")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
+    target = {"cifar10": 85.0, "ptb": 115.0}[task] if target is None else target
     clean_leftovers()
     out.mkdir(parents=True, exist_ok=True)
     options = {"task": task, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,
                "epochs": epochs, "batch_size": batch_size, "lr": None, "weight_decay": None, "bf16": bf16,
-               "virtual_workers": 1, "seed": seed, "threads": 1, "out": None,
-               "target": target}
+               "virtual_workers": 1, "seed": seed, "threads": 1, "out": None, "target": target}
     files, failed = [], []
     with Network(hosts) as network:
         for method in chosen:

@@ -46,7 +46,7 @@ from peers import METHODS, attach, clock
 from peers.diloco import DiLoCo
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
-from peers.tasks import TASKS, folder
+from peers.tasks import TASKS, fits, folder
 
 HERE = Path(__file__).resolve()
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
@@ -168,7 +168,7 @@ def main(methods: Annotated[str | None, typer.Option(help="Of train.py, with com
          out: Annotated[Path | None, typer.Option(help="JSON. Default: in benchmarks/results.")] = None,
          task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
     """Measures what is missing in the JSON."""
-    fitting = [name for name in METHODS if task not in TASKS or TASKS[task].fits(name)]
+    fitting = [name for name in METHODS if fits(task, name)]
     names, links = methods.split(",") if methods else fitting, [] if rates == "none" else rates.split(",")
     for value, known, option in (([task], TASKS, "--task"), (names, fitting, "--methods"), (links, RATES, "--rates")):
         if wrong := [name for name in value if name not in known]:

@@ -24,6 +24,11 @@ def folder(task: str) -> str:
     return "peers" if task == "cifar10" else f"peers-{task}"
 
 
+def fits(task: str, method: str) -> bool:
+    """Whether the method can train this; all can, where there is no such task, of which something else tells."""
+    return task not in TASKS or TASKS[task].fits(method)
+
+
 def settle(a: Any) -> None:
     """Gives options that were left out the task's values.
 

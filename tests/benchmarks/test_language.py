@@ -160,6 +160,14 @@ def test_tasks_are_not_mixed(tmp_path):
         table.load(files(tmp_path, result("dense", 0, [130.0]), other))
 
 
+def test_hosts_are_not_made_for_what_does_not_fit(monkeypatch):
+    monkeypatch.setattr(clock, "check_tools", lambda: None)
+    for options, error in (({"methods": "dense,async"}, r"--methods must be of .*, got 'async'"),
+                           ({"task": "mnist"}, "--task must be of cifar10, ptb, got 'mnist'")):
+        with pytest.raises(typer.BadParameter, match=error):
+            clock.main(**{"task": "ptb", **options})
+
+
 def test_its_runs_have_an_order_and_a_folder_of_their_own(monkeypatch):
     asked = []
     monkeypatch.setattr(everything, "done", lambda file, asked_for: asked.append((file, asked_for)) or True)
