@@ -30,7 +30,6 @@ import job
 from hosts import RATES, Network, check_tools, clean_leftovers, run_script
 
 from peers import METHODS, table, tasks, train
-from peers.metric import Metric
 
 HERE = Path(__file__).resolve()
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
@@ -76,29 +75,24 @@ def curve(result: dict[str, Any]) -> tuple[list[float], list[float]]:
     seconds, total = [], 0.0
     for epoch in result["history"]:
         seconds.append(total := total + epoch["seconds"])
-    return seconds, [epoch[metric(result).name] for epoch in result["history"]]
+    return seconds, [epoch[tasks.metric_of(result).name] for epoch in result["history"]]
 
 
 def reached(result: dict[str, Any], target: float) -> float | None:
     """Seconds until the first epoch that ends with the target; None if there is none."""
-    found = metric(result)
-    return next((second for second, score in zip(*curve(result), strict=True) if found.reached(score, target)), None)
-
-
-def metric(result: dict[str, Any]) -> Metric:
-    return tasks.TASKS[result["task"]].metric
+    metric = tasks.metric_of(result)
+    return next((second for second, score in zip(*curve(result), strict=True) if metric.reached(score, target)), None)
 
 
 def markdown(results: list[dict[str, Any]], target: float) -> str:
-    of = metric(results[0])
-    lines = [f"| method | link | seconds to {target:g}{of.unit} | epochs | last {of.name} | seconds of a step | "
-             "sent in all |",
-             "|" + 7 * "---|"]
+    metric = tasks.metric_of(results[0])
+    lines = [f"| method | link | seconds to {target:g}{metric.unit} | epochs | last {metric.name} | "
+             "seconds of a step | sent in all |", "|" + 7 * "---|"]
     for result in results:
-        found, (seconds, accuracies) = reached(result, target), curve(result)
+        found, (seconds, scores) = reached(result, target), curve(result)
         steps = len(seconds) * result["steps_per_epoch"]
         lines.append(f"| {result['title']} | {result['rate']} | {'not reached' if found is None else f'{found:.0f}'} | "
-                     f"{len(seconds)} | {accuracies[-1]:.2f}{of.unit} | {seconds[-1] / steps:.3f} | "
+                     f"{len(seconds)} | {scores[-1]:.2f}{metric.unit} | {seconds[-1] / steps:.3f} | "
                      f"{result['bytes_sent'] / 1e6:,.1f} MB |")
     return "\n".join(lines) + "\n"
 
@@ -112,7 +106,7 @@ def draw(results: list[dict[str, Any]], target: float, out: Path) -> None:
         colour, marker = table.style(result["method"])
         axes.plot(*curve(result), color=colour, marker=marker, markersize=4, label=result["title"])
     axes.axhline(target, color="#bbbbbb", linestyle=":")
-    axes.set(xlabel="seconds of training", ylabel=metric(results[0]).curve,
+    axes.set(xlabel="seconds of training", ylabel=tasks.metric_of(results[0]).curve,
              title=f"links of {results[0]['rate']}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)

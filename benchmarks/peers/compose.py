@@ -20,7 +20,7 @@ from dgc import drawing
 
 from . import predict
 from .metric import Metric
-from .tasks import TASKS
+from .tasks import metric_of
 
 LATE, NEVER, OTHERS = ("stale", "stale-dgc"), "async", 3
 
@@ -70,21 +70,15 @@ def step(measured: dict[str, Any], method: str, rate: str, exchanging: float, bf
 
 def epochs(runs: list[dict[str, Any]], target: float) -> float | None:
     """Until the first that ends at the target, the mean over a method's runs; None if one of them never does."""
-    metric = metric_of(runs)
-    first = [next((epoch["epoch"] for epoch in run["history"] if metric.reached(epoch[metric.name], target)), None)
-             for run in runs]
+    metric = metric_of(runs[0])
+    first = [next((e["epoch"] for e in run["history"] if metric.reached(e[metric.name], target)), None) for run in runs]
     return None if None in first else statistics.mean(first)
 
 
 def curve(runs: list[dict[str, Any]]) -> list[float]:
     """The score after each epoch that all of a method's runs have had, the mean over these."""
-    name = metric_of(runs).name
-    return [statistics.mean(at) for at in zip(*([epoch[name] for epoch in run["history"]] for run in runs),
-                                              strict=False)]
-
-
-def metric_of(runs: list[dict[str, Any]]) -> Metric:
-    return TASKS[runs[0]["task"]].metric
+    name = metric_of(runs[0]).name
+    return [statistics.mean(at) for at in zip(*([e[name] for e in run["history"]] for run in runs), strict=False)]
 
 
 def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: float, target: float) -> dict[str, Any]:
@@ -92,7 +86,6 @@ def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: floa
     method, bf16, steps, until = runs[0]["method"], runs[0]["bf16"], runs[0]["steps_per_epoch"], epochs(runs, target)
     each = {rate: step(measured, method, rate, exchanging, bf16) for rate in predict.LINKS}
     return {"local": local(measured, method, exchanging), "step": each, "steps": steps, "epochs": until,
-            "order": metric_of(runs).order(runs[0][metric_of(runs).name]),
             "exchange": {rate: exchange(measured, method, rate, exchanging) for rate in predict.LINKS},
             "seconds": {rate: None if until is None or one is None else until * steps * one
                         for rate, one in each.items()}, "curve": curve(runs)}

@@ -71,8 +71,7 @@ def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
               for name, own in methods.items()}
     half = half_width([lost for name, lost in losses.items() if name != "dense"], LEVEL)
     found = []
-    for name, own in methods.items():
-        lost = losses[name]
+    for (name, own), lost in zip(methods.items(), losses.values(), strict=True):
         wide = half(len(lost)) if lost and name != "dense" else math.nan
         means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio")}
         exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)  # older files have none
@@ -80,7 +79,8 @@ def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
                                            exchanging) for rate in predict.LINKS}
         found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
                       "predicted": predicted, "lost": mean(lost), "half": None if math.isnan(wide) else wide,
-                      "score": mean([run[metric.name] for run in own]), "seeds": [run["seed"] for run in own],
+                      "score": (score := mean([run[metric.name] for run in own])),
+                      "order": metric.order(score), "seeds": [run["seed"] for run in own],
                       **compose.times(own, measured or {"seconds": {}}, exchanging, target)})
     return sorted(found, key=lambda row: -row["bytes_per_step"])
 

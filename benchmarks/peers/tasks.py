@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+from .metric import Metric
 from .pictures import Pictures
 from .words import Words
 
@@ -22,6 +23,11 @@ TASKS: dict[str, Any] = {"cifar10": Pictures, "ptb": Words}
 def folder(task: str) -> str:
     """Of its results."""
     return "peers" if task == "cifar10" else f"peers-{task}"
+
+
+def metric_of(result: dict[str, Any]) -> Metric:
+    """By which a training is judged, of what train.py wrote."""
+    return TASKS[result["task"]].metric
 
 
 def fits(task: str, method: str) -> bool:

@@ -24,7 +24,7 @@ METHODS = [name for name, entry in peers.METHODS.items() if not name.startswith(
 
 @pytest.fixture
 def short(monkeypatch):
-    """Text of which an epoch takes milliseconds, and an LSTM of width 8."""
+    """Text of which an epoch takes milliseconds, and an LSTM of width 40."""
     words = torch.arange(4000) * 7 % 50
     noise = torch.randint(50, (4000,), generator=torch.Generator().manual_seed(0))
     text = torch.where(torch.rand(4000, generator=torch.Generator().manual_seed(1)) < 0.95, words, noise)
@@ -66,7 +66,7 @@ def test_each_method_learns_and_goes_on_from_a_checkpoint(method, short, tmp_pat
     assert again["perplexity"] == whole["perplexity"]
 
 
-def clipped(name, **options):
+def clipped(name):
     """What two ranks' SGD subtracts in a step whose gradients are (3, 4) and (0, 12), clipped to 1."""
     def worker():
         p = torch.nn.Parameter(torch.zeros(1, 2))
