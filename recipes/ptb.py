@@ -93,6 +93,14 @@ def documentation() -> dict[str, list[list[str]]]:
             for part in PARTS}
 
 
+def check_alike(parts: dict[str, Tensor], rank: int, device: torch.device) -> None:
+    """Ends a training whose ranks do not have the same text."""
+    sums = [zlib.crc32(part.numpy().tobytes()) for part in parts.values()]
+    if sums != job.of_rank_0(sums, device):
+        raise SystemExit(f"rank {rank} has another text than rank 0 (the documentation is that of the Python version): "
+                         "give --data on all of them")
+
+
 def columns(words: Tensor, batch: int) -> Tensor:
     """The text cut into ``batch`` columns of equal length, each to be read downwards: (length, batch)."""
     length = len(words) // batch
@@ -174,10 +182,7 @@ def train(a: Any) -> dict[str, Any]:
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, vocabulary, parts = load(a.data)
-    sums = [zlib.crc32(part.numpy().tobytes()) for part in parts.values()]
-    if sums != job.of_rank_0(sums, device):
-        raise SystemExit(f"rank {rank} has another text than rank 0 (the documentation is that of the Python version): "
-                         "give --data on all of them")
+    check_alike(parts, rank, device)
     if a.batch_size % size:
         raise typer.BadParameter(f"--batch-size must be a multiple of the {size} workers, over which it is divided, "
                                  f"got {a.batch_size}")

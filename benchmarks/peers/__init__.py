@@ -105,11 +105,12 @@ def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], see
 
     Args:
         schedule: of DGC's sparsity.
-        clip: a bound on the norm of the exchanged gradient, or of a worker's own; with DGC, Config(clip_norm=...).
+        clip: a bound on the norm of the exchanged gradient; with DGC, Config(clip_norm=...). A method that
+            ``clips_own`` leaves it to the task.
     """
     entry = METHODS[name]
     if entry.driver is Exchanging:
-        return Exchanging(sgd, entry.make, seed, clip, entry.clips_own)
+        return Exchanging(sgd, entry.make, seed, None if entry.clips_own else clip)
     if entry.driver is ParameterServer:
         return ParameterServer(sgd)
     config = None if entry.make is None else replace(entry.make(schedule), clip_norm=clip)

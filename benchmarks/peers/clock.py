@@ -133,7 +133,7 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
                                  ([rate], RATES, "--rate")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
-    target = {"cifar10": 85.0, "ptb": 115.0}[task] if target is None else target
+    target = tasks.TASKS[task].clock_target if target is None else target
     clean_leftovers()
     out.mkdir(parents=True, exist_ok=True)
     options = {"task": task, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,

@@ -9,7 +9,6 @@ asynchronous server it depends on the network how workers learn; nothing is comp
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,27 +67,15 @@ def step(measured: dict[str, Any], method: str, rate: str, exchanging: float, bf
     return compute + sent
 
 
-def epochs(runs: list[dict[str, Any]], target: float) -> float | None:
-    """Until the first that ends at the target, the mean over a method's runs; None if one of them never does."""
-    metric = metric_of(runs[0])
-    first = [next((e["epoch"] for e in run["history"] if metric.reached(e[metric.name], target)), None) for run in runs]
-    return None if None in first else statistics.mean(first)
-
-
-def curve(runs: list[dict[str, Any]]) -> list[float]:
-    """The score after each epoch that all of a method's runs have had, the mean over these."""
-    name = metric_of(runs[0]).name
-    return [statistics.mean(at) for at in zip(*([e[name] for e in run["history"]] for run in runs), strict=False)]
-
-
 def times(runs: list[dict[str, Any]], measured: dict[str, Any], exchanging: float, target: float) -> dict[str, Any]:
     """What a table's row has besides, of a method's runs: seconds, by rate where they depend on it."""
-    method, bf16, steps, until = runs[0]["method"], runs[0]["bf16"], runs[0]["steps_per_epoch"], epochs(runs, target)
+    method, bf16, steps, metric = runs[0]["method"], runs[0]["bf16"], runs[0]["steps_per_epoch"], metric_of(runs[0])
+    until = metric.until(runs, target)
     each = {rate: step(measured, method, rate, exchanging, bf16) for rate in predict.LINKS}
     return {"local": local(measured, method, exchanging), "step": each, "steps": steps, "epochs": until,
             "exchange": {rate: exchange(measured, method, rate, exchanging) for rate in predict.LINKS},
             "seconds": {rate: None if until is None or one is None else until * steps * one
-                        for rate, one in each.items()}, "curve": curve(runs)}
+                        for rate, one in each.items()}, "curve": metric.scores(runs)}
 
 
 def drawn(found: list[dict[str, Any]], rate: str) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from dgc.collective import Collective, Path, World, sent_bytes
 from dgc.transport import find
 from dgc.transport.runner import PathRun
 
-# A ring can sum it; all must see each message; it depends; a server has it.
-Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]
+Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]  # a ring; all see all; owners; a server
 
 
 class Method(Protocol):
@@ -40,14 +39,13 @@ class Exchanging:
 
     Args:
         sgd: with one group of parameters.
-        make: the method, of the world and a seed of this rank.
-        seed: of the training.
-        clip: a bound on the norm of the exchanged gradient, or, with ``clips_own``, of this rank's.
+        make: the method, of the world and a seed of this rank, which follows from the training's ``seed``.
+        clip: a bound on the norm of the exchanged gradient.
     """
 
     def __init__(self, sgd: torch.optim.SGD, make: Callable[[World, int], Method], seed: int = 0,
-                 clip: float | None = None, clips_own: bool = False):
-        self.sgd, self._transport, self._clip, self._clips_own = sgd, find(), clip, clips_own
+                 clip: float | None = None):
+        self.sgd, self._transport, self._clip = sgd, find(), clip
         world = self._transport.world
         if world is None:
             raise ValueError("the process must be in the process group, got one outside (launch all alike)")
@@ -63,14 +61,12 @@ class Exchanging:
     def step(self, last: bool = False) -> None:
         """One step of SGD; every parameter has a gradient."""
         (group,) = self.sgd.param_groups
-        if self._clip and self._clips_own:
-            clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "parameters":
             self.sgd.step()
         tensors = [p if self.method.exchanges == "parameters" else p.grad for p in group["params"]]
         for own, new in zip(tensors, self._run(self.method.exchange(tensors, group["lr"], last)), strict=True):
             own.copy_(new)
-        if self._clip and not self._clips_own:
+        if self._clip:
             clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "gradients":
             self.sgd.step()

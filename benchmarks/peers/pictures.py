@@ -22,7 +22,7 @@ class Pictures:
                     "test accuracy (%)", False)
     defaults: ClassVar = {"batch_size": 32, "depth": 20, "weight_decay": 1e-4}
     clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
-    target = 80.0  # to which seconds are told
+    target, clock_target = 80.0, 85.0  # to which table.py tells seconds, and clock.py trains
 
     def __init__(self, a: Any, rank: int, size: int, device: torch.device):
         self.a, self.rank, self.size, self.device = a, rank, size, device

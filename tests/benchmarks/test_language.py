@@ -1,5 +1,6 @@
 """The second task of the peers, an LSTM on text: dense and DGC train it as the recipe does, and less is better."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ import ptb
 import typer
 from peers import all as everything
 from peers import clock, compose, measure, table, train
-from peers.exchange import Exchanging
 from peers.words import Words
 
 METHODS = [name for name, entry in peers.METHODS.items() if not name.startswith("stale") and name != "async"]
@@ -66,23 +66,40 @@ def test_each_method_learns_and_goes_on_from_a_checkpoint(method, short, tmp_pat
     assert again["perplexity"] == whole["perplexity"]
 
 
-def clipped(name):
-    """What two ranks' SGD subtracts in a step whose gradients are (3, 4) and (0, 12), clipped to 1."""
+def moved(name, own):
+    """What two ranks' SGD subtracts in a step with these gradients, clipped to 1 where the method leaves it to SGD."""
     def worker():
         p = torch.nn.Parameter(torch.zeros(1, 2))
-        p.grad = torch.tensor([[[3.0, 4.0]], [[0.0, 12.0]]][dgc.lockstep.current().world.rank])
-        entry = peers.METHODS[name]
-        Exchanging(torch.optim.SGD([p], 1.0), entry.make, 0, 1.0, entry.clips_own).step(last=True)
+        p.grad = torch.tensor([own[dgc.lockstep.current().world.rank]])
+        peers.attach(name, torch.optim.SGD([p], 1.0), [("p", p)], 0, 0.9, 1.0).step(last=True)
         return -p.detach()
     return dgc.lockstep.run(worker, 2)[0]
 
 
-def test_the_exchanged_gradient_is_clipped_or_each_workers_own():
-    mean = torch.tensor([[1.5, 8.0]])
-    torch.testing.assert_close(clipped("dense"), mean / mean.norm(), rtol=1e-5, atol=0)
-    own = torch.tensor([[0.6, 1.8]]) / 2  # of (0.6, 0.8) and (0, 1)
-    torch.testing.assert_close(clipped("diloco"), 0.7 * 1.9 * own, rtol=1e-5, atol=0)  # the outer step, from rest
+def test_the_exchanged_gradient_is_clipped_or_each_workers_own(short, monkeypatch):
+    own, mean = [[3.0, 4.0], [0.0, 12.0]], torch.tensor([[1.5, 8.0]])
+    torch.testing.assert_close(moved("dense", own), mean / mean.norm(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(moved("diloco", own), 0.7 * 1.9 * mean, rtol=1e-5, atol=0)  # the outer step, from rest
+    monkeypatch.setattr(Words, "clip", 1e-3)
+    for method in METHODS:  # what a task leaves for the exchange
+        a = argparse.Namespace(data=None, batch_size=2, seed=0, method=method)
+        (words,) = dgc.lockstep.run(lambda a=a: Words(a, 0, 1, torch.device("cpu")), 1)
+        words.backward(next(words.batches(0)))
+        norm = torch.stack([p.grad.norm() for p in words.model.parameters()]).norm().item()
+        assert norm == pytest.approx(1e-3, rel=1e-2) if peers.METHODS[method].clips_own else norm > 1e-2
     assert {name for name in METHODS if peers.METHODS[name].clips_own} == {"signsgd", "ef-signsgd", "demo", "diloco"}
+
+
+def test_ranks_must_have_the_same_text(monkeypatch):
+    """Python's documentation differs from version to version."""
+    def load(data):
+        text = torch.arange(600) % (7 + dgc.lockstep.current().world.rank)
+        return "topics", 50, {"train": text, "valid": text, "test": text}
+
+    monkeypatch.setattr(ptb, "load", load)
+    a = argparse.Namespace(data=None, batch_size=2, seed=0, method="dense")
+    with pytest.raises(SystemExit, match="rank 1 has another text than rank 0"):
+        dgc.lockstep.run(lambda: Words(a, dgc.lockstep.current().world.rank, 2, torch.device("cpu")), 2)
 
 
 @pytest.mark.parametrize("options, error", [
