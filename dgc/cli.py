@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -91,6 +92,17 @@ def aside(as_json: bool) -> AbstractContextManager[object]:
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For many operations on small tensors: several threads wait for one another where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def console() -> Console:
     """Everything as it is written: an error's [/path] is no markup."""
     return Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
@@ -128,6 +140,8 @@ def plan(
             "backward pass, and dense ones during it."))] = False,
         steps: Annotated[int | None, typer.Option(
             min=1, help="Of your training: then a sparsity is advised that it bears.")] = None,
+        optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(
+            help="Of your training: with AdamW, 99 % at most is advised, after dense steps.")] = "sgd",
         png: Png = None,
         as_json: Json = False) -> None:
     """Predicts a step's time for every way to add up gradients, and says whether DGC pays.
@@ -168,9 +182,9 @@ def plan(
         if ns is not None:
             with usage(f"--{name}-ns"):
                 local = replace(local, **{name: 1e-9 * ns})
-    with usage("--compute"):
+    with usage("--compute"), one_thread():
         report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local,
-                               "dense" if clips and overlap else overlap, steps)
+                               "dense" if clips and overlap else overlap, steps, optimizer)
     if png:
         planning.draw(report, png)
     if as_json:

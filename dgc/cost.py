@@ -106,13 +106,17 @@ def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
 
 def port_bytes(rounds: Iterable[Round]) -> float:
     """Bytes that pass the busiest port in one direction; its node's, or a server's."""
-    alike, apart = 0.0, torch.zeros(1, dtype=torch.float64)
+    alike, apart = 0.0, dict[int, tuple[float, Tensor]]()  # of many buckets, the same loads come again and again
     for times, nbytes, across, loads in rounds:
         if loads is None:
             alike += times * nbytes * across
         else:
-            apart = apart + nbytes * loads
-    return alike + float(apart.max())
+            before, _ = apart.get(id(loads), (0.0, loads))
+            apart[id(loads)] = before + nbytes, loads
+    total = torch.zeros(1, dtype=torch.float64)
+    for nbytes, loads in apart.values():
+        total = total + nbytes * loads
+    return alike + float(total.max())
 
 
 # -- all of a gradient of ``nbytes``, summed over n nodes of g workers -------------------------------------------------
@@ -364,14 +368,13 @@ def broadcast(nbytes: float, n: int, g: int, at_once: int = 1) -> Rounds:
     """From worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M; ``at_once``, so many trees through the same
     ports.
     """
-    rounds = [_across(n * g, g, "tree", 1 << level) for level in reversed(range((n * g - 1).bit_length()))]
-    return tuple(Round(1, nbytes, at_once * across, at_once * loads) for across, loads in rounds)
+    levels = reversed(range((n * g - 1).bit_length()))
+    return tuple(Round(1, nbytes, *_across(n * g, g, "tree", 1 << level, at_once)) for level in levels)
 
 
 def _there_and_back(nbytes: float, workers: int, g: int, pattern: str, distance: int) -> Round:
     """A round of a pattern, and later the same the other way round."""
-    across, loads = _across(workers, g, pattern, distance)
-    return Round(2, nbytes, across, loads + loads.flip(0))
+    return Round(2, nbytes, *_both_ways(workers, g, pattern, distance))
 
 
 def _shifts(nbytes: float, n: int, g: int) -> Rounds:
@@ -384,13 +387,20 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 
 @cache
-def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """In one round of a pattern: the messages that leave by the busiest port, of which none receives more, and those
-    that leave by each and come in.
+def _both_ways(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
+    """As :func:`_across`, of the round and of the one back."""
+    across, loads = _across(workers, g, pattern, distance)
+    return across, loads + loads.flip(0)
+
+
+@cache
+def _across(workers: int, g: int, pattern: str, distance: int, at_once: int = 1) -> tuple[int, Tensor]:
+    """In one round of a pattern, or of so many at once: the messages that leave by the busiest port, of which none
+    receives more, and those that leave by each and come in, float64.
     """
     nodes = torch.stack(_pairs(workers, pattern, distance)) // g
     crossing = nodes[:, nodes[0] != nodes[1]]
-    loads = torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing])
+    loads = at_once * torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing]).double()
     return int(loads[0].max()), loads
 
 

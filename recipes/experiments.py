@@ -66,7 +66,7 @@ class Budget:
     ptb: Study
     transformer: Study
     seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
-    lengths: tuple[int, ...]  # in epochs, with warm-ups in proportion
+    lengths: tuple[int, ...]  # in epochs, the shortest first, with warm-ups in proportion
     workers: tuple[int, ...]
     sparsities: tuple[float, ...]
     warmups: tuple[float, ...]  # in epochs
@@ -92,7 +92,7 @@ def _transformer(dataset: str, epochs: int) -> Study:
 
 _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
-                         "workers": (4, 8, 16, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
+                         "workers": (4, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
                          "crowds": (4, 16, 64), "pair": (0, 1), "transformer": _transformer("ptb", epochs=8)}
 BUDGETS = {
@@ -157,36 +157,27 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
             for study, seeds in ((budget.cifar10, first), (budget.ptb, second), (budget.transformer, first))}
 
 
-def by_length(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
-    """Epochs -> dense, or with momentum factor masking, or without it -> sparsity -> seed -> run."""
-    study = budget.cifar10
-
-    def at(epochs: int, sparsity: float, seed: int, **switched: Any) -> Run:
-        warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
-        return run(study, "dgc", seed, epochs=epochs, warmup_epochs=warmup, sparsity=sparsity, **switched)
-
-    seeds, sparsities = budget.seeds[0], (0.9, 0.99, study.options["sparsity"])
-    return {n: {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n) for seed in seeds}},
-                "masking": {x: {seed: at(n, x, seed) for seed in seeds} for x in sparsities},
-                "no masking": {x: {seed: at(n, x, seed, factor_masking=False) for seed in seeds} for x in sparsities}}
-            for n in budget.lengths}
-
-
-def by_momentum(budget: Budget) -> dict[str, dict[float, dict[int, Run]]]:
-    """Dense, or what becomes of the momentum of an entry that is sent -> sparsity -> seed -> run. For choices: short
-    trainings, evaluated on held-out training images.
+def by_momentum(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
+    """Epochs -> dense, or what becomes of the momentum of an entry that is sent -> sparsity -> seed -> run. The
+    shortest is for choices, and so on held-out training images; the others have DGC's own sparsity alone.
     """
-    study, n, seeds = budget.cifar10, budget.lengths[0], budget.seeds[0]
-    warmup = study.options["warmup_epochs"] * n / study.options["epochs"]
+    study, usual = budget.cifar10, budget.cifar10.options["sparsity"]
+    ways: dict[str, dict[str, Any]] = {"masked": {}, "kept": {"factor_masking": False},
+                                       "paid in advance": {"prepay": True}}
 
-    def at(sparsity: float, seed: int, **switched: Any) -> Run:
-        return run(study, "dgc", seed, epochs=n, validate=True, warmup_epochs=warmup, sparsity=sparsity, **switched)
+    def lines(n: int) -> dict[str, dict[float, dict[int, Run]]]:
+        chooses: dict[str, Any] = {"validate": True} if n == budget.lengths[0] else {}
+        warmup = study.options["warmup_epochs"] * n / study.options["epochs"]
+        sparsities = (usual, 0.99, 0.9) if chooses else (usual,)
 
-    ways: dict[str, dict[str, Any]] = {"masked": {}, "kept": {"factor_masking": False}, "paid in advance": {
-        "prepay": True}}
-    return {"dense": {0.0: {seed: run(study, "dense", seed, epochs=n, validate=True) for seed in seeds}}, **{
-        way: {x: {seed: at(x, seed, **switched) for seed in seeds} for x in (study.options["sparsity"], 0.99, 0.9)}
-        for way, switched in ways.items()}}
+        def at(row: str, seed: int, **changed: Any) -> Run:
+            return run(study, row, seed, epochs=n, **chooses, **changed)
+
+        return {"dense": {0.0: {seed: at("dense", seed) for seed in budget.seeds[0]}}, **{
+            way: {x: {seed: at("dgc", seed, warmup_epochs=warmup, sparsity=x, **switched) for seed in budget.seeds[0]}
+                  for x in sparsities} for way, switched in ways.items()}}
+
+    return {n: lines(n) for n in budget.lengths}
 
 
 def by_cell(lines: Mapping[str, Mapping[float, dict[int, Run]]]) -> list[dict[int, Run]]:
@@ -208,8 +199,10 @@ def warmed(budget: Budget, warmup: float, sparsity: float, seed: int) -> Run:
 
 
 def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
-    """Epochs of warm-up -> sparsity -> run."""
-    return {warmup: {sparsity: warmed(budget, warmup, sparsity, 0) for sparsity in budget.sparsities}
+    """Epochs of warm-up -> sparsity -> run; only those that differ from DGC's own in one of the two."""
+    usual = budget.cifar10.options
+    return {warmup: {sparsity: warmed(budget, warmup, sparsity, 0) for sparsity in budget.sparsities
+                     if warmup == usual["warmup_epochs"] or sparsity == usual["sparsity"]}
             for warmup in budget.warmups}
 
 
@@ -251,17 +244,13 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
                 for recipe in recipes for seed in rows[recipe]["dense"]]
         return [*main, *(runs for recipe in recipes for row, runs in rows[recipe].items() if row in BETWEEN)]
 
-    lengths, exchanges = by_length(budget), list(by_exchange(budget).values())
-    workers, grid = by_workers(budget), by_sparsity(budget)
-    usual = budget.cifar10.options  # of sparsities and warm-ups, first those that differ from DGC's own in one
-    cells = sorted((warmup != usual["warmup_epochs"] and sparsity != usual["sparsity"], warmup, sparsity)
-                   for warmup in budget.warmups for sparsity in budget.sparsities)
+    momentum, exchanges = by_momentum(budget), list(by_exchange(budget).values())
+    workers, sparsities = by_workers(budget), by_sparsity(budget)
     tables = {"ablation": parts("cifar10", "ptb"),
-              "length": [{n: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
-                         for line in lengths[n].values() for at in line.values()],
-              "momentum": [{seed: at[seed]} for seed in budget.seeds[0] for at in by_cell(by_momentum(budget))],
+              "momentum": [{seed: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
+                           for at in by_cell(momentum[n])],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
-              "sparsity": [{sparsity: grid[warmup][sparsity]} for _, warmup, sparsity in cells],
+              "sparsity": list(sparsities.values()),
               "warmup": list(by_warmup(budget).values()),
               "transformer": parts("transformer"),
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}

@@ -65,6 +65,22 @@ def label(result: Result) -> str:
     return f"DGC {kept if isinstance(kept, str) else f'{100 * kept:.5g} %'}{''.join(without)}"
 
 
+def names(groups: list[list[Result]]) -> list[str]:
+    """Of groups of runs, as :func:`by_settings` makes them. Where a label is that of several, what they differ in is
+    added.
+    """
+    labels = [label(runs[0]) for runs in groups]
+    told = [{"workers": runs[0]["workers"], **complete(RECIPES[runs[0]["recipe"]], runs[0]["settings"])}
+            for runs in groups]
+    out = []
+    for mine, chosen in zip(labels, told, strict=True):
+        alike = [other for name, other in zip(labels, told, strict=True) if name == mine]
+        differ = [key for key in chosen if key not in ("seed", "virtual_workers") and any(
+            other.get(key) != chosen[key] for other in alike)]
+        out.append(", ".join([mine, *(f"{key.replace('_', ' ')} {chosen[key]}" for key in differ)]))
+    return out
+
+
 def settings(result: Result) -> Any:
     """The recipe's Config of a run; with Horovod's own methods, that of dense training."""
     recipe = RECIPES[result["recipe"]]
@@ -106,13 +122,15 @@ def times(ratio: float) -> str:
 
 def table(results: list[Result]) -> Table:
     """Bytes and step time are means over all of training, warm-up included; the ratio is also given for its end."""
-    recipe = RECIPES[results[0]["recipe"]]
-    out = Table("", recipe.title, "bytes sent / worker / step", "compression", "after warm-up", "step time")
+    recipe, groups = RECIPES[results[0]["recipe"]], by_settings(results)
+    name = {id(run): name for name, runs in zip(names(groups), groups, strict=True) for run in runs}
+    out = Table("", "seed", "epochs", recipe.title, "bytes sent / worker / step", "compression", "after warm-up",
+                "step time")
     for result in results:
         sent, seconds = (np.mean([epoch[key] for epoch in result["history"]])
                          for key in ("bytes_per_step", "step_seconds"))
-        out.add_row(label(result), shown(result), f"{sent:,.0f}", *map(times, ratios(result)),
-                    f"{1000 * seconds:,.0f} ms")
+        out.add_row(name[id(result)], str(result["settings"]["seed"]), str(len(result["history"])), shown(result),
+                    f"{sent:,.0f}", *map(times, ratios(result)), f"{1000 * seconds:,.0f} ms")
     return out
 
 
@@ -123,14 +141,15 @@ def picture(results: list[Result], out: Path) -> None:
     recipe, groups = RECIPES[results[0]["recipe"]], by_settings(results)
     figure, (loss, measure, sent) = drawing.panels(3)
     ends, lowest = [], 100.0
-    for runs, colour in zip(groups, colours([label(runs[0]) for runs in groups]), strict=True):
+    titles = names(groups)
+    for title, runs, colour in zip(titles, groups, colours(titles), strict=True):
         band(loss, *losses(runs), colour)
         epochs = [epoch["epoch"] for epoch in runs[0]["history"]]
         values = [[epoch[recipe.measure] for epoch in run["history"]] for run in runs]
         band(measure, epochs, values, colour)
         sent.step(*(shares := density(runs[0])), where="post", color=colour)
         lowest = min(lowest, *shares[1])
-        ends.append((label(runs[0]), (epochs[-1], float(np.mean(values, 0)[-1])), colour))
+        ends.append((title, (epochs[-1], float(np.mean(values, 0)[-1])), colour))
     loss.set(xlabel="epoch", title="training loss of worker 0", ylim=(0, None), xlim=(0, None))
     measure.set(xlabel="epoch", title=f"{recipe.curve}{recipe.unit and f' ({recipe.unit.strip()})'}", xlim=(0, None),
                 yscale=recipe.scale)
@@ -169,7 +188,8 @@ def comes_to(result: Result) -> tuple[Any, ...]:
 def colours(names: list[str]) -> list[str]:
     """Of each line: grey if it is dense, blue if it is the first of DGC, a muted one else."""
     others, blue = itertools.cycle(drawing.MUTED), next((name for name in names if name.startswith("DGC")), None)
-    return [drawing.DENSE if name == "dense" else drawing.DGC if name == blue else next(others) for name in names]
+    return [drawing.DENSE if name.startswith("dense") else drawing.DGC if name == blue else next(others)
+            for name in names]
 
 
 def losses(runs: list[Result]) -> tuple[list[float], list[list[float]]]:
@@ -252,8 +272,8 @@ def grid(corner: str, lines: Lines, head: Callable[[float], str], cell: Callable
          ) -> str:
     """A Markdown table with a column for each line."""
     places = dict.fromkeys(x for line in lines.values() for x in line)
-    return markdown([corner, *lines], [[head(x), *(cell(name, x, line.get(x)) for name, line in lines.items())]
-                                       for x in places])
+    return markdown([corner, *lines], [[head(x), *(cell(name, x, line[x]) if x in line else ""
+                                                   for name, line in lines.items())] for x in places])
 
 
 def against(lines: BySeed, x: Any) -> Mapping[int, float]:

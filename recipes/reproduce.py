@@ -96,7 +96,9 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
     if unknown and unknown == len(expected):
         caption += "none like the others has been timed"
     else:
-        caption += f"the others take about {total:.1f} hours, {total / jobs:.1f} with {jobs} at a time"
+        caption += f"the others take about {total:.1f} hours"
+        if (at_a_time := min(jobs, len(expected))) > 1:
+            caption += f", {total / at_a_time:.1f} with {at_a_time} at a time"
         caption += f", and {unknown} of which none like it has been timed" if unknown else ""
     out = Table(Column("run", overflow="fold"), "", "hours", caption=caption)
     for run in runs:
@@ -234,9 +236,10 @@ def main(
         gpu: Annotated[bool, typer.Option("--gpu/--cpu", help=(
             "ResNet-110 for 164 epochs and 1500 hidden units for 40, or ResNet-20 for 25 and 200 for 8."))] = False,
         quick: Annotated[bool, typer.Option(
-            "--quick", help="Digits and Python's documentation, a few epochs; all goes to runs/quick.")] = False,
+            "--quick", help="Digits and Python's documentation, a few steps, to see that all works: the figures mean "
+                            "nothing. All goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(help=(
-            "A run, all whose name contains this, or a table's: ablation, length, momentum, workers, "
+            "A run, all whose name contains this, or a table's: ablation, momentum, workers, "
             "sparsity, warmup, transformer, exchange."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,

@@ -83,11 +83,13 @@ def test_readme_and_quickstart_have_the_same_script():
     assert block(README, "import torch\n") == block(QUICKSTART, "import torch\n")
 
 
-@pytest.mark.parametrize(("column", "model", "compute"), [(1, "resnet50", 0.2), (2, "bert-large", 0.4)])
-def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute):
+@pytest.mark.parametrize(("column", "model", "compute", "optimizer"), [
+    (1, "resnet50", 0.2, "sgd"), (2, "bert-large", 0.4, "adamw")])
+def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute, optimizer):
     for network in ("1gbit", "10gbit", "25gbit"):
         cluster = Cluster(8, 1, planning.NETWORKS[network], planning.INSIDE["pcie"])
-        advice = planning.advise(planning.load(model).shapes, cluster, compute, local=planning.LOCAL["gpu"])
+        advice = planning.advise(planning.load(model).shapes, cluster, compute, local=planning.LOCAL["gpu"],
+                                 optimizer=optimizer)
         row = re.search(rf"^\| {network[:-4]} Gbit/s \|.*$", README, re.MULTILINE)[0].strip("|").split("|")[column]
         faster = advice.dense.step_seconds / advice.dgc.step_seconds
         assert float(re.search(r"([\d.]+) times", row)[1]) == pytest.approx(faster, rel=0.025)

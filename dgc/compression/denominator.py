@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch import Tensor
 FEWEST = 8  # updates that s is an average of, at least, where an entry's waits are longer than b2 remembers
 PARTS = 64  # of R, and of n in a table of powers
 MOST = 1 << 20  # steps that a table of weights tells apart
+LONGEST = 1 << 22  # entries of a table of deficits: all that there are up to b1 = 0.9996
+TABLES = 16  # that are kept: a schedule may change b1 in every step
 NOTHING = 2.0**-30  # a power that small is taken for 0
 
 
@@ -82,7 +84,7 @@ def largest_weight(b2: float) -> float:
     return max(1 - b2, 1 / FEWEST)
 
 
-@cache
+@lru_cache(TABLES)
 def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """But at most the largest weight."""
     most = largest_weight(b2)
@@ -91,8 +93,8 @@ def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (1 - b2**w).clamp_(max=most).to(device, dtype)
 
 
-@cache
+@lru_cache(TABLES)
 def _deficits(b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     longest = math.ceil(math.log(NOTHING) / math.log(b1)) if b1 > 0 else 1
-    n = torch.arange(longest * PARTS + 1, dtype=torch.float64) / PARTS
+    n = torch.arange(min(longest * PARTS, LONGEST) + 1, dtype=torch.float64) / PARTS
     return (2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(device, dtype)

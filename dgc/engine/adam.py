@@ -30,6 +30,7 @@ from dgc.engine.shards import local
 from dgc.warn import warn
 
 BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
+B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad
 
@@ -73,8 +74,16 @@ class Denominators:
         self._factors.clear()
         if self.used:
             self._group.setdefault(BEGAN, -1)
-        else:
-            self._group.pop(BEGAN, None)  # from a checkpoint; torch's own step changes D again
+            for group in self._parameters.groups:
+                group.setdefault(B2, 0.0)
+        else:  # from a checkpoint; torch's own step changes D again
+            for group in self._parameters.groups:
+                for key in (BEGAN, B2):
+                    group.pop(key, None)
+
+    def shown(self) -> None:
+        """Somebody has the state's tensors and may write into them, as a broadcast does: D follows from them anew."""
+        self._factors.clear()
 
     def in_force(self, config: Config) -> Config:
         """The settings of a step, whose schedule is in ``config``: dense at first. A schedule that is sparse from its
@@ -85,7 +94,7 @@ class Denominators:
         began = self._group[BEGAN] if self.used else 0
         if not began or config.sparsity_at(0) == 0:
             return config
-        return replace(config, sparsity=lambda step: config.sparsity_at(step - began))
+        return replace(config, sparsity=lambda step: config.sparsity_at(step - began) if step >= began else 0.0)
 
     def fill_state(self) -> None:
         """Makes the state complete from the start, so that all ranks have the same to broadcast."""
@@ -110,13 +119,14 @@ class Denominators:
 
         That is the first to which the schedule, in ``config``, gives a sparsity above 0. A schedule that has one from
         the start says nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
+        Alone, nothing is compressed, and torch's goes on. So it does as long as no parameter has had a gradient.
         """
         if not self.used:
             return
         step = self._parameters.step
         if self.dense and config.sparsity_at(step) > 0:
             fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
-            if step >= fewest:
+            if step >= fewest and not self._nodes.alone and self._has_seen():
                 self._take_over(step)
             elif step == 0 and self._settings.world.rank == 0:
                 warn(f"the first {fewest:,} steps travel dense, as AdamW's denominator is found in them; then the "
@@ -128,6 +138,8 @@ class Denominators:
     def _take_over(self, step: int) -> None:
         """Moves AdamW's momentum into u; it is alike on every rank, so in a sum each has its share."""
         self._tell_of_unseen(step)
+        for group in self._parameters.groups:
+            group[B2] = group["betas"][1]
         group_of, mean = self._parameters.group_of(), self._mean_of_all()
         share = 1.0 if self._settings.average else 1 / self._settings.world.size
         for bucket in self._parameters.buckets:
@@ -207,19 +219,24 @@ class Denominators:
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
         """What a parameter's gradients are multiplied by, for this group's b1."""
-        b1 = group["betas"][0]
+        b1, eps = group["betas"][0], group["eps"]
         found = self._factors.get(parameter)
-        if found is None or found.b1 != b1:
+        if found is None or (found.b1, found.eps) != (b1, eps):
             state = self._state(parameter, group)
             square, unbiased = local(state[_key(group)]), _unbiased(state, group)
-            values = factor(square, unbiased, b1, group["eps"], residual_dtype(square.dtype))
-            found = self._factors[parameter] = _Factor(b1, values, unbiased, float(state["step"]))
+            values = factor(square, unbiased, b1, eps, residual_dtype(square.dtype))
+            found = self._factors[parameter] = _Factor(b1, eps, values, unbiased, float(state["step"]))
         return found
 
     def _mean_of_all(self) -> Tensor:
-        group_of = self._parameters.group_of()
-        return mean_of_seen([_square(state, group_of[p]) for p in self._compressed()
-                             if "exp_avg" in (state := self._parameters.optimizer.state[p])])
+        """Also of what travels dense: all else may have been frozen until now."""
+        known = {p: state for p, state in self._parameters.optimizer.state.items() if "exp_avg" in state}
+        return mean_of_seen([_square(known[p], group) for p, group in self._parameters.group_of().items()
+                             if p in known])
+
+    def _has_seen(self) -> bool:
+        """Whether there is anything to begin D with. A rank without a part of what is compressed needs nothing."""
+        return not any(local(p).numel() for p in self._compressed()) or bool(self._mean_of_all() > 0)
 
     def _compressed(self) -> list[Tensor]:
         return [p for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters]
@@ -239,6 +256,7 @@ class _Factor(NamedTuple):
     """Of a parameter; what follows from its state is not asked of a device in each step."""
 
     b1: float
+    eps: float
     values: Tensor  # (1 - b1) / D, in the shape of this rank's part
     unbiased: float  # that its mean squares are divided by
     dense_steps: float  # over which they went before the first compressed step
@@ -272,8 +290,8 @@ def restore_counts(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
 
 
 def _unbiased(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """What the mean squares in a state are divided by, as they began at 0."""
-    return float(1 - group["betas"][1] ** max(float(state["step"]), 1.0))
+    """What the mean squares in a state are divided by, as they began at 0: it does not change with b2 afterwards."""
+    return float(1 - (group.get(B2) or group["betas"][1]) ** max(float(state["step"]), 1.0))
 
 
 def _key(group: Mapping[str, Any]) -> str:

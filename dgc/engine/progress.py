@@ -45,6 +45,10 @@ class Progress:
             self._adaptive = AdaptiveSparsity(sparsity, self._settings.transport, self._parameters.device)
             self._group.update(self._adaptive.first(self._group))
 
+    def shown(self) -> None:
+        """The optimizer's state is handed out, and may come back changed."""
+        self._denominators.shown()
+
     def open(self) -> None:
         """A step begins."""
         self._denominators.open(self._scheduled())

@@ -194,6 +194,7 @@ class Distributed(torch.optim.Optimizer):
             for parameter in engine.parameters.all():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        engine.progress.shown()
         state: dict[str, Any] = self._inner.state_dict(engine.parameters.optimizer)
         return state
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dgc import drawing
 from dgc.config import Config
 from dgc.cost import Cluster
-from dgc.planning.advise import Advice, advise, bits, duration, waiting
+from dgc.planning.advise import Advice, Optimizer, advise, bits, duration, waiting
 from dgc.planning.models import Loaded
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
 
@@ -42,7 +42,7 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None = None, local: Local = CPU,
-         overlap: Overlap = True, steps: int | None = None) -> Plan:
+         overlap: Overlap = True, steps: int | None = None, optimizer: Optimizer = "sgd") -> Plan:
     """Predictions for every method, on the cluster and on larger and smaller ones of its kind, and advice.
 
     Args:
@@ -50,6 +50,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the default one, and advice which sparsity to choose.
         steps: of the training, so that a sparsity is advised at which an entry waits for no more than a ninth of it.
+        optimizer: with AdamW, no more is advised than was measured with it.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -60,8 +61,8 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
 
-    advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps)
-    said = [waiting(advice.sparsity, steps)] if steps is not None and advice.pays else []
+    advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
+    said = [waiting(advice.sparsity, steps, optimizer)] if steps is not None and advice.pays else []
     if loaded.caveat:
         said.append(loaded.caveat)
     advice = advice._replace(words=(*advice.words, *said))

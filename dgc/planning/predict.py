@@ -123,8 +123,8 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
     late = method.kind == "dgc" and (config.clips_globally or overlap == "dense")
     forward = compute * (1 - backward) if overlap and not late else compute
     width = 2 if method.kind == "float16" else cost.FLOAT32
-    worked = idle = exchanged = received = port = 0.0  # idle: when the network is free again
-    message = 0
+    worked = idle = exchanged = received = 0.0  # idle: when the network is free again
+    message, sent = 0, list[cost.Round]()
     for bucket in buckets(shapes, config) if method.kind == "dgc" else dense_buckets(shapes):
         if bucket.sizes is None:
             own = width * bucket.numel
@@ -143,11 +143,12 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         if rounds:
             seconds += local.start
         idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + seconds
-        exchanged, port, message = exchanged + seconds, port + cost.port_bytes(rounds), message + own
+        exchanged, message = exchanged + seconds, message + own
+        sent += rounds
     if n * g == 1:
         return Prediction(method, compute, 1.0, 0.0, 0.0, 0)
     step = max(idle, compute + worked) + received
-    return Prediction(method, step, compute / step if step else 0.0, exchanged, port, message)
+    return Prediction(method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message)
 
 
 def _messages(exchange: Exchange, n: int, g: int) -> int:

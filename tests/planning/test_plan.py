@@ -179,7 +179,7 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert told.dense.step_seconds >= plan.WORTH / plan.NEARLY * told.dgc.step_seconds or not told.pays
         assert told.dense.step_seconds < plan.WORTH * told.dgc.step_seconds or told.pays
         words = " ".join(told.words)
-        assert ("DGC pays here" in words) == told.pays == ("Recommended" in words)
+        assert bool(re.search("DGC pays (a little )?here", words)) == told.pays == ("Recommended" in words)
         assert not told.pays or ("factor_masking=False" in words) == (told.sparsity <= 0.99)
         assert ("No lower bandwidth" in words) == (told.below is None)
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
@@ -188,7 +188,7 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
 @pytest.mark.parametrize(("steps", "words"), [
     (64_000, r"of your 64,000 at 99\.9 %, 1\.56 % of the training\. The paper lost nothing"),
     (9_750, r"of your 9,750 at 99\.9 %, 10\.3 % of the training\. With a tenth, .* 0\.4 points"),
-    (1_950, r"of your 1,950 at 99\.9 %, 51\.3 % of the training\. With half, .* 2\.6 points"),
+    (1_950, r"of your 1,950 at 99\.9 %, 51\.3 % of the training\. With half, .* 3\.7 points"),
     (1_200, r"of your 1,200 at 99\.9 %, 83\.3 % of the training\. With eight tenths, .* 5\.9 points"),
     (500, r"of your 500 at 99\.9 %, 100 % of the training\. .*train longer, or send more")])
 def test_how_long_an_entry_waits_is_told(steps, words):
@@ -212,6 +212,19 @@ def test_a_short_training_is_advised_to_send_more(steps, sparsity):
     if steps:
         report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps)
         assert ("without masking" in report.advice.words[-1]) == (sparsity < 0.999)
+
+
+@pytest.mark.parametrize(("steps", "schedule"), [
+    (None, "{0: 0.0, 1000: 0.9, 2000: 0.99}"), (20_000, "{0: 0.0, 2000: 0.9, 4000: 0.99}"), (500, "{0: 0.0, 50: 0.9}")])
+def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
+    """Dense steps first, a tenth of the training as in the recipe, and 99 % at most; the line is one that works."""
+    report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps,
+                       optimizer="adamw")
+    words = " ".join(report.advice.words)
+    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False)" in words
+    assert report.advice.sparsity <= 0.99 and "With AdamW, a transformer" in words and "ResNet-20" not in words
+    line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)
+    assert eval(line).sparsity_at(10**6) == report.advice.sparsity
 
 
 def test_who_clips_loses_the_overlap_of_dgc_alone():

@@ -197,6 +197,9 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     shown = console.export_text()
     assert "test perplexity" in shown and "accuracy" not in shown and f"{results[1]['perplexity']:.2f} " in shown
     assert [report.label(result) for result in results] == ["DGC 99.9 %", "dense", "DGC 99.9 %, no local clipping"]
+    warmed = [{**results[0], "settings": {**results[0]["settings"], "warmup_epochs": n}} for n in (0.5, 0.25)]
+    assert report.names([[run] for run in (*results, *warmed)])[1:] == [  # what differs is told where labels do not
+        "dense", "DGC 99.9 %, no local clipping", "DGC 99.9 %, warmup epochs 0.5", "DGC 99.9 %, warmup epochs 0.25"]
     report.picture(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     alone = language_model(virtual_workers=1)  # which sends nothing

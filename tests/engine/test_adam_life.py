@@ -1,0 +1,178 @@
+"""AdamW over the life of a training: what was frozen thaws, settings change, a state is rolled back, nobody is there to
+exchange with. Expected is torch's own AdamW, or the same training without the event.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import dgc
+from dgc.compression import denominator
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def wrapped(parameters, sparsity, **config):
+    return dgc.DistributedOptimizer(torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0), compression=dgc.Config(
+        sparsity, min_numel=config.pop("min_numel", 0), **config))
+
+
+def rank():
+    return dgc.lockstep.current().world.rank
+
+
+def head_first(wrap):
+    """The body is frozen for 150 steps, and then trained with the head, which is small enough to travel dense."""
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
+    parameters = [*body.parameters(), *head.parameters()]
+    optimizer = wrapped(parameters, dgc.piecewise({0: 0.0, 100: 0.9}), min_numel=1024) if wrap else torch.optim.AdamW(
+        parameters, lr=1e-3, weight_decay=0.0)
+    body.requires_grad_(False)
+    for step in range(160):
+        body.requires_grad_(step >= 150)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(head(body(x).tanh()), (x[:, 0] > 0).long()).backward()
+        before = body.weight.detach().clone()
+        optimizer.step()
+    return (body.weight.detach() - before).abs().max().item()
+
+
+def test_what_was_frozen_in_the_dense_steps_moves_by_about_the_learning_rate():
+    assert head_first(False) < 1.1e-3
+    assert max(dgc.lockstep.run(lambda: head_first(True), 2)) < 1e-2
+
+
+def test_steps_stay_dense_until_there_is_any_gradient():
+    """As AdamW's: a first step over eps alone would be a hundred million times the learning rate."""
+    def train(wrap):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 3: 0.5})) if wrap else torch.optim.AdamW(
+            [p], lr=1e-3, weight_decay=0.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            (p * float(step >= 5)).sum().backward()
+            optimizer.step()
+        return p.detach()
+
+    for found in dgc.lockstep.run(lambda: train(True), 2):
+        torch.testing.assert_close(found, train(False), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("size", "node", "config"), [
+    (1, 1, {}), (1, 1, {"nonfinite": "skip"}), (2, 2, {"hierarchical": True})], ids=str)
+def test_where_nothing_is_compressed_it_is_torchs_adamw(size, node, config):
+    def train(wrap):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 10: 0.9}), **config) if wrap else torch.optim.AdamW(
+            [p], lr=1e-3, weight_decay=0.0)
+        noise = torch.Generator().manual_seed(1)
+        for _ in range(60):
+            optimizer.zero_grad()
+            (p * (1 + 0.1 * torch.randn(4, 4, generator=noise))).sum().backward()
+            optimizer.step()
+        return p.detach()
+
+    for found in dgc.lockstep.run(lambda: train(True), size, node):
+        torch.testing.assert_close(found, train(False), rtol=1e-5, atol=0)
+
+
+def steps(p, optimizer, first, last):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        (p * torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank()))).sum().backward()
+        optimizer.step()
+
+
+def test_a_state_that_is_written_into_is_what_training_goes_on_from():
+    """As hvd.broadcast_optimizer_state does: it asks for the state dict, and writes into its tensors and the groups."""
+    def train(rolled_back):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 5: 0.5}))
+        steps(p, optimizer, 0, 12)
+        best, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+        pending = copy.deepcopy(optimizer.residual_state_dict())
+        if rolled_back:
+            steps(p, optimizer, 12, 40)
+            p.data.copy_(weights)
+            for key, value in optimizer.state_dict()["state"][0].items():
+                value.copy_(best["state"][0][key])
+            optimizer.param_groups[0].update({key: best["param_groups"][0][key] for key in best["param_groups"][0]
+                                              if key != "params"})
+            optimizer.load_residual_state_dict(pending)
+        steps(p, optimizer, 12, 20)
+        return p.detach()
+
+    for found, expected in zip(dgc.lockstep.run(lambda: train(True), 2), dgc.lockstep.run(lambda: train(False), 2),
+                               strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("change", [{"betas": (0.9, 0.99)}, {"betas": (0.8, 0.99)}, {"eps": 1e-3}], ids=str)
+def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change):
+    def train(resumed):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 5: 0.5}))
+        steps(p, optimizer, 0, 10)
+        optimizer.param_groups[0].update(change)
+        steps(p, optimizer, 10, 20)
+        if resumed:
+            optimizer.load_residual_state_dict(optimizer.residual_state_dict())
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps(p, optimizer, 20, 30)
+        return p.detach()
+
+    for found, expected in zip(dgc.lockstep.run(lambda: train(True), 2), dgc.lockstep.run(lambda: train(False), 2),
+                               strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_another_b2_makes_no_jump():
+    """D is the same before and after it: the bias is that of the dense steps, whose b2 it was."""
+    def size(b2):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 20: 0.5}))
+        steps(p, optimizer, 0, 30)
+        optimizer.param_groups[0]["betas"] = (0.89, b2)  # b1, too, so that D is read anew
+        before = p.detach().clone()
+        steps(p, optimizer, 30, 31)
+        return (p.detach() - before).norm().item()
+
+    assert dgc.lockstep.run(lambda: size(0.99), 2) == pytest.approx(dgc.lockstep.run(lambda: size(0.999), 2), rel=1e-6)
+
+
+def test_a_b1_that_changes_in_every_step_keeps_no_more_tables():
+    def train():
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = wrapped([p], dgc.piecewise({0: 0.0, 5: 0.5}))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=80)
+        for step in range(79):
+            steps(p, optimizer, step, step + 1)
+            with warnings.catch_warnings():
+                scheduler.step()
+
+    dgc.lockstep.run(train, 2)
+    assert 0 < denominator._deficits.cache_info().currsize <= 16
+    assert len(denominator._deficits(0.99999, torch.float32, torch.device("cpu"))) <= 2**22 + 1
+
+
+def test_a_schedule_is_asked_for_no_step_before_its_first():
+    def schedule(step):
+        assert step >= 0
+        return 0.5
+
+    def train():
+        p, said = torch.nn.Parameter(torch.ones(4, 4)), []
+        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW([p], betas=(0.9, 0.5)), [("p", p)], dgc.Config(
+            schedule, min_numel=0, nonfinite="skip"))
+        for step in range(4):
+            optimizer.zero_grad()
+            (p * p * (torch.nan if step == 2 else 1)).sum().backward()
+            optimizer.step()
+            said.append(optimizer.report().sparsity)
+        return said
+
+    assert dgc.lockstep.run(train, 2) == [[0.0, 0.0, 0.0, 0.5]] * 2
