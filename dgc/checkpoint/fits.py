@@ -89,11 +89,22 @@ def check_model(given: Mapping[str, Any], model: nn.Module) -> None:
 def check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
                 of_any_shape: Collection[str] = ()) -> None:
     if given.keys() != expected.keys():
-        raise ValueError(f"{what} must have the same names, got none for {sorted(expected.keys() - given.keys())} and "
-                         f"unknown {sorted(given.keys() - expected.keys())}")
+        lacking, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        raise ValueError(f"{what} must have the same names, got none for {lacking} and unknown {unknown}"
+                         + _of_wrapper(given.keys(), expected.keys()))
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor):
             check_like(f"{what}: {name}", given[name], tensor, name in of_any_shape)
+
+
+def _of_wrapper(given: Collection[str], expected: Collection[str]) -> str:
+    """What to do, where one of the two is a wrapper's and the other that of the module in it."""
+    for prefix, where in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
+        if {prefix + name for name in given} == set(expected):
+            return f" (the checkpoint is of the module in the wrapper: give {where})"
+        if {prefix + name for name in expected} == set(given):
+            return f" (the checkpoint is of a wrapper, whose names begin with {prefix}: give the wrapped model)"
+    return ""
 
 
 def check_like(what: str, given: Any, expected: Tensor, of_any_shape: bool = False) -> None:

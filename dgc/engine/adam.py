@@ -10,6 +10,7 @@ takes the step. From the first compressed step on D follows from the averaged up
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from dgc.warn import warn
 BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
 B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
+UNSEEN = ("{} had no gradient in the {} dense steps in which AdamW's denominator is found: it begins as the root mean "
+          "square of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad
 
 
@@ -77,9 +80,8 @@ class Denominators:
             for group in self._parameters.groups:
                 group.setdefault(B2, 0.0)
         else:  # from a checkpoint; torch's own step changes D again
-            for group in self._parameters.groups:
-                for key in (BEGAN, B2):
-                    group.pop(key, None)
+            for group, key in itertools.product(self._parameters.groups, (BEGAN, B2)):
+                group.pop(key, None)
 
     def shown(self) -> None:
         """Somebody has the state's tensors and may write into them, as a broadcast does: D follows from them anew."""
@@ -110,7 +112,7 @@ class Denominators:
         if self._parameters.compressed_bucket(parameter) is not None and RECEIVED not in state:
             state[RECEIVED] = torch.zeros_like(parameter, dtype=torch.int32, requires_grad=False)
             if self.compressed:
-                self._fill_unseen(state, group, self._mean_of_all())
+                fill_unseen(state, group, self._mean_of_all())
                 state[RECEIVED].fill_(self._parameters.step)
         return state
 
@@ -149,7 +151,7 @@ class Denominators:
             u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
             for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
                 group, state = group_of[p], self._state(p, group_of[p])
-                self._fill_unseen(state, group, mean)
+                fill_unseen(state, group, mean)
                 state[RECEIVED].fill_(step)
                 factor, b1 = self._factor(p, group).values, group["betas"][0]
                 # A step that failed has left its gradient in v: it enters as if it had come one step before.
@@ -160,18 +162,6 @@ class Denominators:
                     u[name].add_(momentum.mul_(factor), alpha=1 / (1 - b1**steps))
                     state["exp_avg"].zero_()
         self._group[BEGAN] = step
-
-    def _fill_unseen(self, state: dict[str, Any], group: Mapping[str, Any], mean_of_all: Tensor) -> None:
-        """Gives entries that have had no gradient, or a single one, an s that no gradient to come can make too large a
-        step from.
-        """
-        unbiased = _unbiased(state, group)
-        mean, least = mean_of_seen([_square(state, group)]), (1 - group["betas"][1]) / unbiased
-        for key in SQUARES & state.keys():
-            own = local(state[key])
-            square = own.to(residual_dtype(own.dtype)) / unbiased
-            # Where the mean is 0, no entry has had a gradient.
-            own.copy_(floored(square, torch.where(mean > 0, mean, mean_of_all.to(mean)), least) * unbiased)
 
     def gradient(self, parameter: Tensor, g: Tensor, group: Mapping[str, Any]) -> Gradient:
         """What a parameter's gradient (its shape) is accumulated as.
@@ -247,9 +237,7 @@ class Denominators:
         unseen = [self._parameters.names[p] for p in self._compressed()
                   if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
         if unseen and self._settings.world.rank == 0:
-            warn(f"{', '.join(unseen[:5])}{' ...' if len(unseen) > 5 else ''} had no gradient in the "
-                 f"{steps} dense steps in which AdamW's denominator is found: it begins as the root mean square "
-                 "of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
+            warn(UNSEEN.format(", ".join(unseen[:5]) + " ..." * (len(unseen) > 5), steps))
 
 
 class _Factor(NamedTuple):
@@ -322,6 +310,19 @@ def floored(square: Tensor, mean: Tensor, least: float) -> Tensor:
     """
     mean = mean.to(square)
     return torch.where(square > 0, square.clamp(min=float(mean) * least), mean)
+
+
+def fill_unseen(state: dict[str, Any], group: Mapping[str, Any], mean_of_all: Tensor) -> None:
+    """Gives entries that have had no gradient, or a single one, an s that no gradient to come can make too large a
+    step from.
+    """
+    unbiased = _unbiased(state, group)
+    mean, least = mean_of_seen([_square(state, group)]), (1 - group["betas"][1]) / unbiased
+    for key in SQUARES & state.keys():
+        own = local(state[key])
+        square = own.to(residual_dtype(own.dtype)) / unbiased
+        # Where the mean is 0, no entry has had a gradient.
+        own.copy_(floored(square, torch.where(mean > 0, mean, mean_of_all.to(mean)), least) * unbiased)
 
 
 def check_decay(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:

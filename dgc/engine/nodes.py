@@ -18,6 +18,7 @@ from dgc.engine.step import Step
 from dgc.paths.averaged import Update
 from dgc.paths.finite import who_is_not_finite
 from dgc.paths.nodes import average_in_node
+from dgc.warn import warn
 
 
 class Nodes:
@@ -60,6 +61,9 @@ class Nodes:
             self.size, self.residuals_may_differ = size, True
         else:  # nothing is left to compress; but who leaves it to us wants it compressed
             self.single = not automatic
+            if self.single and world.rank == 0 and world.size > 1:
+                warn(f"nothing is compressed: hierarchical=True exchanges between machines, and all {world.size} ranks "
+                     "are on one (leave it out to compress between these)")
 
     @torch.no_grad()
     def level(self) -> None:

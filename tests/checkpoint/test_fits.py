@@ -304,3 +304,25 @@ def test_a_module_may_change_the_shape_of_its_buffer_and_no_other_does(tmp_path)
         assert torch.equal(flat(network), before)
 
     in_lockstep(worker, 2)
+
+
+@pytest.mark.parametrize(("saved", "loaded", "hint"), [
+    ("module", "wrapper", r"\(the checkpoint is of the module in the wrapper: give model\.module\)"),
+    ("wrapper", "module", r"\(the checkpoint is of a wrapper, whose names begin with module\.: give the wrapped")])
+def test_the_checkpoint_of_a_wrapper_says_which_model_to_give(saved, loaded, hint, tmp_path):
+    """DDP's names begin with module."""
+    def go(save):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        wrapper = torch.nn.Module()
+        wrapper.module = net
+        models = {"module": net, "wrapper": wrapper}
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+        if save:
+            dgc.save_checkpoint(tmp_path / "saved", models[saved], optimizer)
+        else:
+            with pytest.raises(ValueError, match=hint):
+                dgc.load_checkpoint(tmp_path / "saved", models[loaded], optimizer)
+
+    for save in (True, False):
+        dgc.lockstep.run(lambda save=save: go(save), 2)
