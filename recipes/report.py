@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,13 +176,14 @@ def by_settings(results: list[Result]) -> list[list[Result]]:
 
 
 def comes_to(result: Result) -> tuple[Any, ...]:
-    """What a run's settings are but for the seed, however they were said: its Config, and the settings beside it. Dense
-    and naive have nothing pending to flush.
+    """What a run's settings are but for the seed, however they were said: its Config, whose schedule may be any
+    function, and the settings beside it. Dense and naive have nothing pending to flush.
     """
     recipe, chosen = RECIPES[result["recipe"]], result["settings"]
     without = (*CONFIG, "seed", *(("flush",) if chosen["method"] in ("dense", "naive") else ()))
     rest = {key: value for key, value in complete(recipe, chosen).items() if key not in without}
-    return result["workers"], settings(result), rest
+    config, steps = settings(result), chosen["epochs"] * result["steps_per_epoch"]
+    return result["workers"], replace(config, sparsity=0.0), [config.sparsity_at(step) for step in range(steps)], rest
 
 
 def colours(names: list[str]) -> list[str]:

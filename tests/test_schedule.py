@@ -75,6 +75,8 @@ def test_they_compare_and_pickle():
     (lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0), r"warmup: start must be .*, got 1\.0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, end=1.0), r"warmup: end must be .*, got 1\.0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, stages=0), r"stages must be an integer >= 1, got 0"),
+    (lambda: dgc.warmup(1e9, steps_per_epoch=10), r"epochs must be at most 10,000, got 1e\+09 \(per_step=True falls"),
+    (lambda: dgc.warmup(3, steps_per_epoch=10, stages=10**8), r"stages must be at most 10,000, got 1e\+08"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, stages=4, per_step=True),
      r"stages must be left out where per_step is True, got 4"),
     (lambda: dgc.piecewise({5: 0.9}), r"must say what holds at step 0"),

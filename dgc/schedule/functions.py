@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dgc.config import check_sparsity
 
+MOST = 10_000  # parts of a warm-up, each of which is written down
 ROUNDED = 10  # parts of a warm-up: of many, the error of a rounded factor would add up => 0.995 as 1 never warms up
 
 
@@ -85,7 +86,7 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
 
     Raises:
         ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
-            ``per_step``, or a sparsity outside [0, 1).
+            ``per_step``, more than 10,000 parts, or a sparsity outside [0, 1).
     """
     start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
     if not (math.isfinite(epochs) and epochs >= 0):
@@ -102,6 +103,9 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     if per_step:
         return Ramp(length, start, end)
     parts = epochs if stages is None else stages
+    if parts > MOST:
+        raise ValueError(f"warmup: {'epochs' if stages is None else 'stages'} must be at most {MOST:,}, got {parts:,g} "
+                         "(per_step=True falls at each step)")
     factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
     if parts <= ROUNDED:
         factor = float(f"{factor:.2g}")
