@@ -33,6 +33,8 @@ from dgc.warn import warn
 BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
 B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
+DENSE_FIRST = ("steps travel dense, as AdamW's denominator is found in them; then the schedule begins (one that begins "
+               "with 0, say dgc.piecewise({0: 0.0, 500: 0.99}), has as many dense steps as it says)")
 UNSEEN = ("{} had no gradient in the {} dense steps in which AdamW's denominator is found: it begins as the root mean "
           "square of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad
@@ -131,9 +133,7 @@ class Denominators:
             if step >= fewest and not self._nodes.alone and self._has_seen():
                 self._take_over(step)
             elif step == 0 and self._settings.world.rank == 0:
-                warn(f"the first {fewest:,} steps travel dense, as AdamW's denominator is found in them; then the "
-                     "schedule begins (one that begins with 0, say dgc.piecewise({0: 0.0, 500: 0.99}), has as many "
-                     "dense steps as it says)")
+                warn(f"the first {fewest:,} {DENSE_FIRST}")
         self._sparsity = self.in_force(config).sparsity_at(step)
 
     @torch.no_grad()
@@ -219,10 +219,11 @@ class Denominators:
         return found
 
     def _mean_of_all(self) -> Tensor:
-        """Also of what travels dense: all else may have been frozen until now."""
-        known = {p: state for p, state in self._parameters.optimizer.state.items() if "exp_avg" in state}
-        return mean_of_seen([_square(known[p], group) for p, group in self._parameters.group_of().items()
-                             if p in known])
+        """Of what travels compressed; of all there is, where all of that was frozen until now."""
+        group_of, states = self._parameters.group_of(), self._parameters.optimizer.state
+        known = {p: _square(state, group_of[p]) for p, state in states.items() if "exp_avg" in state and p in group_of}
+        mean = mean_of_seen([known[p] for p in self._compressed() if p in known])
+        return torch.where(mean > 0, mean, mean_of_seen(list(known.values())).to(mean))
 
     def _has_seen(self) -> bool:
         """Whether there is anything to begin D with. A rank without a part of what is compressed needs nothing."""
@@ -234,10 +235,10 @@ class Denominators:
     def _tell_of_unseen(self, steps: int) -> None:
         """Warns of parameters whose D nothing is known about."""
         group_of = self._parameters.group_of()
-        unseen = [self._parameters.names[p] for p in self._compressed()
-                  if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
-        if unseen and self._settings.world.rank == 0:
-            warn(UNSEEN.format(", ".join(unseen[:5]) + " ..." * (len(unseen) > 5), steps))
+        names = [self._parameters.names[p] for p in self._compressed()
+                 if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
+        if names and self._settings.world.rank == 0:
+            warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
 
 
 class _Factor(NamedTuple):
