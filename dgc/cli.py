@@ -192,6 +192,10 @@ def plan(
         return
     out = console()
     out.print(_here(report), _scaling(report))
+    if report.advice.pays and report.sparsity != report.advice.sparsity:
+        advised = report.advice.sparsity
+        out.print(f"These tables are of {100 * report.sparsity:g} %. What follows is of {100 * advised:g} %, of which "
+                  f"--sparsity {advised:g} gives tables.", highlight=False)
     for sentence in report.advice.words:
         out.print(sentence, highlight=False)
     if png:

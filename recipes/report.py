@@ -66,19 +66,20 @@ def label(result: Result) -> str:
 
 
 def names(groups: list[list[Result]]) -> list[str]:
-    """Of groups of runs, as :func:`by_settings` makes them. Where a label is that of several, what they differ in is
-    added.
-    """
-    labels = [label(runs[0]) for runs in groups]
+    """Of groups of runs, as :func:`by_settings` makes them: the label, and in what else those of its method differ."""
     told = [{"workers": runs[0]["workers"], **complete(RECIPES[runs[0]["recipe"]], runs[0]["settings"])}
             for runs in groups]
-    out = []
-    for mine, chosen in zip(labels, told, strict=True):
-        alike = [other for name, other in zip(labels, told, strict=True) if name == mine]
-        differ = [key for key in chosen if key not in ("seed", "virtual_workers") and any(
-            other.get(key) != chosen[key] for other in alike)]
-        out.append(", ".join([mine, *(f"{key.replace('_', ' ')} {chosen[key]}" for key in differ)]))
-    return out
+
+    def name(runs: list[Result], mine: dict[str, Any]) -> str:
+        alike = [other for other in told if other["method"] == mine["method"] == "dgc" or other is mine]
+        differ = [key for key in mine if key not in ("seed", "virtual_workers", "sparsity", *PARTS)
+                  and any(other.get(key) != mine[key] for other in alike)]
+        if mine.get("warmup_epochs") == 0 and "warmup_epochs" in differ:
+            differ.remove("warmup_epochs")  # the label has it
+        said = {key: "by default" if mine[key] is None else mine[key] for key in differ}
+        return ", ".join([label(runs[0]), *(f"{key.replace('_', ' ')} {value}" for key, value in said.items())])
+
+    return [name(runs, mine) for runs, mine in zip(groups, told, strict=True)]
 
 
 def settings(result: Result) -> Any:
@@ -154,13 +155,20 @@ def picture(results: list[Result], out: Path) -> None:
     measure.set(xlabel="epoch", title=f"{recipe.curve}{recipe.unit and f' ({recipe.unit.strip()})'}", xlim=(0, None),
                 yscale=recipe.scale)
     if recipe.scale == "log":
-        low, high = measure.get_ylim()
-        places = [m * 10.0**n for n in range(-3, 7) for m in (1, 1.5, 2, 3, 5, 7)]
-        drawing.log_axis(measure, "y", [x for x in places if low <= x <= high])
+        drawing.log_axis(measure, "y", places(*measure.get_ylim()))
     drawing.log_axis(sent, "y", [10.0**n for n in range(math.floor(math.log10(lowest)), 3)])
     sent.set(xlabel="epoch", title="entries sent (%)", xlim=(0, None), ylim=(lowest / 1.4, 140))
     drawing.name_lines(measure, ends)
     drawing.save(figure, out)
+
+
+def places(low: float, high: float) -> list[float]:
+    """Of numbers on a logarithmic axis: few where it is long, and closer ones where it is short."""
+    for marks in ((1, 1.5, 2, 3, 5, 7), [m / 10 for m in range(10, 100, 2)], [m / 100 for m in range(100, 1000, 2)]):
+        found = [m * 10.0**n for n in range(-3, 7) for m in marks if low <= m * 10.0**n <= high]
+        if len(found) > 2:
+            break
+    return found[::max(1, len(found) // 6)]
 
 
 def by_settings(results: list[Result]) -> list[list[Result]]:

@@ -131,9 +131,9 @@ class Misuse:
         if changed is None:
             return ""
         self._warned = True
-        return (f"{before}the gradient of {self._parameters.names[changed]} was changed between synchronize() and "
-                "step(). What was sent is no longer in the residual, so the difference is lost; to clip, give "
-                "Config(clip_norm=...), which clips before anything is accumulated")
+        return (f"{before}the gradient of {self._parameters.names[changed]} was changed between its exchange, in "
+                "backward() or synchronize(), and step(). What was sent is no longer in the residual, so the "
+                "difference is lost; to clip, give Config(clip_norm=...), which clips before anything is accumulated")
 
     def warn_of_loss(self, message: str) -> None:
         """Warns, unless it has warned."""

@@ -184,8 +184,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
 def _learning(advice: Advice, steps: int | None, optimizer: Optimizer) -> Iterable[str]:
     """What is known of how well the exchanges learn."""
     if advice.pays and advice.dgc.method.exchange.exchange == "reduce":
-        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less '
-               "(docs/tuning.md): compare.")
+        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
+               "compare, also with four times as many entries (docs/tuning.md).")
     if advice.shared:
         line = _config(advice.shared.method, advice.sparsity_shared, steps, optimizer)
         yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: {line}. It learns less, "

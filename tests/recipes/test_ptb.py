@@ -198,8 +198,12 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     assert "test perplexity" in shown and "accuracy" not in shown and f"{results[1]['perplexity']:.2f} " in shown
     assert [report.label(result) for result in results] == ["DGC 99.9 %", "dense", "DGC 99.9 %, no local clipping"]
     warmed = [{**results[0], "settings": {**results[0]["settings"], "warmup_epochs": n}} for n in (0.5, 0.25)]
-    assert report.names([[run] for run in (*results, *warmed)])[1:] == [  # what differs is told where labels do not
-        "dense", "DGC 99.9 %, no local clipping", "DGC 99.9 %, warmup epochs 0.5", "DGC 99.9 %, warmup epochs 0.25"]
+    assert report.names([[run] for run in (*results, *warmed)]) == [  # and in what they differ
+        "DGC 99.9 %, epochs 1, warmup epochs by default", "dense",
+        "DGC 99.9 %, no local clipping, epochs 2, warmup epochs by default",
+        "DGC 99.9 %, epochs 1, warmup epochs 0.5", "DGC 99.9 %, epochs 1, warmup epochs 0.25"]
+    assert report.names([results[:1], results[1:2]]) == ["DGC 99.9 %", "dense"]
+    assert report.places(225, 290) == [240, 260, 280] and report.places(100, 600) == [100, 150, 200, 300, 500]
     report.picture(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     alone = language_model(virtual_workers=1)  # which sends nothing
