@@ -166,7 +166,7 @@ def test_clipping_after_the_exchange_is_told():
         scaler.scale(loss(network, rank(), 0)).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
-        with pytest.warns(UserWarning, match=r"was changed between synchronize\(\) and step\(\)"):
+        with pytest.warns(UserWarning, match=r"was changed between its exchange, in backward"):
             scaler.step(optimizer)
 
     dgc.lockstep.run(worker, 2)
