@@ -190,7 +190,7 @@ def comes_to(result: Result) -> tuple[Any, ...]:
     recipe, chosen = RECIPES[result["recipe"]], result["settings"]
     without = (*CONFIG, "seed", *(("flush",) if chosen["method"] in ("dense", "naive") else ()))
     rest = {key: value for key, value in complete(recipe, chosen).items() if key not in without}
-    config, steps = settings(result), chosen["epochs"] * result["steps_per_epoch"]
+    config, steps = settings(result), int(chosen["epochs"] * result["steps_per_epoch"])
     return result["workers"], replace(config, sparsity=0.0), [config.sparsity_at(step) for step in range(steps)], rest
 
 
