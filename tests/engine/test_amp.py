@@ -166,7 +166,8 @@ def test_clipping_after_the_exchange_is_told():
         scaler.scale(loss(network, rank(), 0)).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
-        with pytest.warns(UserWarning, match=r"was changed between its exchange, in backward"):
+        with pytest.warns(UserWarning, match=(
+                r"was changed between its exchange, in backward\(\) or synchronize\(\), and step\(\)")):
             scaler.step(optimizer)
 
     dgc.lockstep.run(worker, 2)

@@ -136,7 +136,8 @@ def test_changing_gradients_before_the_step_warns_once():
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
             if rank() == 0 and step == 0:
-                changed = pytest.warns(UserWarning, match=r"changed between its exchange.*clip_norm")
+                changed = pytest.warns(UserWarning, match=(
+                    r"changed between its exchange, in backward\(\) or synchronize\(\), and step\(\).*clip_norm"))
                 with changed, optimizer.skip_synchronize():
                     optimizer.step()
             elif rank() == 0:

@@ -48,7 +48,8 @@ def test_a_changed_update_is_told_in_the_same_warning():
     said = [seen["clip_what_travels_compressed"] for seen in observed(2)]
     for seen in said:
         text, = seen["sparse"]["warnings"]
-        assert text.startswith(seen["stock"]["warnings"][0]) and "was changed between its exchange" in text
+        assert text.startswith(seen["stock"]["warnings"][0]) and (
+            "was changed between its exchange, in backward() or synchronize(), and step()") in text
 
 
 BEFORE_INIT = """
