@@ -43,11 +43,10 @@ def ablation(recipe: Recipe, rows: list[Row], out: Path) -> None:
     drawing.save(figure, out)
 
 
-def differences(recipe: Recipe, groups: Mapping[str, BySeed], out: Path) -> None:
-    """To the first line of its group, by sparsity: a dot for each seed, and the means joined. Only what has results."""
+def differences(recipe: Recipe, lines: BySeed, out: Path) -> None:
+    """To the first line, by sparsity: a dot for each seed, and the means joined. Only what has results."""
     figure, axes = drawing.panels(height=3.6)
-    sparsities = {x for lines in groups.values() for line in lines.values() for x in line} - {0}
-    places = [100 * (1 - x) for x in sorted(sparsities)]
+    places = [100 * (1 - x) for x in sorted({x for line in lines.values() for x in line} - {0})]
     right = 1.2 * max(places)
     axes.axhline(0, color=drawing.DENSE)
     drawing.log_axis(axes, "x", places, "{:.2g}".format)
@@ -55,16 +54,15 @@ def differences(recipe: Recipe, groups: Mapping[str, BySeed], out: Path) -> None
              ylabel=f"{recipe.title}, difference ({'points' if recipe.unit else recipe.measure})",
              title="A dot is a seed, a line joins means")
     ends, colours = [("dense", (right, 0.0), drawing.DENSE)], iter((drawing.DGC, *drawing.MUTED))
-    for title, lines in groups.items():
-        for name in [*lines][1:]:
-            pairs = {100 * (1 - x): report.paired(ours, report.against(lines, x)) for x, ours in lines[name].items()}
-            means = [(x, float(np.mean(every))) for x, every in sorted(pairs.items()) if every]
-            if means:
-                colour = next(colours)
-                dots = [(x, apart) for x, every in pairs.items() for apart in every]
-                axes.plot(*zip(*dots, strict=True), "o", color=colour, alpha=0.5)
-                axes.plot(*zip(*means, strict=True), color=colour)
-                ends.append((f"{title}, {name}", means[-1], colour))
+    for name in [*lines][1:]:
+        pairs = {100 * (1 - x): report.paired(ours, report.against(lines, x)) for x, ours in lines[name].items()}
+        means = [(x, float(np.mean(every))) for x, every in sorted(pairs.items()) if every]
+        if means:
+            colour = next(colours)
+            axes.plot(*zip(*((x, apart) for x, every in pairs.items() for apart in every), strict=True), "o",
+                      color=colour, alpha=0.5)
+            axes.plot(*zip(*means, strict=True), color=colour)
+            ends.append((name, means[-1], colour))
     drawing.name_lines(axes, ends)
     drawing.save(figure, out)
 

@@ -89,7 +89,7 @@ def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
         recipe, lines = RECIPES["cifar10"], by_seed(asked, done)
         if n == first:
             recipe = replace(recipe, title="validation accuracy")
-            figures.differences(recipe, {f"{n} epochs": lines}, budget.figures / f"{budget.cifar10.name}-momentum.png")
+            figures.differences(recipe, lines, budget.figures / f"{budget.cifar10.name}-momentum.png")
         texts.append(f"{n} epochs, {'held-out training' if n == first else 'test'} images. {count(lines)} of "
                      f"{count(asked)} runs.\n\n"
                      + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe))
