@@ -77,8 +77,7 @@ def _started(launcher, size, arguments, environment, log):
 
 
 class Forked:
-    """A job that one process forks for all launches of this one, so that they do not all import torch; with what
-    Popen has of it."""
+    """A job, as Popen has it. One process forks all jobs of this one, so that they do not each import torch."""
 
     def __init__(self, job):
         self.forks = _forks()
@@ -86,10 +85,13 @@ class Forked:
         self.pid = self.forks.recv()
 
     def wait(self, limit):
-        late = not self.forks.poll(limit)
-        if late:
-            end(self.pid)
-        status = self.forks.recv()  # of this job, so that the next one does not take it for its own
+        late = True
+        try:
+            late = not self.forks.poll(limit)
+        finally:  # also where pytest's own limit interrupts it
+            if late:
+                end(self.pid)
+            status = self.forks.recv()  # of this job, so that the next one does not take it for its own
         if late:
             raise subprocess.TimeoutExpired("a job", limit)
         return status
@@ -224,13 +226,13 @@ def forked(connection):
 
 
 def main():
+    sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
+    sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
     kernels.compile_ahead(torch.float32, torch.float64)
     launcher, *rest = sys.argv[1:]
     job = forked(Connection(int(rest[0]))) if launcher == "forks" else {
         "launcher": launcher, "folder": rest[0], "names": rest[1:], "nodes": None}
     launcher, folder = job["launcher"], job["folder"]
-    sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
-    sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
     functions = {}
     for name in job["names"]:
         module, _, function = name.rpartition(".")
