@@ -136,11 +136,11 @@ def table(results: list[Result]) -> Table:
 
 
 def picture(results: list[Result], out: Path) -> None:
-    """Training loss, what is measured, and the share of entries sent, over the epochs. Runs that differ in nothing but
-    their seed are one line, their mean, with a band from the lowest to the highest.
+    """Training loss, the share of entries sent, and what is measured, over the epochs. Runs that differ in nothing but
+    their seed are one line, their mean, with a band from the lowest to the highest. Names are beside the last panel.
     """
     recipe, groups = RECIPES[results[0]["recipe"]], by_settings(results)
-    figure, (loss, measure, sent) = drawing.panels(3)
+    figure, (loss, sent, measure) = drawing.panels(3)
     ends, lowest = [], 100.0
     titles = names(groups)
     for title, runs, colour in zip(titles, groups, colours(titles), strict=True):

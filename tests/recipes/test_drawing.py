@@ -55,7 +55,7 @@ def test_seeds_are_one_line_their_mean_with_a_band(drawn, tmp_path):
     """Older results lack settings that there were not yet, which makes them no others."""
     runs = {name: [result(f"cifar10-{name}-{seed}") for seed in range(3)] for name in ("dense", "naive", "dgc")}
     report.picture([run for each in runs.values() for run in each], tmp_path / "curves.png")
-    loss, measure, sent = drawn[0].axes
+    loss, sent, measure = drawn[0].axes
     assert [len(axes.lines) for axes in (loss, measure, sent)] == [3, 3, 3] and len(measure.collections) == 3
     for line, each in zip(measure.lines, runs.values(), strict=True):
         assert line.get_ydata()[-1] == pytest.approx(sum(run["history"][-1]["accuracy"] for run in each) / 3)
