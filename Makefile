@@ -1,7 +1,8 @@
 # make setup       a .venv with pinned dependencies, Horovod built from source, and this package
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
-# make test        all tests
+# make test        all tests but the long ones; with make lint it is what CI runs
+# make long        the long ones: whole runs of examples, recipes and benchmarks (ten minutes)
 # make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
@@ -16,7 +17,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test examples dist launch soak lint docs clean
+.PHONY: setup demo reproduce test long examples dist launch soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -63,7 +64,10 @@ $(STAMPS)/launch: constraints.txt $(STAMPS)/package
 	touch $@
 
 test: setup
-	$(VENV)/bin/python -m pytest tests -n logical --maxprocesses 4 --dist loadfile
+	$(VENV)/bin/python -m pytest tests -m "not long" -n logical --maxprocesses 4 --dist loadfile
+
+long: setup
+	$(VENV)/bin/python -m pytest tests -m long -n logical --maxprocesses 4 --dist loadfile
 
 examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations

@@ -81,6 +81,7 @@ def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):
             clock.main(**{"methods": "dense", "rate": "1gbit", option: wrong})
 
 
+@pytest.mark.long
 def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(tmp_path):
     """A few steps; where the hosts cannot be made, the script says why with status 2."""
     command = [sys.executable, clock.__file__, "--methods", "stale-dgc", "--rate", "1gbit",

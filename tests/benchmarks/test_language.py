@@ -154,6 +154,7 @@ def test_the_clock_stops_at_a_perplexity_that_is_low_enough(short, tmp_path):
     assert len(history) == 1 and history[0]["seconds"] > 0
 
 
+@pytest.mark.long
 def test_its_steps_are_measured_and_composed(tmp_path):
     with pytest.raises(SystemExit) as stop:
         measure.main("dense,diloco", "none", 2, 4, 2, tmp_path / "m.json", "ptb")

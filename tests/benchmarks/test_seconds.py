@@ -171,6 +171,7 @@ def call(tmp_path, *words, limit=300):
                           capture_output=True, text=True, timeout=limit)
 
 
+@pytest.mark.long
 def test_it_measures_what_is_missing_also_on_hosts(tmp_path):
     """Where the hosts cannot be made, the script says why with status 2."""
     done = call(tmp_path, "--rates", "none")
@@ -217,6 +218,7 @@ def made(tmp_path, *words):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_a_run_that_is_missing_is_made_once(tmp_path):
     words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1")
     file, seen = tmp_path / "results" / "dense-0.json", []
@@ -231,6 +233,7 @@ def test_a_run_that_is_missing_is_made_once(tmp_path):
     assert done.returncode == 1 and "its bf16 is False, asked is True (move it away" in done.stderr
 
 
+@pytest.mark.long
 def test_all_methods_of_a_seed_come_first_and_failures_are_told(tmp_path):
     done = made(tmp_path, "--data", str(tmp_path), "--methods", "dense,qsgd", "--seeds", "0,1", "--bf16")
     assert done.returncode == 1 and "4 failed: dense-0, qsgd-0, dense-1, qsgd-1" in done.stderr

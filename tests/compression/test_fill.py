@@ -73,6 +73,7 @@ def train(folder):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_processes_that_begin_together_have_one_fill_the_cache(tmp_path):
     """They train meanwhile, with workers that are forked, and to the bit what they train when it is full."""

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from launch import end
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 FOLDER, BIN = ROOT / "examples", Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from launching import LAUNCHERS, flat, flattened, recipe, refused, saved
+from launching import LAUNCHERS, flat, flattened, launchers, recipe, refused, saved
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def images(tmp_path_factory):
 FIRST_LOSSES: list[float] = []  # what the first launcher saw
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("torchrun"))
 def test_the_same_file_runs_everywhere(launcher, images, tmp_path):
     """Two workers each, at density 1: alike but for the order of additions; on one process, plain SGD."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []
@@ -45,6 +45,7 @@ def test_the_same_file_runs_everywhere(launcher, images, tmp_path):
     assert first == pytest.approx(FIRST_LOSSES, rel=2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_demo(monkeypatch, tmp_path, capsys):
     """``make demo``, on digits and for one epoch of each method."""
@@ -58,6 +59,7 @@ def test_the_demo(monkeypatch, tmp_path, capsys):
     assert f"{tmp_path}/demo.png" in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.long
 def test_resuming_is_bit_for_bit(images, tmp_path):
     """Two workers, killed after the first of two epochs; the residuals come along."""
     arguments = ("--epochs", "2", "--virtual-workers", "2", "--batch-size", "16", "--sparsity", "0.99", "--no-flush")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import LAUNCHERS, flattened, recipe, saved
+from launching import LAUNCHERS, flattened, launchers, recipe, saved
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ PERPLEXITIES: list[float] = []  # what the first launcher saw
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("horovodrun"))
 def test_the_language_model_runs_everywhere(launcher, text, tmp_path):
     """Two workers each, compressed, with dropout: alike but for the order of additions."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []
@@ -57,6 +57,7 @@ def test_the_language_model_runs_everywhere(launcher, text, tmp_path):
     assert seen == pytest.approx(PERPLEXITIES, rel=1e-3) and max(seen) < result["vocabulary"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_float16_is_what_horovod_exchanges(text, tmp_path):
     """After one step at lr 1, a bias that was zero is the averaged gradient, which came in float16; but for that, it is
