@@ -1,6 +1,5 @@
 """Runs functions of the tests on real processes, each launch with a hard limit that ends all of its processes."""
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -12,14 +11,11 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import torch
 
-import dgc
 from dgc.compression import kernels
 
 HERE = Path(__file__).parent
@@ -34,29 +30,34 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
     Returns (results, output): function -> what each rank returned, in rank order; and all that was printed. With
     ``check=False`` the job may fail: (exit status, output, seconds).
 
-    The processes are forked from one that has imported torch, dgc and Horovod. ``fresh`` ones are started by horovodrun
-    or torchrun, which end the job in their way; each imports for itself, and has its own order of strings in a set.
+    The processes are forked from one that has imported all they need. ``fresh`` ones are started by horovodrun or
+    torchrun, which end the job in their way; each imports for itself, and has its own order of strings in a set.
     """
     names = [f"{function.__module__}.{function.__name__}" for function in functions]
     nodes = node_size if isinstance(node_size, tuple) else (node_size or size,) * (size // (node_size or size))
     bin_folder = Path(sys.executable).parent
+    command = [sys.executable, str(HERE / "launch.py"), launcher]
+    if fresh:
+        command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
+                   "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
+                             "--nproc-per-node", str(size)]}[launcher] + command
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
                        "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
                        "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1"}
         log = Path(folder) / "log"
         began = time.monotonic()
-        if fresh:
-            job = _started(launcher, size, [folder, *names], environment, log)
-        else:
-            job = Forked({"launcher": launcher, "folder": folder, "nodes": nodes, "names": names,
-                          "environment": environment, "log": str(log)})
-        try:
-            status = job.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}") from None
-        finally:
-            end(job.pid)
+        with log.open("w") as file:
+            process = subprocess.Popen([*command, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names],
+                                       env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                end(process.pid)
+                message = f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}"
+                raise AssertionError(message) from None
+            finally:
+                end(process.pid)
         output = log.read_text()
         if not check:
             return status, output, time.monotonic() - began
@@ -64,49 +65,6 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
         ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
         return {function: [rank[name] for rank in ranks]
                 for function, name in zip(functions, names, strict=True)}, output
-
-
-def _started(launcher, size, arguments, environment, log):
-    """A job of horovodrun or torchrun."""
-    command = {"horovod": [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(size)],
-               "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
-                         "--nproc-per-node", str(size)]}[launcher]
-    with log.open("w") as file:
-        return subprocess.Popen([*command, sys.executable, str(HERE / "launch.py"), launcher, *arguments],
-                                env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-
-
-class Forked:
-    """A job, as Popen has it. One process forks all jobs of this one, so that they do not each import torch."""
-
-    def __init__(self, job):
-        self.forks = _forks()
-        self.forks.send(job)
-        self.pid = self.forks.recv()
-
-    def wait(self, limit):
-        late = True
-        try:
-            late = not self.forks.poll(limit)
-        finally:  # also where pytest's own limit interrupts it
-            if late:
-                end(self.pid)
-            status = self.forks.recv()  # of this job, so that the next one does not take it for its own
-        if late:
-            raise subprocess.TimeoutExpired("a job", limit)
-        return status
-
-
-@functools.cache
-def _forks():
-    """The connection with the process that forks. It ends when this one does."""
-    here, there = Pipe()
-    process = subprocess.Popen([sys.executable, str(HERE / "launch.py"), "forks", str(there.fileno())],
-                               env={**os.environ, "OMP_NUM_THREADS": "1"}, pass_fds=[there.fileno()],
-                               stdin=subprocess.DEVNULL)
-    there.close()
-    atexit.register(lambda: (here.close(), process.wait()))
-    return here
 
 
 @functools.cache
@@ -196,49 +154,17 @@ def begin(launcher, folder):
     return rank
 
 
-def forked(connection):
-    """Forks a process for each job that it is told of. Only these return, with their job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("pytest", "hypothesis", "horovod.torch"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    import laws
-    dgc.lockstep.run(lambda: laws.train(range(2), dgc.Config(sparsity=0.9)), 2)  # which load more
-    gc.freeze()
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            os._exit(0)
-        child = os.fork()
-        if not child:
-            break
-        connection.send(child)
-        connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    connection.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.environ.clear()
-    os.environ.update(job["environment"])
-    return job
-
-
 def main():
+    launcher, folder, nodes, *names = sys.argv[1:]
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
     sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
     kernels.compile_ahead(torch.float32, torch.float64)
-    launcher, *rest = sys.argv[1:]
-    job = forked(Connection(int(rest[0]))) if launcher == "forks" else {
-        "launcher": launcher, "folder": rest[0], "names": rest[1:], "nodes": None}
-    launcher, folder = job["launcher"], job["folder"]
     functions = {}
-    for name in job["names"]:
+    for name in names:
         module, _, function = name.rpartition(".")
         functions[name] = getattr(importlib.import_module(module), function)
-    if job["nodes"]:
-        fork(launcher, job["nodes"])
+    if nodes != "fresh":
+        fork(launcher, [int(ranks) for ranks in nodes.split(",")])
     rank = begin(launcher, folder)
     torch.manual_seed(0)
     results = {name: function() for name, function in functions.items()}
