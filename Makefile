@@ -63,11 +63,10 @@ $(STAMPS)/launch: constraints.txt $(STAMPS)/package
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt kubernetes-validate
 	touch $@
 
-test: setup
-	$(VENV)/bin/python -m pytest tests -m "not long" -n logical --maxprocesses 4 --dist loadfile
-
-long: setup
-	$(VENV)/bin/python -m pytest tests -m long -n logical --maxprocesses 4 --dist loadfile
+test: WHICH := not long
+long: WHICH := long
+test long: setup
+	$(VENV)/bin/python -m pytest tests -m "$(WHICH)" -n logical --maxprocesses 4 --dist loadfile
 
 examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations

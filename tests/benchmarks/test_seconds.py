@@ -220,7 +220,7 @@ def made(tmp_path, *words):
 
 @pytest.mark.long
 def test_a_run_that_is_missing_is_made_once(tmp_path):
-    words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1")
+    words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1", "--bf16")
     file, seen = tmp_path / "results" / "dense-0.json", []
     for _ in range(2):
         done = made(tmp_path, *words)
@@ -228,14 +228,14 @@ def test_a_run_that_is_missing_is_made_once(tmp_path):
         seen.append(file.stat().st_mtime_ns)
     assert seen[0] == seen[1] and not (tmp_path / "work" / "dense-0").exists()
     settings = json.loads(file.read_text())["settings"]
-    assert settings["bf16"] is False and settings["epochs"] == 1 and settings["workers"] == 4
-    done = made(tmp_path, *words, "--bf16")
-    assert done.returncode == 1 and "its bf16 is False, asked is True (move it away" in done.stderr
+    assert settings["bf16"] is True and settings["epochs"] == 1 and settings["workers"] == 4
+    done = made(tmp_path, *words[:-1])
+    assert done.returncode == 1 and "its bf16 is True, asked is False (move it away" in done.stderr
 
 
 @pytest.mark.long
 def test_all_methods_of_a_seed_come_first_and_failures_are_told(tmp_path):
-    done = made(tmp_path, "--data", str(tmp_path), "--methods", "dense,qsgd", "--seeds", "0,1", "--bf16")
+    done = made(tmp_path, "--data", str(tmp_path), "--methods", "dense,qsgd", "--seeds", "0,1")
     assert done.returncode == 1 and "4 failed: dense-0, qsgd-0, dense-1, qsgd-1" in done.stderr
     assert all("must be a folder with all of" in log.read_text() for log in (tmp_path / "work").rglob("log"))
 

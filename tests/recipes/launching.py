@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import typer
 from launch import end
@@ -47,11 +46,6 @@ def flat(output):
 LAUNCHERS = {"python": (sys.executable,),
              "horovodrun": (str(BIN / "horovodrun"), "--gloo", "-np", "2", sys.executable),
              "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")}
-
-
-def launchers(chosen):
-    """One process, and two by the chosen one; by the other in ``make long`` only."""
-    return [name if name in ("python", chosen) else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHERS]
 
 
 def saved(folder, rank):

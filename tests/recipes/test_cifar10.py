@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from launching import LAUNCHERS, flat, flattened, launchers, recipe, refused, saved
+from launching import LAUNCHERS, flat, flattened, recipe, refused, saved
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def images(tmp_path_factory):
 FIRST_LOSSES: list[float] = []  # what the first launcher saw
 
 
-@pytest.mark.parametrize("launcher", launchers("torchrun"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_file_runs_everywhere(launcher, images, tmp_path):
     """Two workers each, at density 1: alike but for the order of additions; on one process, plain SGD."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []

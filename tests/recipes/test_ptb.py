@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import LAUNCHERS, flattened, launchers, recipe, saved
+from launching import LAUNCHERS, flattened, recipe, saved
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ PERPLEXITIES: list[float] = []  # what the first launcher saw
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", launchers("horovodrun"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_language_model_runs_everywhere(launcher, text, tmp_path):
     """Two workers each, compressed, with dropout: alike but for the order of additions."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []

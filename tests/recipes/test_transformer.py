@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from launching import LAUNCHERS, flattened, launchers, recipe, saved
+from launching import LAUNCHERS, flattened, recipe, saved
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def transformer(text):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", launchers("horovodrun"))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_it_runs_everywhere(launcher, text, tmp_path):
     """Two workers each, compressed, with dropout."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []
