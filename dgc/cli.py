@@ -31,6 +31,7 @@ from dgc.cost import Cluster, Link
 from dgc.extras import missing_extra
 
 ROWS = 24  # at most, of a schedule's table
+WORKERS = 1_000_000  # of a cluster, for which a plan takes half a minute
 EPOCHS, STEPS = 10, 500_000  # of a schedule that are looked at, if nothing is said; at most, if it changes later
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -162,6 +163,8 @@ def plan(
 
       dgc plan checkpoint.pt --compute 0.25 --json | jq .advice.pays
     """
+    if nodes * gpus > WORKERS:
+        raise typer.BadParameter(f"--nodes times --gpus must be at most {WORKERS:,}, got {nodes * gpus:,}")
     importable(model)
     with usage("MODEL"), aside(as_json):
         loaded = planning.load(model)
@@ -403,7 +406,7 @@ def tune(
             )] = None,
         tolerance: Annotated[float, typer.Option(
             min=0, help="How much worse than the paper's the recommended metric may be.")] = 0.0,
-        seed: Annotated[int, typer.Option(help="Of the sampler.")] = 0,
+        seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampler.")] = 0,
         png: Annotated[Path | None, typer.Option(
             help="The picture. Default: beside the study.", dir_okay=False, callback=_picture)] = None,
         as_json: Json = False) -> None:

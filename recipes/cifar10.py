@@ -108,7 +108,7 @@ def config(a: Any, steps: int) -> dgc.Config:
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
-                      a.clip_norm, local_weight_decay=a.local_weight_decay, exchange=a.exchange,
+                      a.clip_norm or None, local_weight_decay=a.local_weight_decay, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
 
@@ -206,17 +206,19 @@ def main(
             min=33, help="Its channels; with 256 there is ten times as much to exchange.")] = 64,
         epochs: Annotated[int, typer.Option(min=1)] = 164,
         batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
-        lr: float = 0.1, momentum: float = 0.9, nesterov: bool = True, weight_decay: float = 1e-4,
+        lr: job.Number = 0.1, momentum: job.Number = 0.9, nesterov: bool = True, weight_decay: job.Number = 1e-4,
         sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(min=0, help="Of dgc alone. Default: 4 of 164.")] = None,
+        warmup_epochs: Annotated[float | None, typer.Option(
+            min=0, callback=job.finite, help="Of dgc alone. Default: 4 of 164.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
         local_weight_decay: bool = True,
-        clip_norm: float | None = None,
+        clip_norm: Annotated[float | None, typer.Option(
+            min=0, callback=job.finite, help="Bound on the gradient's norm; 0: none.")] = None,
         flush: job.Flush = True,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
-        seed: int = 0,
+        seed: job.Seed = 0,
         validate: Annotated[bool, typer.Option("--validate", help=(
             "Train without the last tenth of the training images, and evaluate on these: for choices."))] = False,
         bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
@@ -227,6 +229,8 @@ def main(
         out: job.Out = None) -> None:
     """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
     import argparse
+    if nesterov and not momentum:
+        raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
     a = argparse.Namespace(**locals())
     del a.argparse
     result = job.run(lambda: train(a), a)

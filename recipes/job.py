@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -36,7 +37,19 @@ def sparsity(text: str) -> float | str:
     return text
 
 
+def finite(number: float | None) -> float | None:
+    """A number that training can go on with, or none.
+
+    Raises:
+        typer.BadParameter: it is infinite or none at all.
+    """
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"it must be finite, got {number}")
+    return number
+
+
 # Options that mean the same in every recipe.
+Number = Annotated[float, typer.Option(min=0, callback=finite)]
 Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(
     help="fp16: Horovod's compression. naive: top-k that forgets what it does not send. topk: gradient dropping (Aji "
          "and Heafield 2017), which keeps it.")]
@@ -50,7 +63,8 @@ Exchange = Annotated[Literal["allgather", "reduce", "shared", "auto"], typer.Opt
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]
-Threads = Annotated[int | None, typer.Option(help="Of this process; default: torch's.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of this process; default: torch's.")]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")]
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")]

@@ -164,6 +164,7 @@ def main():
         module, _, function = name.rpartition(".")
         functions[name] = getattr(importlib.import_module(module), function)
     if nodes != "fresh":
+        importlib.import_module("torch._dynamo")  # which the first optimizer imports, as long a work as torch itself
         fork(launcher, [int(ranks) for ranks in nodes.split(",")])
     rank = begin(launcher, folder)
     torch.manual_seed(0)

@@ -153,6 +153,8 @@ def test_schedule_prints_where_it_changes():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
+    (["plan", "resnet50", "--compute", "1", "--nodes", "9" * 30],
+     "dgc plan: Invalid value: --nodes times --gpus must be at most 1,000,000, got 999,999,999,"),
     (["plan", "resnet51", "--compute", "1"], "dgc plan: Invalid value: MODEL: model must be resnet50"),
     (["plan", "resnet50"],
      "dgc plan: Invalid value: one of --compute SECONDS and --measure must be given, got neither"),
@@ -187,6 +189,8 @@ def lacking():
     import no_such_package
 def number():
     return int('abc')
+def ends():
+    raise SystemExit(3)
 def model():
     return Model(40, 30), (torch.zeros(2, 40),)
 """
@@ -195,10 +199,11 @@ def model():
 SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x39 and 40x30) (theirs.py, line 4, in forward)"
 
 
-def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(tmp_path):
+def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs.py").write_text(THEIRS)
     (tmp_path / "early.py").write_text("import torch\nbuild = torch.nn.no_such_thing\n")
-    code = f"import os; os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for line, expected in (
             ("plan theirs:broken --compute 1", "RuntimeError: no model today (theirs.py, line 6, in broken)"),
             ("plan theirs:number --compute 1",
@@ -207,8 +212,11 @@ def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(tm
              "ModuleNotFoundError: No module named 'no_such_package' (theirs.py, line 8, in lacking)"),
             ("plan early:build --compute 1",
              "AttributeError: module 'torch.nn' has no attribute 'no_such_thing' (early.py, line 2, in <module>)"),
+            ("plan theirs:ends --compute 1", "SystemExit: 3 (theirs.py, line 12, in ends)"),
             ("plan theirs:model --measure", SHAPES)):
-        assert command(*line.split(), code=code) == (1, "", f"dgc: {expected}\n")
+        monkeypatch.setattr(sys, "argv", ["dgc", *line.split()])
+        assert (cli.run(), *capsys.readouterr()) == (1, "", f"dgc: {expected}\n")
+        sys.modules.pop("theirs", None)
 
 
 @pytest.mark.parametrize("line", [["plan", "late:build", "--measure"], ["schedule", "0.9", "--model", "late:build"]])

@@ -57,10 +57,10 @@ class Bucket:
         self.offsets = tuple(accumulated(self.numels, initial=0))[:-1]
         self.numel = sum(self.numels)
         self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
-        self.u = torch.zeros_like(self.v) if velocity else None
+        self.u = self.v.new_zeros(self.numel) if velocity else None
         self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
         self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
-        self.total_entries = torch.zeros_like(self.entries_sent)
+        self.total_entries = self.entries_sent.new_zeros(())
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
         self._prepayment: tuple[list[list[float]], Tensor] = [], self.v

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 Shape = tuple[int, ...]
 
-NAME = re.compile(r"[\w.]+:[\w.]+")  # module:callable
+NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
 ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model' or 'state_dict'"
 
 
@@ -152,6 +153,9 @@ def load(model: str) -> Loaded:
         raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
                          f"got a {type(made).__name__}")
     trained = [p for p in module.parameters() if p.requires_grad]
+    if any(map(is_lazy, trained)):
+        raise ValueError(f"model must have parameters with shapes, got {model!r}, which has lazy ones (call the module "
+                         "once in the function: they take their shapes from what it is called with)")
     loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
     if not loaded.numel:
         raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
@@ -196,7 +200,7 @@ def theirs() -> Iterator[None]:
     here = os.getcwd()
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end us, in silence
         frames = traceback.extract_tb(error.__traceback__)[1:]
         own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
         place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
@@ -221,7 +225,11 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(
         state, dict) else {}
     kept = {name: tensor for name, tensor in tensors.items()
-            if tensor.is_floating_point() and not name.endswith(("running_mean", "running_var"))}
+            if tensor.is_floating_point() and not str(name).endswith(("running_mean", "running_var"))}
+    for name, tensor in kept.items():
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise ValueError(f"model must be {ACCEPTED}, of dense tensors, got {file!r}, whose {name!r} is "
+                             f"{'nested' if tensor.is_nested else 'sparse'}")
     if not any(tensor.numel() for tensor in kept.values()):
         raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which holds no parameters")
     return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once

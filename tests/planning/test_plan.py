@@ -339,6 +339,8 @@ def here(tmp_path, monkeypatch):
         "def alone():\n    return nn.Linear(4, 3)\n"
         "def frozen():\n    return nn.Linear(4, 3).requires_grad_(False)\n"
         "def nothing():\n    return 7\n"
+        "def lazy():\n    return nn.LazyLinear(3)\n"
+        "def ends():\n    raise SystemExit\n"
         "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
         "def two():\n    return Two(), (torch.zeros(2, 4),)\n"
@@ -361,6 +363,8 @@ def test_a_callable_of_the_users(here):
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
     for wrong, message in (("mine:frozen", "model must have parameters to train, got 'mine:frozen'"),
                            ("mine:nothing", r"must return a torch\.nn\.Module, .* got a int"),
+                           ("mine:lazy", r"have parameters with shapes, got 'mine:lazy', .* \(call the module once"),
+                           (".mine:alone", "model must be resnet50"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
                            ("no.such.module:build", "No module named 'no'"),
                            ("os:sep", "'os:sep' must be a callable, got a str"),
@@ -368,6 +372,8 @@ def test_a_callable_of_the_users(here):
                            ("mine.py", r"model must be resnet50, .*, module:callable, .* got 'mine\.py'")):
         with pytest.raises(ValueError, match=message):
             plan.load(wrong)
+    with pytest.raises(plan.TheirError, match=r"SystemExit: .*mine\.py, line 14, in ends\)"):
+        plan.load("mine:ends")
 
 
 def test_a_checkpoint(here):
@@ -377,13 +383,17 @@ def test_a_checkpoint(here):
     torch.save(model.state_dict(), "plain.pt")
     for file in ("checkpoint.pt", "plain.pt"):
         assert plan.load(file).shapes == ((8, 3, 3, 3), (8,), (8,), (8,))
+    torch.save({1: torch.zeros(2, 3)}, "numbered.pt")
+    assert plan.load("numbered.pt").shapes == ((2, 3),)
     torch.save({"loss": 1.0}, "empty.pt")
     Path("not.pt").write_text("no")
     Path("full_disk.pt").touch()  # torch then raises an error without a word
     torch.save(model, "pickled.pt")
     torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
+    torch.save({"model": {"weight": torch.zeros(2, 3).to_sparse()}}, "sparse.pt")
     for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
                           ("not.pt", r"got .*not\.pt"),
+                          ("sparse.pt", r"of dense tensors, got 'sparse\.pt', whose 'weight' is sparse"),
                           ("pickled.pt", "must be a checkpoint's file with a state dict, alone"),
                           ("full_disk.pt", r"reads, got 'full_disk\.pt' \(torch says: EOFError")):
         with pytest.raises(ValueError, match=message):

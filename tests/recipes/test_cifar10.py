@@ -93,6 +93,13 @@ def test_resuming_is_bit_for_bit(images, tmp_path):
     (("--sparsity", "warmup", "--warmup-epochs", "1"),
      "--warmup-epochs must be left out where --sparsity is a whole schedule"),
     (("--warmup-epochs", "-1"), "Invalid value for '--warmup-epochs'"),
+    (("--warmup-epochs", "inf"), "Invalid value for '--warmup-epochs': it must be finite, got inf"),
+    (("--lr", "nan"), "Invalid value for '--lr'"),
+    (("--lr", "-1"), "Invalid value for '--lr'"),
+    (("--clip-norm", "-1"), "Invalid value for '--clip-norm'"),
+    (("--seed", "99999999999999999999"), "Invalid value for '--seed'"),
+    (("--threads", "-1"), "Invalid value for '--threads'"),
+    (("--momentum", "0"), "--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)"),
     (("--batch-size", "2000"), "--batch-size 2000 x 1 workers is more than 1437 images"),
 ])
 def test_refuses(arguments, message):
