@@ -130,6 +130,7 @@ def test_masking_alone_shortens_the_way():
     assert (masked * mean).sum() / whole < 0.5
 
 
+@pytest.mark.long
 def test_a_shared_support_stays_further_behind_and_less_so_with_more_entries():
     import noise
 

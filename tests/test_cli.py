@@ -345,6 +345,7 @@ def test_doctor_trains_between_two_processes(tmp_path, monkeypatch):
     assert "error" in doctor.self_test("torch", 100)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_doctor_trains_over_horovod():
     pytest.importorskip("horovod.torch")

@@ -68,7 +68,8 @@ def run(command, folder):
 
 @pytest.mark.parametrize(("name", "first", "command"), [
     ("train.py", "import torch\n", [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
-    ("train_horovod.py", "import horovod.torch as hvd\n", ["horovodrun", "-np", "2", sys.executable])])
+    pytest.param("train_horovod.py", "import horovod.torch as hvd\n", ["horovodrun", "-np", "2", sys.executable],
+                 marks=pytest.mark.long)])
 def test_the_quickstart_prints_what_it_says(tmp_path, name, first, command):
     """Bytes to the byte; losses, of which other processors round otherwise, within a tenth and 0.1."""
     (tmp_path / name).write_text(block(QUICKSTART, first))
