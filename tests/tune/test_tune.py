@@ -183,7 +183,7 @@ def started(*arguments):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=100):
     ends = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < ends
