@@ -263,8 +263,8 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
 def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a picture goes beside it.")] = None,
          repeats: Annotated[int, typer.Option(min=2)] = 15,
          warmup: Annotated[int, typer.Option(min=1, help="Steps before the first that counts.")] = 20,
-         sparsity: float = 0.999,
-         largest: Annotated[int, typer.Option(help="Flat size to end with.")] = FLAT[-1]) -> None:
+         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+         largest: Annotated[int, typer.Option(min=0, help="Flat size to end with.")] = FLAT[-1]) -> None:
     """Times compression on the CPU: exact top-k, the torch operations, the fused loops, and the floor."""
     kernels.compile_ahead(torch.float32)
     console = Console(width=150)

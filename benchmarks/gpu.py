@@ -141,9 +141,10 @@ def versions(device: torch.device) -> dict[str, str]:
 def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
          device: Annotated[str, typer.Option(help="cpu: Triton's interpreter, to try the script and not to time.")
                            ] = "cuda",
-         numel: Annotated[int, typer.Option(help="One flat tensor of so many entries, instead of the cases.")] = 0,
-         sparsity: float = 0.999,
-         warmup: Annotated[int, typer.Option(help="Steps before the first that counts.")] = 20,
+         numel: Annotated[int, typer.Option(
+             min=0, help="One flat tensor of so many entries, instead of the cases.")] = 0,
+         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+         warmup: Annotated[int, typer.Option(min=0, help="Steps before the first that counts.")] = 20,
          steps: Annotated[int, typer.Option(min=1)] = 50,
          check_sync: Annotated[bool, typer.Option(
              "--check-sync", help="Fail where a step of the kernels waits for the device.")] = False) -> None:

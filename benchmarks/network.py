@@ -354,7 +354,8 @@ def main(
         repeats: Annotated[int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")] = 3,
         steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,
         batch: Annotated[int, typer.Option(min=1, help="Images of a training step, on each host.")] = 1,
-        cycle: Annotated[float, typer.Option(help="Milliseconds of Horovod's cycle, for all that runs over it.")] = 5,
+        cycle: Annotated[float, typer.Option(
+            min=0, help="Milliseconds of Horovod's cycle, for all that runs over it.")] = 5,
         dgc_option: Annotated[list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")] = None,
         out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] =
             HERE.parent / "results" / "network.json") -> None:

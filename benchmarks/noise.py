@@ -152,7 +152,7 @@ def remaining(sparsity: float, steps: int) -> list[dict[str, Any]]:
 
 
 def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
-         scale: Annotated[float, typer.Option(help="Standard deviation of the means.")] = 0.1,
+         scale: Annotated[float, typer.Option(min=0, help="Standard deviation of the means.")] = 0.1,
          steps: Annotated[int, typer.Option(min=1)] = 2000) -> None:
     """Measures and prints all three."""
     torch.set_num_threads(1)

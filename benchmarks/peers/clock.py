@@ -123,8 +123,8 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
          epochs: Annotated[int, typer.Option(min=1, help="At most; the schedule is made for as many.")] = 25,
          batch_size: Annotated[int | None, typer.Option(min=1, help="Of each host. Default: as train.py's.")] = None,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
-         hosts: Annotated[int, typer.Option(min=2, max=200)] = 4, seed: int = 0,
-         minutes: Annotated[float, typer.Option(help="After which a method's processes are ended.")] = 600,
+         hosts: Annotated[int, typer.Option(min=2, max=200)] = 4, seed: job.Seed = 0,
+         minutes: Annotated[float, typer.Option(min=0, help="After which a method's processes are ended.")] = 600,
          out: Annotated[Path, typer.Option(help="Folder of results and checkpoints.")] = Path("runs/clock")) -> None:
     """Trains to a target on shaped links; prints a table, and draws accuracy against the clock."""
     check_tools()

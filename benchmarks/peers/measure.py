@@ -164,7 +164,7 @@ def main(methods: Annotated[str | None, typer.Option(help="Of train.py, with com
          rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}; none: no hosts.")] = "100mbit,1gbit",
          steps: Annotated[int, typer.Option(min=2, help="Timed steps of each part.")] = 50,
          hosts: Annotated[int, typer.Option(min=2, max=200, help="Workers, one on each host.")] = 4,
-         minutes: Annotated[float, typer.Option(help="After which a part's processes are ended.")] = 10,
+         minutes: Annotated[float, typer.Option(min=0, help="After which a part's processes are ended.")] = 10,
          out: Annotated[Path | None, typer.Option(help="JSON. Default: in benchmarks/results.")] = None,
          task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
     """Measures what is missing in the JSON."""

@@ -154,14 +154,14 @@ def main(method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.
          epochs: Annotated[int, typer.Option(min=1)] = 25,
          batch_size: Annotated[int | None, typer.Option(
              min=1, help="Of each worker. Default: 32 images, or 5 columns of text.")] = None,
-         lr: Annotated[float | None, typer.Option(help="Default: the method's.")] = None,
+         lr: Annotated[float | None, typer.Option(min=0, help="Default: the method's.")] = None,
          target: Annotated[float | None, typer.Option(
              help="Accuracy, or validation perplexity, at which to stop. Epochs' seconds are noted then, those of rank "
                   "0's training.")] = None,
-         weight_decay: Annotated[float | None, typer.Option(help="Default: 1e-4; 0 of ptb.")] = None,
+         weight_decay: Annotated[float | None, typer.Option(min=0, help="Default: 1e-4; 0 of ptb.")] = None,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          virtual_workers: job.VirtualWorkers = 4,
-         seed: int = 0, threads: job.Threads = None,
+         seed: job.Seed = 0, threads: job.Threads = None,
          checkpoints: job.Checkpoints = None, resume: job.Resume = False, out: job.Out = None) -> None:
     """Trains with one method."""
     a = argparse.Namespace(**locals(), **FIXED)
