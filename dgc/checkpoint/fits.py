@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dgc.checkpoint.files import Tree, check_tensors
+from dgc.engine.adam import RECEIVED
 from dgc.engine.adaptive import KEYS, SPARSITY
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
@@ -124,10 +125,12 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(f"the optimizer's groups must have {sizes[1]} parameters, got {sizes[0]}")
     for i, (given, expected) in enumerate(zip(groups, own, strict=True)):
-        # Others that torch has added since then get their defaults.
-        steady = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}
+        # Flags that torch has added since then get their defaults.
+        steady = {"nesterov", "maximize"} if isinstance(optimizer, torch.optim.SGD) else set()
+        steady |= {key for key, value in optimizer.defaults.items() if _is_rate(value)}
         if missing := sorted(expected.keys() & steady - given.keys()):
-            raise ValueError(f"group {i} of the optimizer must have {missing}, got a group without")
+            raise ValueError(f"group {i} of the optimizer must have {missing}, got a group without (of an optimizer of "
+                             "another class?)")
         for key in (expected.keys() & given.keys()) - {"params"}:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))
             alike = isinstance(value, numbers if isinstance(expected[key], numbers) else type(expected[key]))
@@ -137,14 +140,22 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
                     key == SPARSITY and not 0 <= value < 1):
                 raise ValueError(f"{key} of group {i} must be like {expected[key]!r}, got {value!r}")
     parameters = by_index(optimizer, state)
+    adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))  # others may keep some of another shape
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", RECEIVED) if adam else ()
     for index, buffers in state["state"].items():
         if index not in parameters:
             raise ValueError(f"the optimizer's state must be of parameters in its groups, got {index!r}, which is in "
                              "none")
-        for key in ("momentum_buffer", "decay_buffer"):
+        for key in ("momentum_buffer", "decay_buffer", *moments):
             if (buffer := buffers.get(key)) is not None:
                 sparse = isinstance(buffer, Tensor) and key == "momentum_buffer" and buffer.is_sparse  # of an embedding
                 check_like(f"{key} of parameter {index}", buffer.to_dense() if sparse else buffer, parameters[index])
+
+
+def _is_rate(value: Any) -> bool:
+    """A number, or some: a rate, coefficients of averages; no flag."""
+    some = value if isinstance(value, (tuple, list)) else (value,)
+    return all(isinstance(number, (int, float, Tensor)) and not isinstance(number, bool) for number in some)
 
 
 def by_index(optimizer: Any, state: Tree) -> dict[int, Tensor]:

@@ -47,8 +47,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
 
     An optimizer that keeps no residuals (with one process, or Horovod's own) gets the sum f (sum u) in its momentum,
     together with the weight decay's, which is exact; and f (sum v), for which it has no place, is applied to the
-    parameters at the saved learning rate, as ``flush()`` does. Steps with one process do not count in the schedule of
-    the sparsity. The other way round, an optimizer's momentum moves into u.
+    parameters at the saved learning rate, as ``flush()`` does; not to frozen ones. Steps with one process do not count
+    in the schedule of the sparsity. The other way round, an optimizer's momentum moves into u.
 
     Args:
         path: as given to :func:`save_checkpoint`.

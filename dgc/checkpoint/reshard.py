@@ -57,7 +57,7 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
     """Moves u and the decay's momentum into the momentum of the state of an optimizer that keeps no residuals.
 
     Returns:
-        Parameter -> what pending v adds to it, float64.
+        Parameter -> what pending v adds to it, float64; nothing to a frozen one.
     """
     pending = any(x.any() for letter in "uv" for x in total[letter].values())
     if pending and not isinstance(optimizer, torch.optim.SGD):
@@ -81,6 +81,8 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
             buffers["momentum_buffer"] = momentum.to(names[name].dtype)
     updates = {}
     for name, v in total["v"].items():
+        if not names[name].requires_grad:
+            continue
         group = group_of[indices[names[name]]]
         updates[names[name]] = v.double() * (float(group["lr"]) * (1 if group["maximize"] else -1))
     return updates

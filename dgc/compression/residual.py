@@ -72,10 +72,7 @@ class Bucket:
 
     def shaped(self, parameter: int, part: Tensor) -> Tensor:
         """One of those parts in its parameter's shape and order."""
-        shape, order = self.shapes[parameter], self.orders[parameter]
-        if order is None:
-            return part.view(shape)
-        return part.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+        return shaped(part, self.shapes[parameter], self.orders[parameter])
 
     def in_order(self, parameter: int, tensor: Tensor) -> Tensor:
         """A view of a tensor of a parameter's shape that is contiguous if it lies in memory as the parameter did."""
@@ -211,6 +208,13 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
+
+
+def shaped(part: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
+    """A view of a flat tensor in this shape, whose dimensions lie in memory in this order; see :func:`memory_order`."""
+    if order is None:
+        return part.view(shape)
+    return part.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
 
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from dgc.compression.residual import memory_order, shaped
 from dgc.engine.buckets import DTYPES
 
 
@@ -58,6 +59,10 @@ class Hooks:
             self._task = task
             at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
 
+    def has_step(self, engine: Exchanging) -> bool:
+        """See :class:`dgc.engine.engine.GradientSource`. Without gradients zeros are exchanged, as by Horovod."""
+        return True
+
     def synchronize(self, engine: Exchanging) -> None:
         """See :class:`dgc.engine.engine.GradientSource`."""
         engine.exchange()
@@ -89,6 +94,19 @@ def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
 
 
 # -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
+
+def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
+    """The gradients in a bucket of DDP's, as it lays them: each in its parameter's order in memory, say channels last.
+    torch's ``bucket.gradients()`` reads all as if they were contiguous.
+    """
+    if (buffer := bucket.buffer()).is_sparse:
+        return [buffer]
+    if all(p.is_contiguous() for p in parameters):
+        gradients: list[Tensor] = bucket.gradients()
+        return gradients
+    parts = buffer.split([p.numel() for p in parameters])
+    return [shaped(part, p.shape, memory_order(p)) for part, p in zip(parts, parameters, strict=True)]
+
 
 def backward_task() -> int:
     """The number of the backward pass that runs in this thread; -1 if none does."""

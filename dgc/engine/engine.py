@@ -41,6 +41,9 @@ class GradientSource(Protocol):
     def arrived(self, engine: Engine) -> None:
         """Is told of each such gradient, where ``ends_with_backward``: has :meth:`Engine.backward_ends` called then."""
 
+    def has_step(self, engine: Engine) -> bool:
+        """Whether step() has something to do, if only to raise an error."""
+
     def synchronize(self, engine: Engine) -> None:
         """Ends the step's exchange, if that has not been done."""
 
@@ -84,11 +87,7 @@ class Engine:
             self.pending.missing = settings.exchanges and parameters.step > 0
 
     def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
-        """Exchanges the gradients of these param groups from now on.
-
-        Args:
-            groups: as for :func:`dgc.DistributedOptimizer`.
-        """
+        """Exchanges the gradients of these param groups from now on; ``groups``: see :meth:`Parameters.register`."""
         parameters = exchanged(param_groups)
         self.parameters.add(parameters)
         self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
@@ -219,6 +218,8 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.source.has_step(self):
+            return loss
         if self.settings.exchanges:
             self.misuse.refuse_scaler(self.step)
         if self.synchronizes:

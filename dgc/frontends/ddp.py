@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.config import Average, Config
-from dgc.engine.backward import backward_task
+from dgc.engine.backward import backward_task, gradients_of
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
@@ -185,7 +185,7 @@ class DDPBuckets:
             self._begin_pass(engine)
         self._futures.append((future, buffer, parameters))
         try:
-            for p, g in zip(parameters, [buffer] if buffer.is_sparse else bucket.gradients(), strict=True):
+            for p, g in zip(parameters, gradients_of(bucket, parameters), strict=True):
                 self._lent.append((p, p.grad))
                 p.grad = g
             for p in parameters:
@@ -255,14 +255,19 @@ class DDPBuckets:
             future.set_result(sparse.get(parameters[0], buffer))
         self._futures.clear()
 
+    def has_step(self, engine: Engine) -> bool:
+        """A step() before any backward(), to quiet a scheduler's warning, is none in torch either."""
+        return (not engine.settings.exchanges or engine.step.exchanged or self._failed is not None
+                or any(p.grad is not None for p in engine.parameters.listed))
+
     def synchronize(self, engine: Engine) -> None:
         """Has been done by ``backward()``; where a gradient was not finite it is said here."""
         self._raise_failed()
         if not engine.settings.exchanges:
             engine.exchange()
         elif not engine.step.exchanged:
-            raise RuntimeError("nothing was exchanged since the last step(): backward() was not called, or within "
-                               "no_sync() only")
+            raise RuntimeError("nothing was exchanged since the last step(), and there are gradients: those of that "
+                               "step, or of backward() within no_sync() only")
 
     def _raise_failed(self) -> None:
         error, self._failed = self._failed, None

@@ -160,6 +160,8 @@ class Groups(torch.optim.SGD):
     ({"config": dgc.Config(sparsity=0.9, momentum_correction=False)},
      r"rank-0-\S+: u must have the same names, got none for \[\] and unknown"),
     ({"kind": Groups}, r"common-\S+: the optimizer's groups must have \[2, 8\] parameters, got \[10\]"),
+    ({"kind": torch.optim.AdamW, "config": dgc.Config(momentum_correction=False)},
+     r"common-\S+: group 0 of the optimizer must have \['betas', 'eps'\], got a group without \(of an optimizer of an"),
     ({"config": dgc.Config(min_numel=5000)},
      r"rank-0-.*\.pt: u must have the same names, got none for \[\] and unknown \['3\.weight'\]"),
 ])
@@ -167,6 +169,28 @@ def test_what_does_not_fit_is_refused(shelf, changed, message):
     saved(2, dgc.Average, f"{shelf}/2-{dgc.Average}")
     with pytest.raises(ValueError, match=message):
         load(f"{shelf}/2-{dgc.Average}", **changed)
+
+
+def test_parameters_in_another_order_are_refused_with_adamw_too(tmp_path):
+    """Nothing is loaded then."""
+    def built(order):
+        torch.manual_seed(order)
+        network = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48))
+        optimizer = torch.optim.AdamW(list(network.parameters())[::order])
+        return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+
+    def worker():
+        network, optimizer = built(1)
+        network(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        network, optimizer = built(-1)
+        before = flat(network).clone()
+        with pytest.raises(ValueError, match=r"exp_avg of parameter 0 must have shape \(48,\), got \(32, 64\)"):
+            dgc.load_checkpoint(tmp_path, network, optimizer)
+        return torch.equal(flat(network), before)
+
+    assert in_lockstep(worker, 2) == [True, True]
 
 
 @pytest.mark.parametrize("call", [dgc.save_checkpoint, dgc.load_checkpoint])

@@ -42,6 +42,28 @@ def test_what_is_pending_in_an_added_group_is_conserved_on_one_process(tmp_path)
     assert difference(in_lockstep(load, 1)[0], flushed) < 1e-14
 
 
+def test_a_frozen_parameter_is_not_moved_on_one_process(tmp_path):
+    """As flush() does not; all others are."""
+    def save():
+        network, optimizer = made()
+        trained(range(4), network, optimizer)
+        next(network.parameters()).requires_grad_(False)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        before = flat(network).clone()
+        optimizer.flush()
+        return before, flat(network)
+
+    def load():
+        network, optimizer = made()
+        next(network.parameters()).requires_grad_(False)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        return flat(network), next(network.parameters()).numel()
+
+    (before, flushed), (loaded, frozen) = in_lockstep(save, 2)[0], in_lockstep(load, 1)[0]
+    assert torch.equal(loaded[:frozen], before[:frozen]) and not torch.equal(flushed, before)
+    assert difference(loaded, flushed) < 1e-14
+
+
 @OPS
 @pytest.mark.parametrize("new", [1, 2, 3, 4])
 @pytest.mark.parametrize("old", [1, 2, 3, 4])

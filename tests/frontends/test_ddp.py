@@ -39,6 +39,53 @@ def ddp_trajectories():
     return results
 
 
+class Orders(nn.Module):
+    """Parameters that do not lie in memory in the order of their dimensions; one is not used after two steps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.late = (nn.Conv2d(8, 24, 3).to(memory_format=torch.channels_last) for _ in range(2))
+        self.transposed = nn.Parameter(torch.randn(24, 60).t())
+        self.single = nn.Conv2d(1, 24, 1).to(memory_format=torch.channels_last)  # contiguous in both orders
+
+    def forward(self, x, step):
+        y = self.first(x) + self.single(x[:, :1, 1:-1, 1:-1])
+        return nn.functional.linear((y + self.late(x) if step < 2 else y).mean((2, 3)), self.transposed)
+
+
+def ddp_orders():
+    """As dgc.DistributedOptimizer, in parameters and residuals, whatever looks at entries beside each other: an update
+    that DDP leaves to the hook, weight decay on the average, flush(), AdamW's denominator, a clipped norm.
+    """
+    rank, results = find().world.rank, {}
+    for name, settings in {"sgd": {}, "decay": {"local_weight_decay": False}, "clipped": {"clip_norm": 0.1},
+                           "adamw": {"sparsity": dgc.piecewise({0: 0.0, 3: 0.9}), "factor_masking": False}}.items():
+        config, ends = dgc.Config(**{"sparsity": 0.9, "min_numel": 100, **settings}), []
+        for ddp in (True, False):
+            network = Orders()
+            optimizer = torch.optim.AdamW(network.parameters()) if name == "adamw" else torch.optim.SGD(
+                network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+            called = network
+            if ddp:
+                called = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True,
+                                                             gradient_as_bucket_view=name == "clipped")
+                dgc.register_comm_hook(called, optimizer, config)
+            else:
+                optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+            for step in range(6):
+                optimizer.zero_grad()
+                x = torch.randn(4, 8, 7, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+                called(x.to(memory_format=torch.channels_last), step).square().mean().backward()
+                optimizer.step()
+            before = list(optimizer.residual_state_dict()["v"].values())
+            if name != "adamw":
+                optimizer.flush()
+            ends.append([flat(network), *before])
+        results[name] = all(map(torch.equal, *ends))
+    return results
+
+
 def ddp_accumulation():
     """no_sync() for the first of two backward passes, as backward_passes_per_step=2."""
     network, optimizer = in_ddp(model(), CONFIGS["default"])
@@ -212,12 +259,31 @@ def ddp_skipped():
     return gone and same_end((network, optimizer), train([0, 1, 3, 4], config)), optimizer.report().skipped
 
 
+def ddp_no_step():
+    """What torch's optimizer does in a step without gradients: nothing. A schedule does not count it."""
+    network, optimizer = in_ddp(model(), CONFIGS["default"])
+    before = flat(network).clone()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    optimizer.step()
+    scheduler.step()
+    untouched = torch.equal(flat(network), before) and optimizer.param_groups[0]["dgc_step"] == 0
+    loss(network, find().world.rank, 0).backward()
+    optimizer.step()
+    return untouched and same_end((network, optimizer), train(range(1), CONFIGS["default"]))
+
+
 def ddp_refusals():
     """What a script is told that steps without an exchange, that calls backward() twice, or has a NaN on rank 1."""
     told, rank = [], find().world.rank
-    network, optimizer = in_ddp(model(), CONFIGS["default"])
+
+    def again():
+        network, optimizer = in_ddp(model(), CONFIGS["default"])
+        loss(network, rank, 0).backward()
+        for _ in range(2):
+            optimizer.step()
 
     def twice():
+        network, _kept = in_ddp(model(), CONFIGS["default"])
         for step in range(2):
             loss(network, rank, step).backward()
 
@@ -237,7 +303,7 @@ def ddp_refusals():
         for step in range(2):
             (loss(fresh, rank, step) * (math.nan if rank == 1 else 1)).backward()
 
-    for wrong in (optimizer.step, twice, unsynchronised, not_a_number, not_a_number_without_step):
+    for wrong in (again, twice, unsynchronised, not_a_number, not_a_number_without_step):
         try:
             wrong()
             told.append(None)
@@ -287,7 +353,8 @@ def ddp_changed():
 
 
 CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_join, ddp_pickled, ddp_scaled, ddp_unscaled, scaled,
-         ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user)
+         ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user, ddp_orders,
+         ddp_no_step)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -301,9 +368,15 @@ def test_as_distributed_optimizer(size, name):
 
 
 @sizes
-@pytest.mark.parametrize("name", [ddp_accumulation, ddp_pickled])
+@pytest.mark.parametrize("name", [ddp_accumulation, ddp_pickled, ddp_no_step])
 def test_to_the_bit(size, name):
     assert ran("torch", size, CASES)[name] == [True] * size
+
+
+@sizes
+def test_parameters_in_any_order_in_memory(size):
+    assert ran("torch", size, CASES)[ddp_orders] == [
+        dict.fromkeys(("sgd", "decay", "clipped", "adamw"), True)] * size
 
 
 @sizes
@@ -354,9 +427,9 @@ def test_a_step_that_is_skipped_never_was(size):
 @sizes
 def test_what_goes_wrong_is_told_on_all_ranks(size):
     for told in ran("torch", size, CASES)[ddp_refusals]:
-        nothing, twice, unsynchronised, bad, without_step = told
-        assert nothing[0] == unsynchronised[0] == "RuntimeError" and nothing[1].startswith("nothing was exchanged")
-        assert unsynchronised[1] == nothing[1]
+        again, twice, unsynchronised, bad, without_step = told
+        assert again[0] == unsynchronised[0] == "RuntimeError" and again[1].startswith("nothing was exchanged")
+        assert unsynchronised[1] == again[1]
         assert twice[0] == "AssertionError" and "no_sync()" in twice[1]
         assert bad == ("FloatingPointError", bad[1]) and bad[1].startswith("rank 1 has a gradient that is not finite")
         assert without_step == bad
