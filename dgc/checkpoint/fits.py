@@ -124,10 +124,10 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
     sizes = [[len(group["params"]) for group in some] for some in (groups, own)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the optimizer's groups must have {sizes[1]} parameters, got {sizes[0]}")
+    # Other flags, which torch has added since then, get their defaults.
+    steady = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize",
+              *(key for key, value in optimizer.defaults.items() if _is_rate(value))}
     for i, (given, expected) in enumerate(zip(groups, own, strict=True)):
-        # Flags that torch has added since then get their defaults.
-        steady = {"nesterov", "maximize"} if isinstance(optimizer, torch.optim.SGD) else set()
-        steady |= {key for key, value in optimizer.defaults.items() if _is_rate(value)}
         if missing := sorted(expected.keys() & steady - given.keys()):
             raise ValueError(f"group {i} of the optimizer must have {missing}, got a group without (of an optimizer of "
                              "another class?)")

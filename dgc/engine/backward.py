@@ -93,8 +93,6 @@ def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
             add_hook(parameter, on_gradient)
 
 
-# -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
-
 def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
     """The gradients in a bucket of DDP's, as it lays them: each in its parameter's order in memory, say channels last.
     torch's ``bucket.gradients()`` reads all as if they were contiguous.
@@ -102,11 +100,12 @@ def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
     if (buffer := bucket.buffer()).is_sparse:
         return [buffer]
     if all(p.is_contiguous() for p in parameters):
-        gradients: list[Tensor] = bucket.gradients()
-        return gradients
+        return bucket.gradients()
     parts = buffer.split([p.numel() for p in parameters])
     return [shaped(part, p.shape, memory_order(p)) for part, p in zip(parts, parameters, strict=True)]
 
+
+# -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
 
 def backward_task() -> int:
     """The number of the backward pass that runs in this thread; -1 if none does."""

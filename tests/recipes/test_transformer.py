@@ -38,7 +38,7 @@ def transformer(text):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", [
-    "python", *(pytest.param(name, marks=pytest.mark.long) for name in ("horovodrun", "torchrun"))])
+    pytest.param(name, marks=() if name == "python" else pytest.mark.long) for name in LAUNCHERS])
 def test_it_runs_everywhere(launcher, text, tmp_path):
     """Two workers each, compressed, with dropout."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []
