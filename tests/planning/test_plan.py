@@ -419,4 +419,6 @@ def test_predictions_are_near_the_measurements():
     fitted = f"{100 * kept['median_error']:.1f} %"
     assert f"cells predicted: median error {fitted}," in done.stdout
     assert f"median error {told['']} ({told['_dense']} of the dense ones, {told['_dgc']} of DGC's)" in done.stdout
-    assert all(error in text for error in (fitted, *told.values()))
+    predicted = sum(not cell["fitted"] for cell in kept["cells"])
+    counts = f"{predicted} measured cells", f"{by_default['cells']} exchanges"
+    assert all(figure in text for figure in (fitted, *told.values(), *counts))
