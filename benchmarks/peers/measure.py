@@ -2,8 +2,8 @@
 
     sudo .venv/bin/python benchmarks/peers/measure.py        # --task ptb
 
-table.py reads the JSON. Gradients are random, of the shapes of the task's model. Each part has processes of its own, of
-one thread each; medians are over ``--steps`` steps, after some to warm up.
+steps.py and table.py read the JSON. Gradients are random, of the shapes of the task's model. Each part has processes of
+its own, of one thread each; medians are over ``--steps`` steps, after some to warm up.
 
 - **compute**: what train.py does in a step besides, of one worker alone: forward and backward pass, augmenting.
 - **local**: ``step()`` of all workers in one process, in lockstep, divided by their number. Nothing is sent; lockstep's
@@ -11,9 +11,8 @@ one thread each; medians are over ``--steps`` steps, after some to warm up.
 - **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
   local work is in it. All hosts share this machine's cores. Before each step all meet, and buckets are full again.
 
-DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; table.py weighs both kinds. One step
-late, the time is from the call to the end of the exchange that it begins: nothing is hidden.
-What the JSON has is not measured again, so that a run that was ended goes on.
+DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; the tables weigh both kinds. One step
+late, the time is from the call to the end of the exchange: nothing is hidden. What the JSON has is not measured again.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from peers.tasks import TASKS, fits, folder
 
 HERE = Path(__file__).resolve()
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
-Step = tuple[float, float, bool]  # when it began and ended, and whether it exchanged
+Step = tuple[float, float, float]  # when it began and ended, and the bytes that this rank sent in it
 
 
 def work(a: dict[str, Any]) -> None:
@@ -101,7 +100,7 @@ def steps(a: dict[str, Any]) -> list[Step]:
             peer.receive()
         ended = time.perf_counter()
         meet()  # in lockstep, so that no rank goes on while others are in their step
-        found.append((began, ended, peer.bytes_sent > before))
+        found.append((began, ended, peer.bytes_sent - before))
     return found[WARMUP:]
 
 
@@ -110,12 +109,13 @@ def meet() -> None:
 
 
 def medians(ranks: list[list[Step]], seconds: Callable[[tuple[Step, ...]], float]) -> dict[str, float | None]:
-    """Seconds of a step that exchanges, and of one that does not, where there are such."""
-    found: dict[bool, list[float]] = {True: [], False: []}
+    """Seconds of a step that exchanges, and of one that does not; bytes in the former, of the rank that sends most."""
+    found: dict[str, list[float]] = {"exchanging": [], "alone": [], "bytes": []}
     for step in zip(*ranks, strict=True):
-        found[step[0][2]].append(seconds(step))
-    return {name: statistics.median(found[kind]) if found[kind] else None
-            for name, kind in (("exchanging", True), ("alone", False))}
+        sent = max(sent for _, _, sent in step)
+        found["exchanging" if sent else "alone"].append(seconds(step))
+        found["bytes"] += [sent] if sent else []
+    return {name: statistics.median(values) if values else None for name, values in found.items()}
 
 
 def in_turn(step: tuple[Step, ...]) -> float:

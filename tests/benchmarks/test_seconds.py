@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import peers
 import typer
 from peers import all as everything
-from peers import compose, measure, predict, table
+from peers import compose, measure, predict, steps, table
 from peers.stale import Stale
 
 SECONDS = {"compute float32": 0.2, "compute bfloat16": 0.1,
@@ -134,10 +134,10 @@ def test_the_figure_has_dense_the_best_of_dgc_and_the_fastest_others(tmp_path):
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 def test_medians_are_over_steps_of_each_kind():
-    ranks = [[(0.0, 4.0, True), (10.0, 11.0, False), (20.0, 26.0, True)],
-             [(1.0, 6.0, True), (11.0, 14.0, False), (20.0, 22.0, True)]]
-    assert measure.medians(ranks, measure.slowest) == {"exchanging": 5.5, "alone": 3.0}
-    assert measure.medians(ranks, measure.in_turn) == {"exchanging": 3.0, "alone": 2.0}  # 6 / 2 and 6 / 2, 4 / 2
+    ranks = [[(0.0, 4.0, 70.0), (10.0, 11.0, 0.0), (20.0, 26.0, 90.0)],
+             [(1.0, 6.0, 80.0), (11.0, 14.0, 0.0), (20.0, 22.0, 80.0)]]
+    assert measure.medians(ranks, measure.slowest) == {"exchanging": 5.5, "alone": 3.0, "bytes": 85.0}  # of 80, 90
+    assert measure.medians(ranks, measure.in_turn) == {"exchanging": 3.0, "alone": 2.0, "bytes": 85.0}  # 6 / 2, 4 / 2
     assert measure.medians([rank[:1] for rank in ranks], measure.slowest)["alone"] is None
 
 
@@ -189,6 +189,28 @@ def test_it_measures_what_is_missing_also_on_hosts(tmp_path):
     assert done.returncode == 0, done.stderr
     assert set(second["seconds"]) - set(first["seconds"]) == {"exchange 1gbit dgc-allgather", "exchange 1gbit diloco"}
     assert all(second["seconds"]["exchange 1gbit diloco"][kind] > 0 for kind in ("exchanging", "alone"))
+
+
+def test_a_step_is_told_without_a_training(tmp_path, capsys):
+    """A row's numbers by hand; a method that exchanges every 500th step has a share of that step."""
+    seconds = {"compute float32": 0.2, "local dense": {"exchanging": 0.004, "alone": None, "bytes": 6000.0}}
+    for rate, dense, diloco in (("100mbit", 0.15, 0.4), ("1gbit", 0.03, 0.04)):
+        seconds[f"exchange {rate} dense"] = {"exchanging": dense, "alone": None, "bytes": 6000.0}
+        seconds[f"exchange {rate} diloco"] = {"exchanging": diloco, "alone": 0.02, "bytes": 6000.0}
+        seconds[f"exchange {rate} qsgd"] = {"exchanging": dense / 2, "alone": None, "bytes": 1500.0}
+    steps.main(written(tmp_path, seconds=seconds))
+    computing, _, heading, _, *lines = capsys.readouterr().out.splitlines()
+    assert "200.00 ms" in computing and heading.count(" | ") == 8
+    # The fastest first.
+    assert [line.split(" | ")[0] for line in lines] == ["| DiLoCo, H = 500", "| QSGD, 4 bits", "| dense"]
+    cells = [line.strip("| ").split(" | ")[2:] for line in lines]
+    assert cells[0][:4] == ["12", "500.0 x", "-", "20.76 ms"]  # 6000 / 500; 0.4 / 500 + 0.02 * 499 / 500
+    assert cells[1][:4] == ["1,500", "4.0 x", "-", "75.00 ms"] and cells[1][5] == "15.00 ms"
+    ring = 6 * 50e-6 + 6000 * 8 / 1e8  # as many rounds, and all bytes over 100 Mbit/s
+    assert cells[2] == ["6,000", "1.0 x", "4.00 ms", "150.00 ms", f"{1e3 * ring:.2f} ms", "30.00 ms",
+                        f"{1e3 * (6 * 50e-6 + 6000 * 8 / 1e9):.2f} ms"]
+    with pytest.raises(typer.BadParameter, match=r"must have the exchange of dense at 100mbit.*got none"):
+        steps.main(written(tmp_path, seconds={"exchange 100mbit qsgd": seconds["exchange 100mbit qsgd"]}))
 
 
 def test_a_part_that_takes_too_long_is_ended_and_not_noted(tmp_path, capsys):
