@@ -19,6 +19,7 @@ from peers import all as everything
 from peers import compose, measure, predict, steps, table
 from peers.stale import Stale
 
+ROOT = Path(__file__).parents[2]
 SECONDS = {"compute float32": 0.2, "compute bfloat16": 0.1,
            "local dense": {"exchanging": 0.004, "alone": None}, "local stale": {"exchanging": 0.01, "alone": None},
            "local diloco": {"exchanging": 0.006, "alone": 0.002},
@@ -211,6 +212,12 @@ def test_a_step_is_told_without_a_training(tmp_path, capsys):
                         f"{1e3 * (6 * 50e-6 + 6000 * 8 / 1e9):.2f} ms"]
     with pytest.raises(typer.BadParameter, match=r"must have the exchange of dense at 100mbit.*got none"):
         steps.main(written(tmp_path, seconds={"exchange 100mbit qsgd": seconds["exchange 100mbit qsgd"]}))
+
+
+def test_the_documentation_has_what_was_measured(capsys):
+    steps.main(ROOT / "benchmarks" / "results" / "peers-measured.json")
+    documented = (ROOT / "docs" / "peers.md").read_text().splitlines()
+    assert [line for line in capsys.readouterr().out.splitlines()[2:] if line not in documented] == []
 
 
 def test_a_part_that_takes_too_long_is_ended_and_not_noted(tmp_path, capsys):
