@@ -10,8 +10,8 @@ The same file runs on several machines or one, over Horovod, torch.distributed, 
 Pre-norm blocks, learned positions, the weights of embedding and output tied, dropout; the learning rate rises for a
 twentieth of the training and then falls to 0 along a cosine. Compressed, the first tenth travels dense; there AdamW's
 denominator is found, and from then on it follows the updates that come. Over the next fifth the sparsity rises from
-75 %, step by step. A worker accumulates the momentum of its gradients over the denominator. With
---no-momentum-correction it accumulates its gradients, and AdamW sees the average of what is sent as the gradient.
+75 %, step by step. A worker accumulates AdamW's momentum of its gradients. With --no-momentum-correction it accumulates
+its gradients, and AdamW sees the average of what is sent as the gradient.
 """
 
 from __future__ import annotations

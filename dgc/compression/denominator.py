@@ -1,7 +1,7 @@
 """The denominator D of AdamW, of a parameter whose updates are sparse: what it follows, and by how much.
 
 D = sqrt(s) + eps, with s the mean square of gradients. It is found from the averaged updates, each of which is a sum
-of gradients over D. A sum of w independent gradients of mean square s has a mean square of w s. Of the momentum that n
+of gradients. A sum of w independent gradients of mean square s has a mean square of w s. Of the momentum that n
 steps make, which is what was accumulated, some is still to come, and some is of steps before: as a share of n s, the
 mean square of this sum is h(n) = 1 - 2 b1 (1 - b1^n) / (n (1 - b1^2)). n = w R is longer than w, as it is not the same
 ranks that send an entry every time: R is the number of entries that have come, over how many each rank has sent, at
@@ -33,7 +33,7 @@ class Denominator:
         square: s times ``unbiased``, as torch's AdamW has it.
         largest: of ``square``, as torch has it with amsgrad.
         received: int32, how many steps there had been when an entry last came.
-        factor: (1 - b1) / D.
+        factor: 1 / D.
         unbiased: what ``square`` is divided by, as it began at 0.
         b1, b2: of the momentum, and of the mean squares.
         eps: beside sqrt(s).
@@ -73,11 +73,11 @@ class Denominator:
         return _deficits(self.b1, self.factor.dtype, self.factor.device)
 
 
-def factor(square: Tensor, unbiased: float, b1: float, eps: float, dtype: torch.dtype) -> Tensor:
-    """(1 - b1) / D as a new tensor of a dtype; see :class:`Denominator`."""
+def factor(square: Tensor, unbiased: float, eps: float, dtype: torch.dtype) -> Tensor:
+    """1 / D as a new tensor of a dtype; see :class:`Denominator`."""
     # By way of float64, as torch's own root of a float32 is not always the nearest one (MKL).
     root = (square.to(dtype) * (1 / unbiased)).double().sqrt_().to(dtype)
-    return torch.full_like(root, 1 - b1) / (root + eps)
+    return (root + eps).reciprocal_()
 
 
 def largest_weight(b2: float) -> float:

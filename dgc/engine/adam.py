@@ -1,11 +1,11 @@
-"""AdamW with its momentum in u, over a denominator that follows the updates that come.
+"""AdamW with its momentum in u, and a denominator that follows the updates that come.
 
 AdamW's step is p = p - lr (m / D), with m the average of gradients that momentum b1 makes, and D = sqrt(s) + eps from
-the average s of their squares (b2), both freed of their bias. D is not linear in the gradients, so no rank can
-accumulate m / D alone. But it can accumulate over a D that all ranks have alike: u = b1 u + (1 - b1) g / D, v = v + u,
-momentum correction (paper, equation 4) of a preconditioned gradient. At first everything is sent, and torch's AdamW
-takes the step. From the first compressed step on D follows from the averaged updates, which are alike on every rank
-(:mod:`dgc.compression.denominator`), and the parameters' step is p = p - lr decay p - lr (mean of what was sent).
+the average s of their squares (b2), both freed of their bias. m is linear in the gradients, so each rank accumulates
+its own: u = b1 u + (1 - b1) g, v = v + u, momentum correction (paper, equation 4). D is not, so all ranks have it
+alike. At first everything is sent, and torch's AdamW takes the step. From the first compressed step on D follows from
+the averaged updates x, the mean of what was sent, which is alike on every rank (:mod:`dgc.compression.denominator`),
+and the parameters' step is p = p - lr decay p - lr x / D.
 """
 
 from __future__ import annotations
@@ -153,13 +153,11 @@ class Denominators:
                 group, state = group_of[p], self._state(p, group_of[p])
                 fill_unseen(state, group, mean)
                 state[RECEIVED].fill_(step)
-                factor, b1 = self._factor(p, group).values, group["betas"][0]
+                b1 = group["betas"][0]
                 # A step that failed has left its gradient in v: it enters as if it had come one step before.
-                v[name].mul_(factor)
-                u[name].copy_(v[name])
+                u[name].copy_(v[name].mul_(1 - b1))
                 if (steps := float(state["step"])) > 0:
-                    momentum = local(state["exp_avg"]).to(factor) * (sign(group) * share / (1 - b1))
-                    u[name].add_(momentum.mul_(factor), alpha=1 / (1 - b1**steps))
+                    u[name].add_(local(state["exp_avg"]), alpha=sign(group) * share / (1 - b1**steps))
                     state["exp_avg"].zero_()
         self._group[BEGAN] = step
 
@@ -170,22 +168,23 @@ class Denominators:
             ValueError: the group has a weight decay that is not decoupled.
         """
         check_decay(self._inner, group)
-        if self.dense:
-            return Gradient(g)
-        return Gradient(self._factor(parameter, group).values * g.detach(), group["betas"][0])
+        b1 = group["betas"][0]
+        return Gradient(g) if self.dense else Gradient(g.detach() * (1 - b1), b1)
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
-        given = [p for p in parameters if p.grad is not None]
-        if not given:
-            return
-        values, lr = [local(p) for p in given], float(group["lr"])
-        torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(values, [local(p.grad) for p in given], alpha=-lr * sign(group))
-        for p, value in zip(given, values, strict=True):
-            if value.numel():  # a rank may have none of it
-                self._follow(p, local(p.grad), group)
+        given = [p for p in parameters if p.grad is not None and local(p).numel()]  # a rank may have none of it
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        for p in given:
+            if decay != 0:
+                local(p).mul_(1 - lr * decay)
+            self._follow(p, x := local(p.grad), group)
+            self.add(p, x, -lr * sign(group), group)
+
+    def add(self, parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:
+        """Adds an averaged update x (the shape of this rank's part) over D, times a rate, to a parameter."""
+        local(parameter).addcmul_(x, self._factor(parameter, group).values, value=rate)
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
         """All that was pending has come: waits begin anew, and D stays as it is."""
@@ -202,20 +201,19 @@ class Denominators:
         largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
         x, square, received, values = (t.permute(*order) for t in (
             x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
-        of = Denominator(square, largest, received, values, of_it.unbiased, of_it.b1, group["betas"][1], group["eps"],
-                         of_it.dense_steps + now - self._group[BEGAN])
+        of = Denominator(square, largest, received, values, of_it.unbiased, group["betas"][0],
+                         group["betas"][1], group["eps"], of_it.dense_steps + now - self._group[BEGAN])
         k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
         kernels.denominators(x, of).follow(x, of, k, now)
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
-        """What a parameter's gradients are multiplied by, for this group's b1."""
-        b1, eps = group["betas"][0], group["eps"]
+        """What a parameter's updates are multiplied by."""
         found = self._factors.get(parameter)
-        if found is None or (found.b1, found.eps) != (b1, eps):
+        if found is None or found.eps != group["eps"]:
             state = self._state(parameter, group)
             square, unbiased = local(state[_key(group)]), _unbiased(state, group)
-            values = factor(square, unbiased, b1, eps, residual_dtype(square.dtype))
-            found = self._factors[parameter] = _Factor(b1, eps, values, unbiased, float(state["step"]))
+            values = factor(square, unbiased, group["eps"], residual_dtype(square.dtype))
+            found = self._factors[parameter] = _Factor(group["eps"], values, unbiased, float(state["step"]))
         return found
 
     def _mean_of_all(self) -> Tensor:
@@ -244,9 +242,8 @@ class Denominators:
 class _Factor(NamedTuple):
     """Of a parameter; what follows from its state is not asked of a device in each step."""
 
-    b1: float
     eps: float
-    values: Tensor  # (1 - b1) / D, in the shape of this rank's part
+    values: Tensor  # 1 / D, in the shape of this rank's part
     unbiased: float  # that its mean squares are divided by
     dense_steps: float  # over which they went before the first compressed step
 

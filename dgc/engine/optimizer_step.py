@@ -185,7 +185,8 @@ class Applier:
             group_of: parameter -> its param group.
         """
         bucket, update = delivery.bucket, delivery.update
-        targets, others = _targets(bucket, delivery.parameters, lambda p: local(p).detach())
+        over = bucket.compressed and self._denominators.compressed  # D, so that it has to be at hand
+        targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach())
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
         fits = set(delivery.parameters).difference(p for p, _ in others)
         update.add([target if p in fits else None for p, target in zip(bucket.parameters, targets, strict=True)],
@@ -196,7 +197,10 @@ class Applier:
             update.write([None if p in fits else target
                           for p, target in zip(bucket.parameters, targets, strict=True)])
             for p, target in others:
-                local(p).add_(target.mul_(rates[p]).to(p.dtype))
+                if over:
+                    self._denominators.add(p, target, rates[p], group_of[p])
+                else:
+                    local(p).add_(target.mul_(rates[p]).to(p.dtype))
 
     def flushed(self, parameters: list[Tensor]) -> None:
         """All that was pending of these parameters has been added to them."""

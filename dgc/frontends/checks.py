@@ -77,7 +77,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Refuses what cannot be done with a momentum in u that is over AdamW's denominator."""
+    """Refuses what cannot be done where AdamW's momentum is in u."""
     for group in optimizer.param_groups:
         check_decay(type(optimizer), group)
     for name in ("apply_directly", "clip_per_tensor"):

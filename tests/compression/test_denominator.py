@@ -26,7 +26,7 @@ def made(n, dtype, amsgrad=False, b1=0.9, b2=0.999, device="cpu"):
     square = torch.rand(n, generator=random, dtype=dtype)
     largest = square * torch.rand(n, generator=random, dtype=dtype).add_(1.0) if amsgrad else None
     received = NOW - torch.randint(0, 300, (n,), generator=random, dtype=torch.int32)
-    of = Denominator(square, largest, received, (1 - b1) / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100)
+    of = Denominator(square, largest, received, 1 / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100)
     return on(of, device)
 
 
@@ -126,7 +126,7 @@ from triton.compiler import ASTSource
 from dgc.compression.kernels import denominator_cuda as cuda
 
 types = dict.fromkeys("x square largest factor deficits weights".split(), "*fp32") | dict.fromkeys(
-    "scale inverse b eps".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
+    "scale inverse eps".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
 for kernel in (cuda._count, cuda._follow):
     here = {n: True for n in ("LARGEST",) if n in kernel.arg_names}
     signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}

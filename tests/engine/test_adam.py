@@ -20,8 +20,8 @@ NETWORK = Network()
 
 class AdamOracle:
     """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on the mean gradient. After ``dense`` steps nodes accumulate
-    u = b1 u + (1 - b1) g / D, v = v + u, of which the largest entries are sent; and s follows what comes
-    (docs/method.md, AdamW).
+    u = b1 u + (1 - b1) g, v = v + u, of which the largest entries are sent; s follows what comes, and the step is that
+    over D (docs/method.md, AdamW).
     """
 
     def __init__(self, nodes, dense, sparsity, masking, total=False, clip=None):
@@ -37,8 +37,7 @@ class AdamOracle:
             hat = [s / (1 - B2**t) for s in self.s]
             self.s = [np.maximum(x, x.mean() * (1 - B2) / (1 - B2**t)) for x in hat]
             self.received = [np.full(s.shape, t) for s in self.s]
-            self.u = [[m / (1 - B1**t) / d / (share * self.nodes) for m, d in zip(self.m, self.d, strict=True)]
-                      for _ in range(self.nodes)]
+            self.u = [[m / (1 - B1**t) / (share * self.nodes) for m in self.m] for _ in range(self.nodes)]
             self.v = [[np.zeros_like(w) for w in self.weights] for _ in range(self.nodes)]
         for i, w in enumerate(self.weights):
             w *= 1 - LR * DECAY
@@ -49,20 +48,16 @@ class AdamOracle:
                 w -= LR * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
             else:
                 x = share * sum(self.sent(node, i, every[node][i]) for node in range(self.nodes))
-                w -= LR * x
                 self.follow(i, x, t)
-
-    @property
-    def d(self):
-        return [np.sqrt(s) + EPS for s in self.s]
+                w -= LR * x / (np.sqrt(self.s[i]) + EPS)
 
     def follow(self, i, x, t):
-        """The sum of w steps' independent gradients over D has the mean square w s / D^2, less what the momentum of the
+        """The sum of w steps' independent gradients has the mean square w s, less what the momentum of the
         n = w (received / sent by each) steps in which they were accumulated has not added yet.
         """
         came, w = x != 0, t + 1 - self.received[i]
         n = w * max(1, round(64 * came.sum() / math.ceil(x.size * (1 - self.sparsity) - 1e-9)) / 64)
-        square = (x * self.d[i]) ** 2 / w / (1 - 2 * B1 * (1 - B1**n) / (1 - B1**2) / n)
+        square = x**2 / w / (1 - 2 * B1 * (1 - B1**n) / (1 - B1**2) / n)
         weight = np.minimum((1 - B2**w) / (1 - B2 ** (t + 1)), 1 / 8)  # of w of t + 1 steps
         self.s[i] = np.where(came, (1 - weight) * self.s[i] + weight * square, self.s[i])
         self.received[i][came] = t + 1
@@ -75,7 +70,7 @@ class AdamOracle:
 
     def sent(self, node, i, g):
         u, v = self.u[node][i], self.v[node][i]
-        u[...] = B1 * u + (1 - B1) * g / self.d[i]
+        u[...] = B1 * u + (1 - B1) * g
         v += u
         mask = top(v, self.sparsity)
         if self.masking == "prepay":
@@ -195,15 +190,15 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before):
             plain.step()
         optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9, 1)))
         for g in gradients[before:]:
-            (x, square), w.grad = (w.detach().clone(), optimizer.state[w]["exp_avg_sq"].clone()), g.clone()
+            square, w.grad = optimizer.state[w]["exp_avg_sq"].clone(), g.clone()
             optimizer.step()
-        return (x - w.detach()) / LR, square, optimizer.state[w]["exp_avg_sq"]
+        return w.grad, square, optimizer.state[w]["exp_avg_sq"]
 
     x, square, after = in_lockstep(worker)[0]
     unbiased = 1 - B2 ** (before + 1)
     s = (square / unbiased).clamp(min=float(square.mean() / unbiased * (1 - B2) / unbiased))  # as no step is too large
     weight = (1 - B2) / (1 - B2 ** (before + 2))
-    found = (x * (s.sqrt() + EPS)) ** 2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
+    found = x**2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
     came = x != 0
     assert came.sum() == 120
     expected = s + min(weight, 1 / 8) * (found - s)
@@ -310,47 +305,35 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
 
 
 def test_nothing_is_lost_and_all_is_flushed():
-    """At constant b1: what was sent, and is pending in v + c u, is the sum of g / D, with D as it was in each step,
-    from the first compressed step on, with the momentum that AdamW had; a flush applies v.
+    """At constant b1: what was sent, and is pending in v + c u, is the sum of gradients from the first compressed step
+    on, with the momentum that AdamW had; a flush applies v, over D.
     """
-    seen = {}
-
-    def middle(step, optimizer, weights):
-        if step == DENSE:
-            seen[dgc.lockstep.current().world.rank] = {
-                "exp_avg": [optimizer.state[w]["exp_avg"].clone() / (1 - B1**DENSE) for w in weights],
-                "weights": [w.detach().clone() for w in weights], "gradients": [0, 0]}
-        return optimizer
-
     def worker():
         rank = dgc.lockstep.current().world.rank
-        weights, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, middle=middle, steps=DENSE)
-        middle(DENSE, optimizer, weights := optimizer.param_groups[0]["params"])
-        start, least = seen[rank], (1 - B2) / (1 - B2**DENSE)
+        weights, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, steps=DENSE)
+        weights = optimizer.param_groups[0]["params"]
+        came = [B1 / (1 - B1) * optimizer.state[w]["exp_avg"] / (1 - B1**DENSE) for w in weights]
+        came, sent = [-x for x in came], [torch.zeros_like(w) for w in weights]
         for step in range(DENSE, STEPS):
-            g = NETWORK.gradient([w.detach().numpy() for w in weights], rank, step)
-            square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
-            d = [torch.maximum(s, s.mean() * least if step == DENSE else s).sqrt() + EPS for s in square]
-            start["gradients"] = [total + torch.tensor(x) / y
-                                  for total, x, y in zip(start["gradients"], g, d, strict=True)]
-            start.setdefault("d", d)
             backward(weights, optimizer, rank, step)
+            came = [x - w.grad for x, w in zip(came, weights, strict=True)]
             optimizer.step()
+            sent = [x + w.grad for x, w in zip(sent, weights, strict=True)]
+        square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
+        before, pending = [w.detach().clone() for w in weights], copy.deepcopy(optimizer.residual_state_dict())
         optimizer.flush()
-        state = optimizer.residual_state_dict()
-        assert not any(v.any() for v in state["v"].values())
+        moved = [(x - w.detach()) / LR * (s.sqrt() + EPS) for x, w, s in zip(before, weights, square, strict=True)]
+        assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
         assert [optimizer.state[w]["step"].item() for w in weights] == [DENSE, DENSE]
         assert not any(optimizer.state[w]["exp_avg"].any() for w in weights)  # it is in u
-        return [w.detach() for w in weights], list(state["u"].values())
+        names = [next(name for name, x in pending["v"].items() if x.shape == w.shape) for w in weights]
+        return came, sent, moved, [[pending[kind][name] for name in names] for kind in ("u", "v")]
 
-    (weights, u), (_, other) = in_lockstep(worker)
-    names_reversed = u[0].shape != weights[0].shape
-    us = [(a + b) / 2 for a, b in zip(u, other, strict=True)][::-1 if names_reversed else 1]
-    for i, w in enumerate(weights):
-        total = sum(seen[rank]["gradients"][i] for rank in (0, 1)) / 2
-        expected = total + B1 / (1 - B1) * seen[0]["exp_avg"][i] / seen[0]["d"][i]  # u would still have added c u
-        moved = (seen[0]["weights"][i] - w) / LR + B1 / (1 - B1) * us[i]
-        assert torch.allclose(moved, expected, rtol=1e-4, atol=1e-4)
+    one, other = in_lockstep(worker)
+    for i, (sent, moved) in enumerate(zip(one[1], one[2], strict=True)):
+        came, u, v = ((a[i] + b[i]) / 2 for a, b in ((one[0], other[0]), *zip(one[3], other[3], strict=True)))
+        torch.testing.assert_close(sent + v + B1 / (1 - B1) * u, -came, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(moved, v, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])

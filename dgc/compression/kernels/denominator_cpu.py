@@ -64,14 +64,13 @@ def _note(first, last, n, x, marks, like):
 
 @_jit
 def _follow(first, last, n, x, square, largest, received, factor, marks, rarity, deficits, weights, grown, top, scale,
-            inverse, b, eps, now, like):
+            inverse, eps, now, like):
     """See ``denominator_plain.follow``, of whose tensors these are the addresses.
 
     Args:
         rarity: R, in 64ths.
         grown: by which weights are multiplied, and ``top``, the largest.
-        scale: of the squares of gradients, (1 - b1)^2 times ``unbiased``; its ``inverse``.
-        b: 1 - b1.
+        scale: of the squares of gradients, ``unbiased``; its ``inverse``.
     """
     real, one = like.dtype.type, like.dtype.type(1)
     xs, squares = numba.carray(_pointer(x), n, like.dtype), numba.carray(_pointer(square), n, like.dtype)
@@ -85,15 +84,14 @@ def _follow(first, last, n, x, square, largest, received, factor, marks, rarity,
             bits &= bits - 1
             w = max(now - np.int64(counts[i]), 1)
             deficit = deficits[min(w * rarity, last_deficit)] / repeats
-            g = xs[i] / factors[i]
-            found = g * g * scale / (real(w) - deficit)
+            found = xs[i] * xs[i] * scale / (real(w) - deficit)
             after = squares[i] + min(weights[min(w, last_weight)] * grown, top) * (found - squares[i])
             squares[i], counts[i] = after, now
             if len(most):
                 # As torch's, where one is NaN.
                 after = after if after > most[i] or after != after else most[i]
                 most[i] = after
-            factors[i] = b / (np.sqrt(after * inverse) + eps)
+            factors[i] = one / (np.sqrt(after * inverse) + eps)
     return one
 
 
@@ -110,5 +108,4 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     _in_threads(lambda first, last: _follow(
         first, last, n, x.data_ptr(), of.square.data_ptr(), largest, of.received.data_ptr(), of.factor.data_ptr(),
         marks, rarity, of.deficits.numpy(), of.weights.numpy(), real(1 / of.share), real(of.most),
-        real((1 - of.b1) ** 2 * of.unbiased), real(1 / of.unbiased), real(1 - of.b1), real(of.eps), now, like),
-        tasks, threads)
+        real(of.unbiased), real(1 / of.unbiased), real(of.eps), now, like), tasks, threads)

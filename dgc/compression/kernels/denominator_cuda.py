@@ -25,7 +25,7 @@ def _count(x, n, total):
 
 @triton.jit
 def _follow(x, square, largest, received, factor, n, total, k, deficits, last_deficit, weights, last_weight,
-            grown, top, scale, inverse, b, eps, now, LARGEST: tl.constexpr):
+            grown, top, scale, inverse, eps, now, LARGEST: tl.constexpr):
     """See ``denominator_plain.follow``, and ``denominator_cpu._follow`` for the numbers."""
     begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
     left = tl.minimum(n - begin, TILE).to(tl.int32)
@@ -36,7 +36,6 @@ def _follow(x, square, largest, received, factor, n, total, k, deficits, last_de
     place = tl.minimum(w.to(tl.int64) * rarity, last_deficit)
     repeats = (rarity.to(tl.float64) / SIXTY_FOURTHS).to(g.dtype)
     deficit = _divided(tl.load(deficits + place, mask=new, other=0), repeats)
-    g = _divided(g, tl.load(factor + begin + i, mask=new, other=1))
     found = _divided(g * g * scale, w.to(g.dtype) - deficit)
     before = tl.load(square + begin + i, mask=new, other=0)
     weight = tl.minimum(tl.load(weights + tl.minimum(w, last_weight), mask=new, other=0) * grown, top)
@@ -49,7 +48,7 @@ def _follow(x, square, largest, received, factor, n, total, k, deficits, last_de
         tl.store(largest + begin + i, after, mask=new)
     # The root of a float64 is rounded once more, which comes to the same.
     root = tl.sqrt((after * inverse).to(tl.float64)).to(g.dtype)
-    tl.store(factor + begin + i, _divided(tl.zeros_like(root) + b, root + eps), mask=new)
+    tl.store(factor + begin + i, _divided(tl.zeros_like(root) + 1, root + eps), mask=new)
 
 
 def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
@@ -64,5 +63,4 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
             _count[grid](x, n, total, **options)
             _follow[grid](x, of.square, of.largest, of.received, of.factor, n, total, k, deficits,
                           len(deficits) - 1, weights, len(weights) - 1, 1 / of.share, of.most,
-                          float((1 - of.b1) ** 2 * of.unbiased),
-                          1 / of.unbiased, 1 - of.b1, float(of.eps), now, LARGEST=of.largest is not None, **options)
+                          of.unbiased, 1 / of.unbiased, float(of.eps), now, LARGEST=of.largest is not None, **options)

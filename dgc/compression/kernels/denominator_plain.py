@@ -28,8 +28,8 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     received, square, factor = of.received[came], of.square[came], of.factor[came]
     w = (now - received.long()).clamp_(min=1)  # 0 where a script applies p.grad twice
     deficit = of.deficits[(w * rarity).clamp_(max=len(of.deficits) - 1)] / (rarity.to(dtype) / PARTS)
-    g = x[came].to(dtype) / factor
-    found = g * g * ((1 - of.b1) ** 2 * of.unbiased) / (w.to(dtype) - deficit)
+    g = x[came].to(dtype)
+    found = g * g * of.unbiased / (w.to(dtype) - deficit)
     before = square.to(dtype)
     weight = (of.weights[w.clamp_(max=len(of.weights) - 1)] * (1 / of.share)).clamp_(max=of.most)
     after = (before + weight * (found - before)).to(square.dtype)
@@ -37,7 +37,7 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     of.received[came] = torch.where(is_new, now, received)
     if of.largest is not None:
         of.largest[came] = after = torch.maximum(of.largest[came], after)
-    of.factor[came] = torch.where(is_new, new_factor(after, of.unbiased, of.b1, of.eps, dtype), factor)
+    of.factor[came] = torch.where(is_new, new_factor(after, of.unbiased, of.eps, dtype), factor)
 
 
 def arrivals(x: Tensor) -> tuple[Any, ...]:
