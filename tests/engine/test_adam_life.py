@@ -128,6 +128,23 @@ def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change)
         assert torch.equal(found, expected)
 
 
+def test_a_gradient_that_is_a_million_times_as_large_makes_no_larger_step():
+    """As with AdamW: it is in the denominator before the step."""
+    def train(wrap):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = adamw([p], dgc.piecewise({0: 0.0, 20: 0.5}), wrap)
+        for step in range(31):
+            before = p.detach().clone()
+            optimizer.zero_grad()
+            noise = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            (p * noise * (1e6 if step == 30 else 1.0)).sum().backward()
+            optimizer.step()
+        return (p.detach() - before).abs().max().item()
+
+    assert train(False) < 1e-3  # the learning rate
+    assert all(0 < moved < 3e-3 for moved in dgc.lockstep.run(lambda: train(True), 2))
+
+
 def test_another_b2_makes_no_jump():
     """D is the same before and after it: the bias is that of the dense steps, whose b2 it was."""
     def size(b2):
