@@ -185,7 +185,7 @@ class Applier:
             group_of: parameter -> its param group.
         """
         bucket, update = delivery.bucket, delivery.update
-        over = bucket.compressed and self._denominators.compressed  # D, so that it has to be at hand
+        over = bucket.compressed and self._denominators.compressed  # D: it is divided before it is added
         targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach())
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
         fits = set(delivery.parameters).difference(p for p, _ in others)
@@ -196,11 +196,8 @@ class Applier:
         if others:
             update.write([None if p in fits else target
                           for p, target in zip(bucket.parameters, targets, strict=True)])
-            for p, target in others:
-                if over:
-                    self._denominators.add(p, target, rates[p], group_of[p])
-                else:
-                    local(p).add_(target.mul_(rates[p]).to(p.dtype))
+            for p, x in others:
+                (self._denominators.add if over else _add)(p, x, rates[p], group_of[p])
 
     def flushed(self, parameters: list[Tensor]) -> None:
         """All that was pending of these parameters has been added to them."""
@@ -222,6 +219,11 @@ class Applier:
             group["momentum"] != 0 and p.requires_grad and compressible(p, config.min_numel)
             and state.get(p, {}).get("momentum_buffer") is None
             for group in self._parameters.groups for p in group["params"]))
+
+
+def _add(parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:
+    """Adds an update x, times a rate, to a parameter."""
+    local(parameter).add_(x.mul_(rate).to(parameter.dtype))
 
 
 def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
