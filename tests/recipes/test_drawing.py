@@ -70,7 +70,8 @@ def test_runs_of_other_settings_are_other_lines():
     other = {**run, "settings": {**run["settings"], "lr": 0.5}}
     again = {**run, "settings": {**run["settings"], "seed": 7}}
     assert report.by_settings([run, other, again]) == [[run, again], [other]]
-    seeds = [result(f"transformer-dgc-{seed}") for seed in (0, 1)]
+    run = result("transformer-dgc-0")
+    seeds = [run, {**run, "settings": {**run["settings"], "seed": 1}}]
     assert report.by_settings(seeds) == [seeds]  # whose schedule is a function that each run makes anew
 
 
