@@ -33,8 +33,8 @@ def row(measured: dict[str, Any], name: str) -> dict[str, Any]:
     """Bytes and seconds of a step, on average."""
     entry, seconds = METHODS[name], measured["seconds"]
     exchanging = 1 / DiLoCo.local_steps if entry.make is DiLoCo else 1.0
-    sent, dense = (seconds[f"exchange {SLOWEST} {method}"]["bytes"] * share
-                   for method, share in ((name, exchanging), ("dense", 1.0)))
+    sent = exchanging * seconds[f"exchange {SLOWEST} {name}"]["bytes"]
+    dense = seconds[f"exchange {SLOWEST} dense"]["bytes"]
     return {"title": entry.title, "collective": entry.collective, "bytes": sent, "ratio": dense / sent,
             "local": compose.local(measured, name, exchanging),
             "predicted": {rate: predict.seconds(entry.collective, sent, measured["workers"], rate, exchanging)

@@ -175,12 +175,13 @@ class Denominators:
     def step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
         given = [p for p in parameters if p.grad is not None and local(p).numel()]  # a rank may have none of it
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        for p in given:
-            if decay != 0:
-                local(p).mul_(1 - lr * decay)
-            self._follow(p, x := local(p.grad), group)
-            self.add(p, x, -lr * sign(group), group)
+        if not given:
+            return
+        values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
+        if (decay := group["weight_decay"]) != 0:
+            torch._foreach_mul_(values, 1 - lr * decay)
+        factors = [self._follow(p, x, group) for p, x in zip(given, updates, strict=True)]
+        torch._foreach_addcmul_(values, updates, factors, value=-lr * sign(group))
 
     def add(self, parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:
         """Adds an averaged update x (the shape of this rank's part) over D, times a rate, to a parameter."""
@@ -193,8 +194,8 @@ class Denominators:
                 if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                     received.fill_(self._parameters.step)
 
-    def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> None:
-        """Has D follow an averaged update, where there is one."""
+    def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Has D follow an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
         order = memory_order(of_it.values) or range(of_it.values.dim())
@@ -205,6 +206,7 @@ class Denominators:
                          group["betas"][1], group["eps"], of_it.dense_steps + now - self._group[BEGAN])
         k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
         kernels.denominators(x, of).follow(x, of, k, now)
+        return of_it.values
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:
         """What a parameter's updates are multiplied by."""

@@ -310,13 +310,13 @@ def test_nothing_is_lost_and_all_is_flushed():
     """
     def worker():
         rank = dgc.lockstep.current().world.rank
-        weights, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, steps=DENSE)
+        _, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, steps=DENSE)
         weights = optimizer.param_groups[0]["params"]
         came = [B1 / (1 - B1) * optimizer.state[w]["exp_avg"] / (1 - B1**DENSE) for w in weights]
-        came, sent = [-x for x in came], [torch.zeros_like(w) for w in weights]
+        sent = [torch.zeros_like(w) for w in weights]
         for step in range(DENSE, STEPS):
             backward(weights, optimizer, rank, step)
-            came = [x - w.grad for x, w in zip(came, weights, strict=True)]
+            came = [x + w.grad for x, w in zip(came, weights, strict=True)]
             optimizer.step()
             sent = [x + w.grad for x, w in zip(sent, weights, strict=True)]
         square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
@@ -332,7 +332,7 @@ def test_nothing_is_lost_and_all_is_flushed():
     one, other = in_lockstep(worker)
     for i, (sent, moved) in enumerate(zip(one[1], one[2], strict=True)):
         came, u, v = ((a[i] + b[i]) / 2 for a, b in ((one[0], other[0]), *zip(one[3], other[3], strict=True)))
-        torch.testing.assert_close(sent + v + B1 / (1 - B1) * u, -came, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(sent + v + B1 / (1 - B1) * u, came, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(moved, v, rtol=1e-6, atol=1e-9)
 
 
