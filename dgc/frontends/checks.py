@@ -14,6 +14,8 @@ from dgc.engine.adam import check_decay
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
 from dgc.engine.kind import is_adam, is_sgd
 from dgc.engine.outgoing import check_dampening
+from dgc.engine.settings import Role, Settings
+from dgc.warn import warn
 
 SHARDED = ("use fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "
            "mesh = init_device_mesh(device, (nodes, ranks in a node), mesh_dim_names=('across', 'shard'))")
@@ -100,6 +102,14 @@ def check_group(group: dict[str, Any], config: Config) -> None:
             raise ValueError(f"a parameter must have at most {MAX_NUMEL} entries, got one of shape "
                              f"{tuple(parameter.shape)} with {parameter.numel()} (split it, or let it travel dense "
                              "by Config: min_numel)")
+
+
+def tell_of_deprecated(settings: Settings) -> None:
+    """Warns, on rank 0, of what the next release will refuse."""
+    if settings.config.exchange == "shared" and settings.role is not Role.OUTSIDE and settings.world.rank == 0:
+        warn('Config: exchange="shared" is deprecated, as it learns less, and will be removed in 0.3.0: give '
+             'exchange="reduce", whose bytes hardly grow with the number of ranks either (with few ranks: "allgather")',
+             FutureWarning)
 
 
 def enabled_scaler(config: Config, grad_scaler: Any) -> Any:

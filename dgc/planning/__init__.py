@@ -1,6 +1,6 @@
 """Whether it pays: a step's time and scaling efficiency for a model on a cluster, and what to do there."""
 
-from dgc.planning.advise import MOST, NEARLY, OFFERED, SHARED, SPARSITIES, WORTH, Advice, advise, bits
+from dgc.planning.advise import MOST, NEARLY, OFFERED, SPARSITIES, WORTH, Advice, advise, bits
 from dgc.planning.answer import Plan, draw, plan
 from dgc.planning.buckets import buckets, dense_buckets
 from dgc.planning.models import MODELS, NAME, Loaded, Shape, TheirError, callable_named, load, measure

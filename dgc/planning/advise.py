@@ -14,7 +14,6 @@ from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, m
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
-SHARED = 0.99  # the largest sparsity at which a shared support is named: with more it learns less for certain
 UNMASKED = 0.99  # the largest sparsity that learns better without momentum factor masking (docs/tuning.md)
 ADAMW = 0.99  # the largest sparsity at which a training with AdamW was measured
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
@@ -38,10 +37,8 @@ class Advice(NamedTuple):
 
     pays: bool
     dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
-    dgc: Prediction  # without a shared support: the simplest that is nearly as fast as any, with ``sparsity``
+    dgc: Prediction  # the simplest that is nearly as fast as any, with ``sparsity``
     sparsity: float
-    shared: Prediction | None  # the same of a shared support, if it is faster even with more entries
-    sparsity_shared: float  # then, at most ``SHARED``
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
     above: float | None  # and from which on; None: however slow it is
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
@@ -53,10 +50,9 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
            ) -> Advice:
     """Whether DGC pays here, from which bandwidth down, and with which exchange and sparsity.
 
-    It is compared with the dense exchanges in ``OFFERED``. A shared support learns less than an all-gather of the same
-    sparsity: it is not advised, but named where it is faster even with ten times the entries. Where DGC pays in a
-    range of bandwidths only, as it may where it sends as many bytes as a sum in float16, the range is the one in which
-    the cluster is, or the next below it: so ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
+    It is compared with the dense exchanges in ``OFFERED``. Where DGC pays in a range of bandwidths only, as it may
+    where it sends as many bytes as a sum in float16, the range is the one in which the cluster is, or the next below
+    it: so ``pays`` is whether the cluster's bandwidth is no higher than ``below``.
 
     Args:
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
@@ -66,11 +62,10 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     """
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
 
-    def best(on: Cluster, shared: bool) -> tuple[Prediction, float]:
+    def best(on: Cluster) -> tuple[Prediction, float]:
         """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
         made = [(predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap), s)
-                for s in sorted({min(s, SHARED if shared else 1.0) for s in sparsities})
-                for m in methods(on) if m.kind == "dgc" and m.exchange.sums == shared]
+                for s in sparsities for m in methods(on) if m.kind == "dgc"]
         fastest = min(p.step_seconds for p, _ in made)
         return next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
 
@@ -78,7 +73,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
         """Whether it pays, the fastest dense exchange that is offered, and what DGC does best, with which sparsity."""
         dense = min((predict(shapes, on, m, compute, DGC, local, overlap) for m in methods(on)
                      if m.kind != "dgc" and m.name in OFFERED), key=lambda p: p.step_seconds)
-        dgc, sparsity = best(on, shared=False)
+        dgc, sparsity = best(on)
         return dense.step_seconds >= WORTH * dgc.step_seconds, dense, dgc, sparsity
 
     def pays_at(bandwidth: float) -> bool:
@@ -94,12 +89,8 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
                  if m.kind != "dgc"), key=lambda p: p.step_seconds)
     advised = dgc if pays else dense
-    shared, sparsity_shared = best(cluster, shared=True)
-
-    def if_faster(prediction: Prediction) -> Prediction | None:
-        return prediction if NEARLY * prediction.step_seconds < advised.step_seconds else None
-
-    advice = Advice(pays, dense, dgc, sparsity, if_faster(shared), sparsity_shared, below, above, if_faster(other), ())
+    faster = other if NEARLY * other.step_seconds < advised.step_seconds else None
+    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, sparsity == max(sparsities), steps, optimizer)))
 
 
@@ -117,7 +108,7 @@ def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optim
         dense = max(1, steps // 10) if steps else DENSE
         rises = f"{dense}: 0.9, {2 * dense}: {sparsity:g}" if sparsity > 0.9 else f"{dense}: {sparsity:g}"
         schedule = f"dgc.piecewise({{0: 0.0, {rises}}})"
-    masking = ", factor_masking=False" if sparsity <= UNMASKED or method.exchange.sums else ""
+    masking = ", factor_masking=False" if sparsity <= UNMASKED else ""
     exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
     return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
@@ -168,7 +159,9 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
         yield (f"Recommended: {_config(dgc.method, sparsity, steps, optimizer)}"
                + ("." if largest else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
-    yield from _learning(advice, steps, optimizer)
+    if advice.pays and dgc.method.exchange.exchange == "reduce":
+        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
+               "compare, also with four times as many entries (docs/tuning.md).")
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
@@ -179,17 +172,6 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
     yield "This is about time. Whether accuracy holds is for a trial to tell" + (
         ": the method was made for SGD." if optimizer == "sgd" else f", beside dense training. {LOST_ADAMW}")
-
-
-def _learning(advice: Advice, steps: int | None, optimizer: Optimizer) -> Iterable[str]:
-    """What is known of how well the exchanges learn."""
-    if advice.pays and advice.dgc.method.exchange.exchange == "reduce":
-        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
-               "compare, also with four times as many entries (docs/tuning.md).")
-    if advice.shared:
-        line = _config(advice.shared.method, advice.sparsity_shared, steps, optimizer)
-        yield (f"With a shared support it would be {duration(advice.shared.step_seconds)}: {line}. It learns less, "
-               "with so many entries too where batches are small (docs/tuning.md): compare.")
 
 
 def waiting(sparsity: float, steps: int, optimizer: Optimizer = "sgd") -> str:

@@ -97,11 +97,12 @@ class Prediction(NamedTuple):
 
 
 def methods(cluster: Cluster) -> list[Method]:
-    """The methods that differ on this cluster."""
+    """The methods that differ on this cluster, without the deprecated ones."""
     flat = cluster.gpus == 1 or cluster.nodes == 1
     return [*(Method(name, kind) for name in cost.DENSE if not (flat and name == "hierarchical ring")
               for kind in ("float32", "float16")),
-            *(Method(name, "dgc") for name, way in cost.EXCHANGES.items() if not (flat and way.hierarchical))]
+            *(Method(name, "dgc") for name, way in cost.EXCHANGES.items()
+              if not way.sums and not (flat and way.hierarchical))]
 
 
 def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,

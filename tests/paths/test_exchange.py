@@ -2,6 +2,7 @@
 scales are tested with the other configurations, among which it is.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -186,6 +187,21 @@ def test_nothing_is_lost_where_auto_changes_its_mind():
     assert all(torch.equal(moved, results[0][0]) for moved, _, _ in results)
     left = sum(v for _, v, _ in results) - results[0][0]
     torch.testing.assert_close(left, everything, rtol=0, atol=1e-9)
+
+
+def test_it_is_deprecated():
+    """One warning, of rank 0, at the script's line; it names what to write instead. The others give none."""
+    def worker(exchange):
+        p = torch.nn.Parameter(torch.zeros(40, 40))
+        dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], dgc.Config(0.9, exchange=exchange))
+
+    with pytest.warns(FutureWarning, match='give exchange="reduce"') as told:
+        dgc.lockstep.run(lambda: worker("shared"), 3)
+    assert [warning.filename for warning in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for exchange in ("allgather", "reduce", "auto"):
+            dgc.lockstep.run(lambda exchange=exchange: worker(exchange), 3)
 
 
 def test_one_rank_of_many_leads_each_step():
