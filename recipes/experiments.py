@@ -73,6 +73,7 @@ class Budget:
     exchange: Study
     crowds: tuple[int, ...]  # workers, with each exchange
     pair: tuple[int, ...]  # seeds of these
+    many: Study  # workers, and few steps
 
 
 def _options(warmup: float, **options: Any) -> dict[str, Any]:
@@ -82,6 +83,12 @@ def _options(warmup: float, **options: Any) -> dict[str, Any]:
 def _exchange(dataset: str, **options: Any) -> Study:
     return Study("cifar10", "cifar10-exchange", "ResNet-20", dataset, _options(
         1.0, depth=20, batch_size=128, exchange="allgather", hierarchical=False, virtual_node=1, **options))
+
+
+def _many(dataset: str, workers: int, epochs: int) -> Study:
+    return Study("cifar10", "cifar10-many", "ResNet-20", dataset, {
+        **_options(0.5, depth=20, epochs=epochs, batch_size=8, validate=True, exchange="allgather"),
+        "virtual_workers": workers})
 
 
 def _transformer(dataset: str, epochs: int) -> Study:
@@ -94,7 +101,8 @@ _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
                          "workers": (4, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
-                         "crowds": (4, 16, 64), "pair": (0, 1), "transformer": _transformer("ptb", epochs=8)}
+                         "crowds": (4, 16, 64), "pair": (0, 1), "many": _many("cifar10", workers=32, epochs=7),
+                         "transformer": _transformer("ptb", epochs=8)}
 BUDGETS = {
     "cpu": Budget(**_FULL, lengths=(5, 25),
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
@@ -109,7 +117,7 @@ BUDGETS = {
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
         transformer=_transformer("pydoc topics", epochs=1),
         seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
-        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,)),
+        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,), many=_many("digits", workers=8, epochs=1)),
 }
 
 
@@ -234,6 +242,20 @@ def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
             for name, way in ways.items()}
 
 
+def by_bytes(budget: Budget) -> dict[str, dict[float, Run]]:
+    """Dense, or an exchange of many workers -> sparsity -> run; on held-out images. At 99 % and less without masking,
+    which takes a good part of each step there.
+    """
+    def at(exchange: str, sparsity: float) -> Run:
+        kept = {} if sparsity > 0.99 else {"factor_masking": False}
+        return run(budget.many, "dgc", 0, sparsity=sparsity, **kept, exchange=exchange)
+
+    ways = {"all-gather": ("allgather", (0.999, 0.99, 0.97)), "reduce": ("reduce", (0.999, 0.99, 0.97, 0.9))}
+    return {"dense": {0.0: run(budget.many, "dense", 0)}, **{
+        name: {sparsity: at(exchange, sparsity) for sparsity in sparsities}
+        for name, (exchange, sparsities) in ways.items()}}
+
+
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     """Table -> name -> run; in the order of their importance. A run may be in several tables."""
     rows = ablations(budget)
@@ -253,6 +275,7 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
               "sparsity": list(sparsities.values()),
               "warmup": list(by_warmup(budget).values()),
               "transformer": parts("transformer"),
+              "bytes": list(by_bytes(budget).values()),
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges]}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 

@@ -104,6 +104,11 @@ def shown(result: Result) -> str:
     return f"{measured(result):.2f}{RECIPES[result['recipe']].unit}"
 
 
+def mean_bytes(result: Result) -> float:
+    """Bytes that a worker sends in a step, over all of training."""
+    return float(np.mean([epoch["bytes_per_step"] for epoch in result["history"]]))
+
+
 def ratios(result: Result) -> tuple[float, float]:
     """The bytes of dense training over those of this one: in all, warm-up included, and at its end; there not a number
     where the sparsity still changes in the last epoch.
@@ -112,7 +117,7 @@ def ratios(result: Result) -> tuple[float, float]:
     epochs, steps, sparsity_at = result["settings"]["epochs"], result["steps_per_epoch"], settings(result).sparsity_at
     settled = sparsity_at((epochs - 1) * steps) == sparsity_at((epochs + 1) * steps - 1)
     return tuple(result["dense_bytes_per_step"] / n if n else np.nan
-                 for n in (np.mean(nbytes), min(nbytes) if settled else 0))
+                 for n in (mean_bytes(result), min(nbytes) if settled else 0))
 
 
 def times(ratio: float) -> str:

@@ -17,6 +17,7 @@ from experiments import (
     Run,
     Study,
     ablations,
+    by_bytes,
     by_exchange,
     by_momentum,
     by_sparsity,
@@ -58,7 +59,7 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
             texts += [draw_table(budget, done) for draw_table in (
-                draw_momentum, draw_workers, draw_sparsity, draw_warmup, draw_exchange)]
+                draw_momentum, draw_workers, draw_sparsity, draw_warmup, draw_bytes, draw_exchange)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -179,6 +180,28 @@ def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:
             f"where there are 4. Means over seeds {', '.join(map(str, budget.pair))}; in brackets the difference to "
             f"all-gather{POOLED}. {count(lines)} of {count(runs)} runs.\n\n"
             f"{report.differences('', lines, lambda n: f'{n} workers', RECIPES['cifar10'])}")
+
+
+def draw_bytes(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table and the figure, or nothing."""
+    runs, study, recipe = by_bytes(budget), budget.many, replace(RECIPES["cifar10"], title="validation accuracy")
+    lines = {name: {sparsity: done[run.name] for sparsity, run in line.items() if run.name in done}
+             for name, line in runs.items()}
+    dense = lines["dense"].get(0.0)
+    if dense is None or not any(line for name, line in lines.items() if name != "dense"):
+        return ""
+    figures.by_bytes(recipe, dense, {name: line for name, line in lines.items() if name != "dense"},
+                     budget.figures / f"{study.name}.png")
+    rows = [[name, f"{100 * sparsity:.5g} %" if sparsity else "", report.shown(result),
+             f"{report.measured(result) - report.measured(dense):+.2f}" if sparsity else "",
+             f"{report.mean_bytes(result):,.0f}", *map(report.times, report.ratios(result))]
+            for name, line in lines.items() for sparsity, result in line.items()]
+    return (f"**Many workers, and few steps.** {study.title}, {study.options['virtual_workers']} workers of batch "
+            f"{study.options['batch_size']}, {study.options['epochs'] * dense['steps_per_epoch']:,} steps, warm-up of "
+            f"{study.options['warmup_epochs']:g} epochs, held-out training images, seed 0. "
+            f"{sum(map(len, lines.values()))} of {sum(map(len, runs.values()))} runs.\n\n"
+            + report.markdown(["", "sparsity", recipe.title, "to dense", "bytes a step", "compression",
+                               "after warm-up"], rows))
 
 
 def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:

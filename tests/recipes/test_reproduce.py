@@ -147,8 +147,9 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         ("dense", 5), *(("dgc", 5, seed, sparsity, 0.4) for sparsity in (0.9, 0.99, 0.999) for seed in range(3))}
     assert {kind(run)[:-1] for run in long} == {("dense", 25), *(("dgc", 25, seed, 0.999, 2.0) for seed in range(3))}
     assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(3)] == [10 + 4] * 3
-    assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short}  # and no other
-    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 7 + 8 + 54
+    assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short} | {
+        *tables["bytes"]}  # and no other
+    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 7 + 8 + 8 + 54
     assert names[25:55] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
@@ -157,6 +158,11 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert names[77:85] == list(tables["transformer"]) == [
         *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
         "transformer-gradients-0", "transformer-gradients-1"]
+    assert names[85:93] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
+        "", "-sparsity99-nomasking", "-sparsity97-nomasking", "-reduce", "-sparsity99-nomasking-reduce",
+        "-sparsity97-nomasking-reduce", "-sparsity90-nomasking-reduce"))]
+    assert {(run.options["virtual_workers"], run.options["batch_size"], run.options["epochs"])
+            for run in tables["bytes"].values()} == {(32, 8, 7)}
     for budget in experiments.BUDGETS.values():
         settings = [(run.study.recipe, json.dumps(run.options, sort_keys=True))
                     for run in experiments.chosen(budget, [])]
@@ -214,7 +220,7 @@ def test_only_names_tables_and_parts_of_names():
         *experiments.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
     with pytest.raises(typer.BadParameter,
-                       match="ablation, momentum, workers, sparsity, warmup, transformer, exchange, or a part"):
+                       match="ablation, momentum, workers, sparsity, warmup, transformer, bytes, exchange, or a part"):
         experiments.chosen(budget, ["imagenet"])
 
 
@@ -426,6 +432,10 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
         name, mine = "cifar10-exchange-dgc-16workers-batch8-", {**same, "seed": seed}
         write(f"{name}{seed}", settings=mine, accuracy=gathered, **rest)
         write(f"{name}shared-{seed}", settings={**mine, "exchange": "shared"}, accuracy=shared, **rest)
+    many = {"epochs": 7, "warmup_epochs": 0.5, "virtual_workers": 32, "batch_size": 8, "validate": True, "seed": 0}
+    write("cifar10-many-dense-0", "cifar10-dense-0", many, accuracy=70.0, **rest)
+    thinner = {**many, "sparsity": 0.97, "factor_masking": False, "exchange": "reduce"}
+    write("cifar10-many-dgc-sparsity97-nomasking-reduce-0", settings=thinner, accuracy=69.25, **rest)
     monkeypatch.setitem(experiments.BUDGETS, "cpu", budget)
     monkeypatch.setattr(reproduce, "work", None)
     reproduce.main(report_only=True)
@@ -451,6 +461,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "|  | seeds | test accuracy | standard deviation | to dense [95 %] | compression | after warm-up |",
             "| warm-up of 1 | 0 of 3 | - | - | - | - | - |",
             "| warm-up of 4 | 2 of 3 | 88.10 % | 0.14 | -0.10 [-3.91, +3.71] | 13.3 x | 20.0 x |",
+            "| dense |  | 70.00 % |  | 75 | 13.3 x | 20.0 x |",
+            "| reduce | 97 % | 69.25 % | -0.75 | 75 | 13.3 x | 20.0 x |",
             "|  | 4 workers | 16 workers | 64 workers |", "| all-gather | - | 80.50 % | - |",
             "| shared | - | 80.30 % (-0.20 ± 1.89) | - |", "| hierarchical | - | - | - |",
             "| shared, 99.6 % | - | - | - |", "| shared, 99 %, no masking | - | - | - |",
@@ -458,9 +470,10 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
         assert line in lines
     text = "\n".join(lines)
     assert all(count in text for count in ("3 of 30 runs.", "6 of 12 runs.", "4 of 6 runs.",
-                                           "Dense: 88.00 %. 3 of 8 runs.", "4 of 54 runs."))
+                                           "Dense: 88.00 %. 3 of 8 runs.", "2 of 8 runs.", "4 of 54 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
-    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-momentum.png", "cifar10-sparsity.png"}
+    assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-momentum.png", "cifar10-sparsity.png",
+                            "cifar10-many.png"}
     assert min(figures.values()) > 10_000
 
 
