@@ -145,7 +145,7 @@ def begin(launcher, folder):
     if launcher == "horovod":
         import horovod.torch as hvd
         if os.environ.get("HOROVOD_SIZE") == "3":
-            PROCESS_SETS.append(hvd.ProcessSet([1, 2]))
+            PROCESS_SETS.extend([hvd.ProcessSet([1, 2]), hvd.ProcessSet([0])])
         hvd.init(process_sets=PROCESS_SETS)
         return hvd.rank()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

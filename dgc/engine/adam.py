@@ -26,7 +26,7 @@ from dgc.config import Config
 from dgc.engine.kind import decays_apart, is_adam, sign
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
+from dgc.engine.settings import Role, Settings
 from dgc.engine.shards import local
 from dgc.warn import warn
 
@@ -56,7 +56,8 @@ class Denominators:
 
     def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer], nodes: Nodes):
         self._settings, self._parameters, self._inner, self._nodes = settings, parameters, inner, nodes
-        self.used = settings.exchanges and settings.config.momentum_correction and is_adam(inner)
+        self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(inner)
+        self.used = self.filled and settings.exchanges  # outside a process set the state is filled: see Applier
         self._sparsity = 0.0  # that the schedule gives for this step
         self._factors: dict[Tensor, _Factor] = {}
 
@@ -77,7 +78,7 @@ class Denominators:
     def begin(self) -> None:
         """Begins, or goes on with a training that was loaded."""
         self._factors.clear()
-        if self.used:
+        if self.filled:
             self._group.setdefault(BEGAN, -1)
             for group in self._parameters.groups:
                 group.setdefault(B2, 0.0)
@@ -111,7 +112,7 @@ class Denominators:
         state: dict[str, Any] = self._parameters.optimizer.state[parameter]
         if "exp_avg" not in state:
             state.update(fresh(parameter, group))
-        if self._parameters.compressed_bucket(parameter) is not None and RECEIVED not in state:
+        if self._parameters.travels_compressed(parameter) and RECEIVED not in state:
             state[RECEIVED] = torch.zeros_like(parameter, dtype=torch.int32, requires_grad=False)
             if self.compressed:
                 fill_unseen(state, group, self._mean_of_all())

@@ -43,7 +43,7 @@ class Applier:
 
         A momentum that SGD had for a compressed parameter moves into u.
         """
-        if self._denominators.used:
+        if self._denominators.filled:
             self._denominators.fill_state()
         if not self.is_sgd:
             return
@@ -58,8 +58,7 @@ class Applier:
         if momentum is not None and momentum.is_sparse:
             self._parameters.sparse[parameter] = momentum.sparse_dim()
         # Outside a process set nothing is exchanged, but a broadcast to all needs the same state there.
-        if config.momentum_correction and parameter not in self._parameters.sparse and compressible(
-                parameter, config.min_numel):
+        if config.momentum_correction and self._parameters.travels_compressed(parameter):
             if self._settings.role is not Role.OUTSIDE:
                 self._move_into_u(parameter, group, state)
             decays = config.local_weight_decay and group["weight_decay"] != 0
@@ -175,8 +174,7 @@ class Applier:
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
-            kernel = kernels.current(p.device.type if p.is_contiguous() and buffer.is_contiguous() else "any", p.dtype)
-            kernel.decay(p, buffer, m, decay, lr, group["nesterov"])
+            _loops(p, buffer).decay(p, buffer, m, decay, lr, group["nesterov"])
 
     def add(self, delivery: Delivery, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Adds an update to the parameters, times their learning rates.
@@ -219,6 +217,12 @@ class Applier:
             group["momentum"] != 0 and p.requires_grad and compressible(p, config.min_numel)
             and state.get(p, {}).get("momentum_buffer") is None
             for group in self._parameters.groups for p in group["params"]))
+
+
+def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
+    """The loops for both. Compiled ones take addresses and one dtype; a script may have changed the parameter's."""
+    fit = p.is_contiguous() and buffer.is_contiguous() and p.dtype == buffer.dtype
+    return kernels.current(p.device.type if fit else "any", p.dtype)
 
 
 def _add(parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:

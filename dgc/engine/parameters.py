@@ -104,6 +104,10 @@ class Parameters:
         bucket = self.bucket_of[parameter]
         return bucket.kept if bucket.compressed else None
 
+    def travels_compressed(self, parameter: Tensor) -> bool:
+        """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""
+        return parameter not in self.sparse and compressible(parameter, self._settings.config.min_numel)
+
     def compressed(self) -> list[Bucket]:
         """u and v of what travels compressed."""
         return [bucket.kept for bucket in self.buckets if bucket.compressed and bucket.kept is not None]

@@ -46,7 +46,7 @@ class Settings:
         world = self.transport.world
         # What has no meaning to torch's optimizer is done by the exchange, also by one process.
         needed = self.config.nonfinite == "skip" or (
-            self.grad_scaler is not None and self.config.clip_norm is not None)
+            self.grad_scaler is not None and self.config.clip_norm is not None) or self.transport.broadcasts_beyond
         if world is None:
             self.role = Role.OUTSIDE
         else:

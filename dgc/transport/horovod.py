@@ -37,6 +37,11 @@ class Horovod:
             return None
         return World(self.process_set.rank(), self.process_set.size())
 
+    @property
+    def broadcasts_beyond(self) -> bool:
+        """By hvd.broadcast_optimizer_state, which knows no process set."""
+        return self.process_set.ranks != hvd.global_process_set.ranks
+
     def by_node(self, device: torch.device) -> int:
         if self.process_set.ranks != hvd.global_process_set.ranks:
             raise ValueError("process_set must be None, or have all ranks, where hierarchical is True, got ranks "
@@ -59,7 +64,7 @@ class Horovod:
         if collective.op == "gather":
             if tensor.device.type == "cpu" and (total := process_set.size() * tensor.nbytes) > MAX_BYTES:
                 raise ValueError(f"{name}: the ranks' messages must have at most {MAX_BYTES} bytes together with "
-                                 f"Horovod, got {total} (have smaller buckets by groups=, Config(exchange='shared'), "
+                                 f"Horovod, got {total} (have smaller buckets by groups=, Config(exchange='reduce'), "
                                  "or a higher sparsity; or use torch.distributed)")
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))

@@ -86,6 +86,7 @@ class Lockstep:
 
     process_set: ProcessSet = None
     optimizer_module = "dgc.optimizer"
+    broadcasts_beyond = False
 
     @property
     def world(self) -> World:

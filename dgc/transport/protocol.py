@@ -60,6 +60,10 @@ class Transport(Protocol):
     def world(self) -> World | None:
         """This rank and the live number of ranks; None for a process outside the process set."""
 
+    @property
+    def broadcasts_beyond(self) -> bool:
+        """Whether the optimizer's state is broadcast to processes outside this world too, which need the same one."""
+
     def start(self, collective: Collective, name: str) -> Wait:
         """Begins a collective. Every rank of its group begins the same ones, under the same names, in the same order.
         """

@@ -28,6 +28,7 @@ class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
 
     optimizer_module = "dgc.optimizer"
+    broadcasts_beyond = False
 
     def __init__(self, group: Any = None):
         self.process_set = group

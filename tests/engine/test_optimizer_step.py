@@ -213,3 +213,23 @@ def test_applied_directly_parameters_have_changed_to_a_graph_that_holds_them():
 def test_applied_directly_needs_momentum_correction():
     with pytest.raises(ValueError, match="momentum_correction must be True where apply_directly is, got False"):
         dgc.Config(apply_directly=True, momentum_correction=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_may_change_their_dtype(dtype):
+    """As with torch's own SGD, whose buffers stay as they were. Compiled loops would write past the decay's buffer."""
+    def trained(wrap):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        if wrap:
+            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), DENSE)
+        for step in range(6):
+            if step == 3:
+                network.to(dtype)
+            optimizer.zero_grad()
+            loss(network, 0, step, dtype if step >= 3 else torch.float32).backward()
+            optimizer.step()
+        return flat(network)
+
+    expected, bound = trained(wrap=False), 1e-6 if dtype == torch.float64 else 0.01
+    assert all(difference(ours, expected) < bound for ours in in_lockstep(lambda: trained(wrap=True)))

@@ -69,6 +69,27 @@ def process_set():
     return flat(network), number.item(), optimizer.report().steps
 
 
+def sets_of_two_and_of_one():
+    """Ranks 1 and 2 exchange gradients, rank 0 is a set of its own. With each optimizer: the state that
+    hvd.broadcast_optimizer_state has brought to all, and what became of the parameters.
+    """
+    import horovod.torch as hvd
+    from launch import PROCESS_SETS
+    found = []
+    for kind, members in (("sgd", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:1])):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) if kind == "sgd" \
+            else torch.optim.AdamW(network.parameters(), lr=0.01)
+        mine = next((one for one in members if one.included()), members[0])
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
+            sparsity=dgc.piecewise({0: 0.0, 2: 0.9})), process_set=mine)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        keys = [sorted(state) for state in optimizer.state.values()]
+        train(range(4), None, network, optimizer)
+        found.append((keys, flat(network)))
+    return found
+
+
 def too_large():
     """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
     try:
@@ -144,7 +165,8 @@ def out_of_data():
 
 
 IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, started_anew),
-                ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set,), ("torch", 3): (process_group,)}
+                ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set, sets_of_two_and_of_one),
+                ("torch", 3): (process_group,)}
 
 
 @pytest.mark.parametrize("place", [("horovod", 2), ("torch", 2)], ids=lambda place: place[0])
@@ -156,6 +178,24 @@ def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     counted, reported = (sum(column) for column in zip(*results, strict=True))
     print(f"{place[0]}, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
     assert counted == pytest.approx(reported, rel=0.05)
+
+
+def test_the_state_is_broadcast_to_ranks_of_any_set():
+    """Alike on all ranks, so that Horovod's broadcast ends; and a rank alone in its set, or in none, trains as torch's
+    optimizer does.
+    """
+    outside, *inside = ran("horovod", 3, IN_PROCESSES["horovod", 3])[sets_of_two_and_of_one]
+    for at, kind in enumerate(("sgd", "adamw", "adamw")):
+        assert outside[at][0] == inside[0][at][0] == inside[1][at][0] and outside[at][0]
+        assert torch.equal(inside[0][at][1], inside[1][at][1])
+        network = model()
+        own = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) if kind == "sgd" else (
+            torch.optim.AdamW(network.parameters(), lr=0.01))
+        for step in range(4):
+            own.zero_grad()
+            loss(network, 0, step).backward()
+            own.step()
+        assert difference(outside[at][1], flat(network)) < 1e-5
 
 
 @pytest.mark.parametrize(("launcher", "case"), [("horovod", process_set), ("torch", process_group)])
