@@ -54,7 +54,7 @@ def residuals(optimizer):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", 'ignore:Config. exchange="shared" is deprecated:FutureWarning')
 def test_a_loss_scale_changes_nothing(name):
     """Powers of two, which grow after every third step: to the bit the training without, residuals too."""
     def worker():
@@ -438,3 +438,36 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters(config):
     for name, update in zip(("weight", "bias"), updates, strict=True):
         accumulated = update if name not in v else update.where(v[name] == 0, v[name])
         assert torch.allclose(accumulated, torch.full_like(update, 2e-9), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_loss_scale_changes_nothing_with_adamw(exchange, clip):
+    """In its dense steps and after them, to the bit. A step that overflows is the one that nonfinite="skip" leaves out.
+    """
+    def trained(scaler, bad, nonfinite="error"):
+        network = model()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
+        config = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), factor_masking=False, clip_norm=clip, exchange=exchange,
+                            nonfinite=nonfinite)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler)
+        for step in range(9):
+            optimizer.zero_grad()
+            factor = math.inf if step in bad and rank() == 1 else 1.0
+            value = loss(network, rank(), step) * factor
+            (value if scaler is None else scaler.scale(value)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        return flat(network), optimizer.report().skipped
+
+    def worker():
+        plain, scaled = trained(None, ()), trained(scaler_of(), ())
+        skipped, overflown = trained(None, (1, 5), "skip"), trained(scaler_of(), (1, 5))
+        assert torch.equal(plain[0], scaled[0]) and torch.equal(skipped[0], overflown[0])
+        assert (plain[1], scaled[1], skipped[1], overflown[1]) == (0, 0, 2, 2)
+        assert not torch.equal(plain[0], skipped[0])
+
+    dgc.lockstep.run(worker, 2)

@@ -32,6 +32,7 @@ def ddp_trajectories():
     results = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", 'Config: exchange="shared" is deprecated', FutureWarning)
         for name, config in CONFIGS.items():
             expected = train(range(5), config)
             for manner, arguments in DDP.items() if name == "default" else [("views", DDP["views"])]:
