@@ -129,10 +129,10 @@ def test_the_picture_of_a_plan_has_rings_and_exchanges_and_is_a_model(drawn, tmp
     colours = {text.get_text(): text.get_color() for text in axes.texts}
     assert colours.pop(" 8 as planned") == drawing.DENSE
     assert colours == {"ring, float32": drawing.DENSE, "ring, float16": drawing.DENSE, "DGC, allgather": drawing.DGC,
-                       "DGC, shared": drawing.MUTED[0], "DGC, reduce": drawing.MUTED[1]}
+                       "DGC, reduce": drawing.MUTED[0]}
     assert "not measured" in axes.get_title(loc="left") and axes.get_ylim()[0] == 0 and axes.get_xlim() == (1, 512)
     curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
-    assert len(curves) == 5 and all(line.get_ydata()[0] == 100 for line in curves)  # one worker waits for nobody
+    assert len(curves) == 4 and all(line.get_ydata()[0] == 100 for line in curves)  # one worker waits for nobody
 
 
 def test_the_picture_of_a_schedule_has_dgc_below_dense(drawn, tmp_path):
