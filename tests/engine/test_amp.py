@@ -440,8 +440,7 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters(config):
         assert torch.allclose(accumulated, torch.full_like(update, 2e-9), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("exchange", "clip"), [("allgather", None), ("reduce", 0.5)])
 def test_a_loss_scale_changes_nothing_with_adamw(exchange, clip):
     """In its dense steps and after them, to the bit. A step that overflows is the one that nonfinite="skip" leaves out.
     """
