@@ -101,11 +101,11 @@ def sparsity(recipe: Recipe, cells: Mapping[float, Mapping[float, Mapping[int, R
 
 def by_bytes(recipe: Recipe, dense: Result, lines: Mapping[str, Mapping[float, Result]], out: Path) -> None:
     """What is lost against dense training, by the bytes of all of it: a line for each exchange, a dot for each
-    sparsity.
+    sparsity. Only what has results.
     """
     figure, axes = drawing.panels(height=3.8)
     points = {name: {sparsity: (report.ratios(result)[0], measured(result) - measured(dense))
-                     for sparsity, result in sorted(line.items())} for name, line in lines.items() if line}
+                     for sparsity, result in sorted(line.items())} for name, line in lines.items()}
     ratios = [x for line in points.values() for x, _ in line.values()]
     right = 1.4 * max(ratios)
     axes.axhline(0, color=drawing.DENSE)

@@ -187,11 +187,10 @@ def draw_bytes(budget: Budget, done: Mapping[str, Result]) -> str:
     runs, study, recipe = by_bytes(budget), budget.many, replace(RECIPES["cifar10"], title="validation accuracy")
     lines = {name: {sparsity: done[run.name] for sparsity, run in line.items() if run.name in done}
              for name, line in runs.items()}
-    dense = lines["dense"].get(0.0)
-    if dense is None or not any(line for name, line in lines.items() if name != "dense"):
+    dense, exchanges = lines["dense"].get(0.0), {name: line for name, line in lines.items() if name != "dense" and line}
+    if dense is None or not exchanges:
         return ""
-    figures.by_bytes(recipe, dense, {name: line for name, line in lines.items() if name != "dense"},
-                     budget.figures / f"{study.name}.png")
+    figures.by_bytes(recipe, dense, exchanges, budget.figures / f"{study.name}.png")
     rows = [[name, f"{100 * sparsity:.5g} %" if sparsity else "", report.shown(result),
              f"{report.measured(result) - report.measured(dense):+.2f}" if sparsity else "",
              f"{report.mean_bytes(result):,.0f}", *map(report.times, report.ratios(result))]

@@ -44,7 +44,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         world = self.transport.world
-        # What has no meaning to torch's optimizer is done by the exchange, also by one process.
+        # One process takes part too, where torch's optimizer would not do what is asked for, or where other processes
+        # are to have the same state.
         needed = self.config.nonfinite == "skip" or (
             self.grad_scaler is not None and self.config.clip_norm is not None) or self.transport.broadcasts_beyond
         if world is None:

@@ -48,6 +48,15 @@ def scaled(steps, config, pattern="usual", bad=None, who=0):
     return network, optimizer, scaler
 
 
+def take(optimizer, scaler):
+    """A step, with a loss scale or without."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def residuals(optimizer):
     state = optimizer.residual_state_dict()
     return torch.cat([t.flatten() for letter in "uv" for t in state[letter].values()])
@@ -136,11 +145,7 @@ def test_two_passes():
                 for i in range(2):
                     value = loss(network, rank(), 2 * step + i)
                     (value if scaler is None else scaler.scale(value)).backward()
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
+                take(optimizer, scaler)
             ends.append(flat(network))
         assert torch.equal(*ends)
 
@@ -455,11 +460,7 @@ def test_a_loss_scale_changes_nothing_with_adamw(exchange, clip):
             factor = math.inf if step in bad and rank() == 1 else 1.0
             value = loss(network, rank(), step) * factor
             (value if scaler is None else scaler.scale(value)).backward()
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
+            take(optimizer, scaler)
         return flat(network), optimizer.report().skipped
 
     def worker():

@@ -69,6 +69,13 @@ def process_set():
     return flat(network), number.item(), optimizer.report().steps
 
 
+def plain(kind, network):
+    """An optimizer of torch."""
+    if kind == "sgd":
+        return torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(network.parameters(), lr=0.01)
+
+
 def sets_of_two_and_of_one():
     """Ranks 1 and 2 exchange gradients, rank 0 is a set of its own. With each optimizer: the state that
     hvd.broadcast_optimizer_state has brought to all, and what became of the parameters.
@@ -78,10 +85,8 @@ def sets_of_two_and_of_one():
     found = []
     for kind, members in (("sgd", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:1])):
         network = model()
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) if kind == "sgd" \
-            else torch.optim.AdamW(network.parameters(), lr=0.01)
         mine = next((one for one in members if one.included()), members[0])
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
+        optimizer = dgc.DistributedOptimizer(plain(kind, network), network.named_parameters(), dgc.Config(
             sparsity=dgc.piecewise({0: 0.0, 2: 0.9})), process_set=mine)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         keys = [sorted(state) for state in optimizer.state.values()]
@@ -189,8 +194,7 @@ def test_the_state_is_broadcast_to_ranks_of_any_set():
         assert outside[at][0] == inside[0][at][0] == inside[1][at][0] and outside[at][0]
         assert torch.equal(inside[0][at][1], inside[1][at][1])
         network = model()
-        own = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01) if kind == "sgd" else (
-            torch.optim.AdamW(network.parameters(), lr=0.01))
+        own = plain(kind, network)
         for step in range(4):
             own.zero_grad()
             loss(network, 0, step).backward()
