@@ -16,8 +16,9 @@ measured; in the first two the means never change:
 - The valley: the mean leads back to a minimum, the faster the more curved the loss is along an entry, and so answers
   what has been applied. The loss that remains, over dense training's, when each worker sends its own largest entries
   (all-gather), when all send those of one worker, another one each step (shared), when owners add up what workers
-  send and pass on the largest sums, r messages' worth of them (reduce; the package's r is 4), and when all send those
-  that are largest in the mean, which nobody knows. A transcription in plain torch, without masking.
+  send and pass on the largest sums (reduce, with so many messages' worth of entries sent and of sums passed on; the
+  package's are 3 and 3), and when all send those that are largest in the mean, which nobody knows. A transcription in
+  plain torch, without masking.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("sha
                                   ("reduce", 0.999), ("reduce", 0.996))
 SHAPE, WORKERS, MOMENTUM = (100, 100), 4, 0.9
 CHOICES = {"allgather": "a worker's own", "shared": "one worker's", "mean": "the mean's",
-           **{f"reduce {r}": f"owners', r = {r}" for r in (1, 2, 4, 8)}}
+           **{f"reduce {a} {b}": f"owners', {a} + {b}" for a, b in ((1, 1), (2, 2), (1, 4), (3, 3), (1, 8), (4, 4))}}
 VALLEY, CURVATURES = 4000, (-3.0, 0.5)  # entries, and the range of the decimal logarithms of their curvatures
 
 
@@ -122,11 +123,12 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
         if choice is None:
             sent = v.clone()
         elif choice.startswith("reduce"):  # what is not passed on stays in an owner's sums
-            arrived = torch.where(own, 0, _largest(v, v, k))
+            chosen, kept = (int(messages) * k for messages in choice.split()[1:])
+            arrived = torch.where(own, 0, _largest(v, v, chosen))
             v -= arrived
             sums += torch.where(own, arrived.sum(0) + v, 0)
             v[own] = 0
-            sent = _largest(sums, sums, -(-int(choice.split()[1]) * k // workers))
+            sent = _largest(sums, sums, -(-kept // workers))
             sums -= sent
         else:
             sent = _largest({"allgather": v, "shared": v[step % workers], "mean": v.mean(0)}[choice], v, k)

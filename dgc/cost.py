@@ -238,7 +238,9 @@ def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
                  Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
 
-KEPT = 4  # messages' worth of entries that all owners together pass on in a step; more => more bytes, shorter waits
+# Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
+# on: the same number, as an entry waits at a worker and again at its owner. More => more bytes, shorter waits.
+WIDE = 3
 SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
 
 
@@ -250,6 +252,11 @@ def region(numel: int, n: int) -> int:
     return -(-numel // (LINE * n)) * LINE
 
 
+def wide(numel: int, slots: int) -> int:
+    """Entries that the reduce exchange sends of a parameter, or of a bucket, of which an all-gather sends ``slots``."""
+    return min(numel, WIDE * slots)
+
+
 def row_slots(slots: int, n: int) -> int:
     """Entries for which a worker has room in what it sends to each of n owners: few are in its own region, of which
     it keeps the large ones.
@@ -259,8 +266,8 @@ def row_slots(slots: int, n: int) -> int:
 
 
 def kept_slots(numel: int, slots: int, n: int) -> int:
-    """Entries that each of n owners passes on to all."""
-    return min(region(numel, n), math.ceil(KEPT * slots / n))
+    """Entries that each of n owners passes on to all, which are together as many as a worker sends."""
+    return min(region(numel, n), -(-slots // n))
 
 
 def row_bytes(slots: int, size: int, width: int) -> int:
@@ -271,9 +278,9 @@ def row_bytes(slots: int, size: int, width: int) -> int:
 
 def _rows(sizes: Sizes, n: int) -> tuple[int, int]:
     """Bytes of what a worker sends to each of n owners, and of what each of them passes on."""
-    size = region(sizes.numel, n)
-    return (row_bytes(row_slots(sizes.slots, n), size, sizes.width),
-            row_bytes(kept_slots(sizes.numel, sizes.slots, n), size, sizes.width))
+    size, slots = region(sizes.numel, n), wide(sizes.numel, sizes.slots)
+    return (row_bytes(row_slots(slots, n), size, sizes.width),
+            row_bytes(kept_slots(sizes.numel, slots, n), size, sizes.width))
 
 
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:

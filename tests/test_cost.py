@@ -245,8 +245,9 @@ def test_no_exchange_sends_more_than_the_dense_one(dense, message, support, valu
         sent = support + summed * values if name.endswith("shared") else (contributors - 1) * message
         if name.endswith("reduce"):
             size = cost.region(numel, contributors)
+            chosen = min(numel, 3 * sizes.slots)
             sent = (contributors - 1) * sum(cost.row_bytes(slots, size, 2) for slots in (
-                cost.row_slots(sizes.slots, contributors), cost.kept_slots(numel, sizes.slots, contributors)))
+                cost.row_slots(chosen, contributors), cost.kept_slots(numel, chosen, contributors)))
         if cost.sends_dense(name, sizes, n, g):
             sent = summed * dense
         assert sent <= summed * dense * (1 + 1e-12)

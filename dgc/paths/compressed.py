@@ -47,10 +47,12 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
+    exchange, dense = choose(config.exchange, layout, world.nodes) if sparsity else ("", True)
+    if exchange == "reduce":
+        layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size, wide=True)
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
         return (yield from _sum_all(task))
-    exchange, dense = choose(config.exchange, layout, world.nodes)
     return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
 
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dgc import cost
 from dgc.collective import World
 from dgc.compression import kernels, select
 from dgc.compression.kernels import Kernel
@@ -17,7 +18,7 @@ from dgc.compression.wire import Layout
 from dgc.config import Config
 from dgc.trace import stage
 
-_layouts: WeakKeyDictionary[Bucket, tuple[tuple[float, torch.dtype, int], Layout]] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[tuple[float, torch.dtype, int], Layout]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,19 @@ def kernel_of(bucket: Bucket) -> Kernel:
     return kernels.current(bucket.v.device.type, bucket.v.dtype)
 
 
-def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int = 1) -> Layout:
-    """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables."""
-    key, (made_for, layout) = (sparsity, dtype, node_size), _layouts.get(bucket, (None, None))
-    if layout is None or made_for != key:
-        layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype, node_size)
-        _layouts[bucket] = key, layout
-    return layout
+def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int = 1, wide: bool = False) -> Layout:
+    """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables.
+
+    Args:
+        wide: with as many entries as the reduce exchange sends (``dgc.cost.wide``).
+    """
+    key, known = (sparsity, dtype, node_size), _layouts.setdefault(bucket, {})
+    if wide not in known or known[wide][0] != key:
+        counts = [select.count(sparsity, numel) for numel in bucket.numels]
+        if wide:
+            counts = [cost.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
+        known[wide] = key, Layout(bucket, counts, dtype, node_size)
+    return known[wide][1]
 
 
 def clipping(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, world: World, average: bool,

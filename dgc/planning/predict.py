@@ -157,7 +157,7 @@ def _messages(exchange: Exchange, n: int, g: int) -> int:
     if exchange.sums:
         return 1
     if exchange.exchange == "reduce":
-        return 1 + cost.KEPT
+        return 2 * cost.WIDE
     return n if exchange.hierarchical else n * g
 
 
