@@ -65,8 +65,9 @@ def in_messages(workers: int) -> dict[str, float]:
     sent = {name: sum(cost.port_bytes(cost.exchange(name, each, workers, 1)) for each in sizes) / message
             for name in ("allgather", "reduce")}
     dense = sum(2 * (workers - 1) / workers * each.dense for each in sizes) / message
-    without = [without_slot(each.numel, each.slots, workers) * each.slots for each in sizes]
-    return {"workers": workers, **sent, "dense": dense, "without_slot": sum(without) / sum(e.slots for e in sizes)}
+    chosen = [cost.wide(each.numel, each.slots) for each in sizes]
+    without = [without_slot(each.numel, slots, workers) * slots for each, slots in zip(sizes, chosen, strict=True)]
+    return {"workers": workers, **sent, "dense": dense, "without_slot": sum(without) / sum(chosen)}
 
 
 def without_slot(numel: int, slots: int, workers: int) -> float:

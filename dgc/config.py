@@ -54,7 +54,7 @@ class Config:
             and momentum correction.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"reduce"``: each its own largest entries, to the
-            ranks that add them up, each of which sends the largest of its sums to all; 4 to 8 messages' bytes
+            ranks that add them up, each of which sends the largest of its sums to all; 5 to 10 messages' bytes
             however many ranks there are, for one more round (docs/tuning.md). ``"shared"``, deprecated: one rank,
             another one each step, says which entries are its largest, and those of all ranks are summed; it learns
             less than ``"reduce"``. ``"auto"``: for each bucket and step ``"reduce"`` where it takes less than half an
