@@ -285,7 +285,7 @@ def _rows(sizes: Sizes, n: int) -> tuple[int, int]:
 
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Each worker's entries to their owners, P - 1 rows, and the largest of each owner's sums to all, around a ring:
-    bytes that do not grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
+    bytes that hardly grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
     allreduce", PPoPP 2022).
     """
     row, kept = _rows(sizes, n * g)

@@ -17,7 +17,9 @@ class TorchState(hvd.elastic.TorchState):
 
     ::
 
-        state = dgc.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+        state = dgc.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)  # and scaler=scaler
+
+    A ``GradScaler`` stays the object that the optimizer was given; its scale is committed, restored and synchronized.
 
     A worker goes back to its own residuals of the last commit. When the number of workers changes from N to N', those
     that remain scale theirs by N'/N (under Average), so that what they had pending is worth the same in the new
@@ -27,7 +29,11 @@ class TorchState(hvd.elastic.TorchState):
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
                  **kwargs: Any):
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        scalers = {name: value for name, value in kwargs.items() if isinstance(value, torch.amp.GradScaler)}
+        super().__init__(model=model, optimizer=optimizer, **{k: v for k, v in kwargs.items() if k not in scalers})
+        for name, scaler in scalers.items():
+            setattr(self, name, scaler)
+            self._handlers[name] = _ScalerHandler(scaler)
         for name, handler in self._handlers.items():
             if hasattr(handler.value, "_dgc"):
                 self._handlers[name] = _Handler(handler.value)
@@ -64,3 +70,21 @@ class _Handler(stock.OptimizerStateHandler):
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine_of(self.value).pending.load(self._residuals)
+
+
+class _ScalerHandler(stock.StateHandler):
+    """Saves, restores and broadcasts a GradScaler's state; Horovod would broadcast the scaler, and make another one."""
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        super().__init__(scaler)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+        self.value._per_optimizer_states.clear()  # of a step that failed after unscale_()
+
+    def sync(self) -> None:
+        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict()))

@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 ENTRIES, SENT, SEED = 24, 2, 913
 WAITED, NEW, KEPT = "#c9cdd3", "#8a9099", "#b4b9c1"
 WORKERS = 6  # of the exchange
-SUMS = 4  # that owners send, all together
+SUMS = 2  # that owners send, all together: as many as a worker has chosen
 SINGLE, OWNED = "#66aad1", "#d5dae0"
 
 # -- one step ----------------------------------------------------------------------------------------------------------
@@ -127,12 +127,13 @@ def exchange() -> None:
     grid(axes["all"], np.tile(total, (WORKERS, 1)), "All-gather. Every worker gets all of\nthem, and adds up "
          "(dark: a sum).")
     grid(axes["owners"], at_owner, "Reduce, round 1. Each entry goes to\nits owner (darker grey), who adds up.", True)
-    grid(axes["sums"], np.tile(sent, (WORKERS, 1)), "Reduce, round 2. Owners send the 4\nlargest sums to all. "
+    grid(axes["sums"], np.tile(sent, (WORKERS, 1)), "Reduce, round 2. Owners send the 2\nlargest sums to all. "
          "Others wait (outlined).", True, at_owner * (sent == 0))
     bare(axes["words"])
     axes["words"].text(0.02, 0.5, "What a worker sends, in messages\nof its own chosen entries:\n\n"
                        "all-gather: N \N{MINUS SIGN} 1, which grows with\nthe number of workers N\n\n"
-                       "reduce: 4 to 8, with N from 4 to 1,024\n(ResNet-50, 99.9 %)", va="center")
+                       "reduce: 5 to 10, with N from 4 to 1,024\n(ResNet-50, 99.9 %), as it chooses\n"
+                       "three times as many as are drawn", va="center")
     drawing.save(figure, DOCS / "exchange.png")
 
 

@@ -57,6 +57,7 @@ class Layout:
         self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
         self.node_size = node_size
         self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
+        self.chosen = dict(zip(self.names, self.counts, strict=True))
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
         blocks = [-(-numel // BLOCK) for numel in bucket.numels]

@@ -21,7 +21,6 @@ from torch import Tensor
 from dgc.compression import kernels
 from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import Gradient, memory_order, residual_dtype
-from dgc.compression.select import count
 from dgc.config import Config
 from dgc.engine.kind import decays_apart, is_adam, sign
 from dgc.engine.nodes import Nodes
@@ -58,7 +57,6 @@ class Denominators:
         self._settings, self._parameters, self._inner, self._nodes = settings, parameters, inner, nodes
         self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(inner)
         self.used = self.filled and settings.exchanges  # outside a process set the state is filled: see Applier
-        self._sparsity = 0.0  # that the schedule gives for this step
         self._factors: dict[Tensor, _Factor] = {}
 
     @property
@@ -135,7 +133,6 @@ class Denominators:
                 self._take_over(step)
             elif step == 0 and self._settings.world.rank == 0:
                 warn(f"the first {fewest:,} {DENSE_FIRST}")
-        self._sparsity = self.in_force(config).sparsity_at(step)
 
     @torch.no_grad()
     def _take_over(self, step: int) -> None:
@@ -205,8 +202,7 @@ class Denominators:
             x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
         of = Denominator(square, largest, received, values, of_it.unbiased, group["betas"][0],
                          group["betas"][1], group["eps"], of_it.dense_steps + now - self._group[BEGAN])
-        k = count(0.0 if self._nodes.alone else self._sparsity, x.numel())
-        kernels.denominators(x, of).follow(x, of, k, now)
+        kernels.denominators(x, of).follow(x, of, self._parameters.chosen(parameter), now)
         return of_it.values
 
     def _factor(self, parameter: Tensor, group: Mapping[str, Any]) -> _Factor:

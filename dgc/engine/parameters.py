@@ -15,6 +15,7 @@ from dgc.compression.residual import Bucket
 from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
+from dgc.paths.task import chosen
 
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 
@@ -103,6 +104,12 @@ class Parameters:
             return None
         bucket = self.bucket_of[parameter]
         return bucket.kept if bucket.compressed else None
+
+    def chosen(self, parameter: Tensor) -> int:
+        """Entries of a parameter that travels compressed, which each rank chose in the last step."""
+        bucket = self.bucket_of[parameter].kept
+        assert bucket is not None
+        return chosen(bucket, self.names[parameter])
 
     def travels_compressed(self, parameter: Tensor) -> bool:
         """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""

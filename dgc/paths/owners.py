@@ -2,15 +2,15 @@
 
 A sparse allreduce in two phases, after Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning"
 (PPoPP 2022), with residuals on both sides as in Tang et al., "DoubleSqueeze" (ICML 2019). The bytes that a worker sends
-do not grow with their number.
+hardly grow with their number.
 
-1. Each worker takes its c k largest entries out of v and sends each to its owner (:mod:`dgc.compression.regions`).
-2. An owner adds what it is sent to its own v. Of its region it takes the largest sums, c k / N of them, and sends these
+1. Each worker takes its 3 k largest entries out of v and sends each to its owner (:mod:`dgc.compression.regions`).
+2. An owner adds what it is sent to its own v. Of its region it takes the largest sums, 3 k / N of them, and sends these
    to all.
 
-k is what the sparsity says, and c is ``dgc.cost.WIDE``. An entry waits twice, at a worker and at its owner: about
-n / (c k) steps at each, of a parameter of n entries. So of all ways to spend so many bytes, the same number of entries
-in both phases makes the wait shortest; and with c of 2 or more it is no longer than an all-gather's.
+k is what the sparsity says, and 3 is ``dgc.cost.WIDE``. An entry waits at a worker and again at its owner: about
+n / (3 k) steps at each, of a parameter of n entries. Of all ways to spend so many bytes, the same number of entries in
+both phases makes the wait shortest; and from 2 k on it is no longer than an all-gather's.
 
 What an owner does not pass on stays in its v, and is added to what comes later, from anybody. Nothing comes back to
 those who sent it. So what is large on every worker and cancels in the sum is gone, and keeps no slot.

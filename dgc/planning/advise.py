@@ -161,7 +161,7 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     if advice.pays and dgc.method.exchange.exchange == "reduce":
         yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
-               "compare, also with four times as many entries (docs/tuning.md).")
+               'compare it with exchange="allgather" (docs/tuning.md).')
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "

@@ -174,10 +174,12 @@ def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     assert 1 / 3 < found < 2
 
 
-@pytest.mark.parametrize("before", [0, 40])
-def test_an_update_counts_for_the_less_the_more_steps_there_were(before):
+@pytest.mark.parametrize(("before", "exchange", "entries"), [
+    (0, "allgather", 120), (40, "allgather", 120), (0, "reduce", 360)])
+def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchange, entries):
     """By hand, also where plain AdamW has trained before: the first update after ``before`` + 1 dense steps and a
-    compressed one, alike on both ranks, has a weight of (1 - b2) / (1 - b2^t), t = ``before`` + 2.
+    compressed one, alike on both ranks, has a weight of (1 - b2) / (1 - b2^t), t = ``before`` + 2. As many entries come
+    as each rank has sent, which the reduce exchange sends three times as many of: so they are of one step.
     """
     random = torch.Generator().manual_seed(0)
     gradients = torch.randn(before + 2, 40, 30, generator=random, dtype=torch.float64)
@@ -188,7 +190,7 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before):
         for g in gradients[:before]:
             w.grad = g.clone()
             plain.step()
-        optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9, 1)))
+        optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9, 1), exchange=exchange))
         for g in gradients[before:]:
             square, w.grad = optimizer.state[w]["exp_avg_sq"].clone(), g.clone()
             optimizer.step()
@@ -200,7 +202,7 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before):
     weight = (1 - B2) / (1 - B2 ** (before + 2))
     found = x**2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
     came = x != 0
-    assert came.sum() == 120
+    assert came.sum() == entries
     expected = s + min(weight, 1 / 8) * (found - s)
     torch.testing.assert_close((after / unbiased)[came], expected[came], rtol=1e-9, atol=0)
 

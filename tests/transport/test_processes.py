@@ -169,7 +169,34 @@ def out_of_data():
         hvd.join()
 
 
-IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, started_anew),
+def scaler_of_an_elastic_state():
+    """Ranks begin with their own scales. One step after they are synchronized; a step that fails after unscale_();
+    back to the commit; and that step again. The scales seen, and the parameters.
+    """
+    import dgc.elastic
+    rank, network = find().world.rank, model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * (1 + rank), growth_interval=1)
+    optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05), network.named_parameters(),
+                                         dgc.Config(0.9), grad_scaler=scaler)
+    state = dgc.elastic.TorchState(model=network, optimizer=optimizer, step=0, scaler=scaler)
+    state.sync()
+    scales = [scaler.get_scale()]
+    for fails in (False, True, False):
+        optimizer.zero_grad()
+        state.scaler.scale(loss(network, rank, state.step)).backward()
+        state.scaler.unscale_(optimizer)
+        if fails:
+            state.restore()
+            continue
+        state.scaler.step(optimizer)
+        state.scaler.update()
+        state.step += 1
+        state.save()
+        scales.append(scaler.get_scale())
+    return scales, flat(network)
+
+
+IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, scaler_of_an_elastic_state, started_anew),
                 ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set, sets_of_two_and_of_one),
                 ("torch", 3): (process_group,)}
 
@@ -232,6 +259,11 @@ def test_more_bytes_than_horovod_counts_are_refused():
 
 def test_more_than_horovod_broadcasts_at_once():
     assert ran("horovod", 2, IN_PROCESSES["horovod", 2])[shared_in_slices] == [[True] * 4] * 2
+
+
+def test_an_elastic_state_has_the_scaler_that_the_optimizer_has():
+    (scales, parameters), other = ran("horovod", 2, IN_PROCESSES["horovod", 2])[scaler_of_an_elastic_state]
+    assert scales == other[0] == [1024.0, 2048.0, 4096.0] and torch.equal(parameters, other[1])
 
 
 def test_horovod_may_be_started_anew_under_the_optimizer():

@@ -18,7 +18,7 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     Args:
         x: the update, in the shape of the parameter's s.
         of: what follows. Changed in place.
-        k: how many entries each rank has sent, at least 1.
+        k: how many entries each rank has chosen, at least 1.
         now: how many steps there have been.
     """
     came = arrivals(x)
