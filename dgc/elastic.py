@@ -72,19 +72,9 @@ class _Handler(stock.OptimizerStateHandler):
         engine_of(self.value).pending.load(self._residuals)
 
 
-class _ScalerHandler(stock.StateHandler):
-    """Saves, restores and broadcasts a GradScaler's state; Horovod would broadcast the scaler, and make another one."""
-
-    def __init__(self, scaler: torch.amp.GradScaler):
-        super().__init__(scaler)
-        self.save()
-
-    def save(self) -> None:
-        self._saved = self.value.state_dict()
+class _ScalerHandler(stock.SamplerStateHandler):
+    """Broadcasts a GradScaler's state dict, as of a sampler; without a handler each rank would make another scaler."""
 
     def restore(self) -> None:
-        self.value.load_state_dict(self._saved)
+        super().restore()
         self.value._per_optimizer_states.clear()  # of a step that failed after unscale_()
-
-    def sync(self) -> None:
-        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict()))

@@ -107,7 +107,7 @@ class Parameters:
 
     def chosen(self, parameter: Tensor) -> int:
         """Entries of a parameter that travels compressed, which each rank chose in the last step."""
-        bucket = self.bucket_of[parameter].kept
+        bucket = self.compressed_bucket(parameter)
         assert bucket is not None
         return chosen(bucket, self.names[parameter])
 

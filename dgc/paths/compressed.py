@@ -14,7 +14,7 @@ from dgc.paths.averaged import Update
 from dgc.paths.choice import PATHS, choose
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
-from dgc.paths.task import Task, clipping, kernel_of, layout_of
+from dgc.paths.task import Task, clipping, in_force, kernel_of, layout_of
 from dgc.trace import stage
 
 
@@ -50,6 +50,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     exchange, dense = choose(config.exchange, layout, world.nodes) if sparsity else ("", True)
     if exchange == "reduce":
         layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size, wide=True)
+    in_force[bucket] = layout
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
         return (yield from _sum_all(task))

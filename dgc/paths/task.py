@@ -19,7 +19,7 @@ from dgc.config import Config
 from dgc.trace import stage
 
 _layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[tuple[float, torch.dtype, int], Layout]]] = WeakKeyDictionary()
-_last: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # of the last step
+in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the layout of a bucket's last step
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,12 @@ def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: in
         if wide:
             counts = [cost.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
         known[wide] = key, Layout(bucket, counts, dtype, node_size)
-    _last[bucket] = layout = known[wide][1]
-    return layout
+    return known[wide][1]
 
 
 def chosen(bucket: Bucket, name: str) -> int:
     """Entries of a parameter that each rank has chosen in the last step: all, if there was none."""
-    return _last[bucket].chosen[name] if bucket in _last else bucket.numels[bucket.names.index(name)]
+    return in_force[bucket].chosen[name] if bucket in in_force else bucket.numels[bucket.names.index(name)]
 
 
 def clipping(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, world: World, average: bool,
