@@ -32,7 +32,11 @@ class Horovod:
 
     @property
     def world(self) -> World | None:
-        """Asked anew each time: an elastic job changes size between two steps."""
+        """Asked anew each time: an elastic job changes size between two steps, and a process set may be removed."""
+        if self.process_set.process_set_id is None:
+            raise ValueError(f"process_set must be one that Horovod has, got one of ranks {self.process_set.ranks} "
+                             "that it has not, or has no longer (call hvd.add_process_set(it) on all ranks, or "
+                             "hvd.init(process_sets=[it]), before this)")
         if not self.process_set.included():
             return None
         return World(self.process_set.rank(), self.process_set.size())

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -93,6 +94,17 @@ def sets_of_two_and_of_one():
         train(range(4), None, network, optimizer)
         found.append((keys, flat(network)))
     return found
+
+
+def set_that_was_not_added():
+    """It has the ranks of all, and Horovod does not know of it."""
+    import horovod.torch as hvd
+    network = model()
+    try:
+        dgc.DistributedOptimizer(plain("sgd", network), network.named_parameters(), process_set=hvd.ProcessSet([0, 1]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def too_large():
@@ -196,7 +208,8 @@ def scaler_of_an_elastic_state():
     return scales, flat(network)
 
 
-IN_PROCESSES = {("horovod", 2): (socket_bytes, too_large, shared_in_slices, scaler_of_an_elastic_state, started_anew),
+IN_PROCESSES = {("horovod", 2): (
+    socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, started_anew),
                 ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set, sets_of_two_and_of_one),
                 ("torch", 3): (process_group,)}
 
@@ -255,6 +268,12 @@ def test_more_bytes_than_horovod_counts_are_refused():
     """Which would write them elsewhere: with 4 GB the process ended by SIGSEGV."""
     expected = "large: the ranks' messages must have at most 2147483647 bytes together with Horovod, got 2147483648"
     assert all(told.startswith(expected) for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[too_large])
+
+
+def test_a_process_set_that_horovod_has_not():
+    expected = r"process_set must be one that Horovod has, got one of ranks \[0, 1\] .* \(call hvd\.add_process_set"
+    for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[set_that_was_not_added]:
+        assert re.match(expected, told), told
 
 
 def test_more_than_horovod_broadcasts_at_once():
