@@ -385,7 +385,6 @@ def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: P
     drawing.save(figure, file)
 
 
-
 # -- tune --------------------------------------------------------------------------------------------------------------
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -97,10 +97,8 @@ class Config:
             object.__setattr__(self, "clip_per_tensor", False)
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
-        if self.selection not in get_args(Selection):
-            raise ValueError(f"Config: selection must be one of {', '.join(get_args(Selection))}, got "
-                             f"{self.selection!r}")
-        for name, accepted in (("exchange", get_args(ExchangeName)), ("nonfinite", get_args(NonFinite))):
+        for name, of in (("selection", Selection), ("exchange", ExchangeName), ("nonfinite", NonFinite)):
+            accepted = get_args(of)
             if getattr(self, name) not in accepted:
                 raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         if not isinstance(self.factor_masking, bool) and self.factor_masking != "prepay":

@@ -74,7 +74,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus"):
-            if getattr(self, name) < 1:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"Cluster: {name} must be an integer >= 1, got {getattr(self, name)!r}")
 
     @property
@@ -244,7 +244,7 @@ WIDE = 3
 SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
 
 
-LINE = 16  # neighbouring entries that one owner adds up: a cache line of float32
+LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
 
 
 def region(numel: int, n: int) -> int:
@@ -427,5 +427,5 @@ def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:
 
 
 def _some(*rounds: Round) -> Rounds:
-    """Without those in which nothing is sent."""
+    """Drops those in which nothing is sent."""
     return tuple(r for r in rounds if r.times > 0)

@@ -77,4 +77,5 @@ class _ScalerHandler(stock.SamplerStateHandler):
 
     def restore(self) -> None:
         super().restore()
-        self.value._per_optimizer_states.clear()  # of a step that failed after unscale_()
+        if self.value.is_enabled():
+            self.value._per_optimizer_states.clear()  # of a step that failed after unscale_()

@@ -13,6 +13,7 @@ Training follows the paper and fb.resnet.torch: lr 0.1, divided by 10 after 81 a
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import time
@@ -228,11 +229,9 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
-    import argparse
     if nesterov and not momentum:
         raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
     a = argparse.Namespace(**locals())
-    del a.argparse
     result = job.run(lambda: train(a), a)
     if not math.isnan(result["accuracy"]):  # rank 0
         print(f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs", flush=True)

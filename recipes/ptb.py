@@ -17,6 +17,7 @@ With momentum, the lr wants to be smaller by as much: ``--momentum 0.9 --lr 2``.
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import time
@@ -280,10 +281,8 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a language model on Penn Treebank with Deep Gradient Compression, or without."""
-    import argparse
     epochs = epochs or (40 if data else 16)  # the documentation is learnt by then: the lr is down to a sixteenth
     a = argparse.Namespace(**locals())
-    del a.argparse
     result = job.run(lambda: train(a), a)
     if result:  # rank 0
         print(f"{method}: test perplexity {result['perplexity']:.2f} on {result['dataset']} after {epochs} epochs",

@@ -16,6 +16,7 @@ its gradients, and AdamW sees the average of what is sent as the gradient.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ import job
 import torch
 import torch.nn.functional as F  # noqa: N812
 import typer
-from ptb import BATCH, columns, load, perplexity
+from ptb import BATCH, check_alike, columns, load, perplexity
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -77,11 +78,20 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
+    if isinstance(a.sparsity, str):
+        if a.dense_epochs is not None:
+            raise typer.BadParameter(f"--dense-epochs must be left out where --sparsity is a whole schedule, got "
+                                     f"--sparsity {a.sparsity}")
+        return _compressed(a, job.schedule(a, steps, 0))
     dense = round(steps * (a.epochs / 10 if a.dense_epochs is None else a.dense_epochs))
     rising = dgc.warmup(a.epochs / 5 if a.warmup_epochs is None else a.warmup_epochs, steps_per_epoch=steps,
                         start=min(0.75, a.sparsity), end=a.sparsity, per_step=True)
-    return dgc.Config(lambda step: 0.0 if step < dense else rising(step - dense), a.selection, a.momentum_correction,
-                      job.masking(a), exchange=a.exchange, hierarchical=a.hierarchical)
+    return _compressed(a, lambda step: 0.0 if step < dense else rising(step - dense))
+
+
+def _compressed(a: Any, sparsity: float | dgc.config.Schedule) -> dgc.Config:
+    return dgc.Config(sparsity, a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
+                      hierarchical=a.hierarchical)
 
 
 def rate(step: int, steps: int) -> float:
@@ -106,6 +116,7 @@ def train(a: Any) -> dict[str, Any]:
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, vocabulary, parts = load(a.data)
+    check_alike(parts, rank, device)
     if a.batch_size % size:
         raise typer.BadParameter(f"--batch-size must be a multiple of the {size} workers, over which it is divided, "
                                  f"got {a.batch_size}")
@@ -196,11 +207,9 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a small transformer on Penn Treebank, with compressed gradients or dense ones."""
-    import argparse
     if width % HEADS:
         raise typer.BadParameter(f"--width must be a multiple of {HEADS}, got {width}")
     a = argparse.Namespace(**locals())
-    del a.argparse
     result = job.run(lambda: train(a), a)
     if result:  # rank 0
         print(f"{method}: test perplexity {result['perplexity']:.2f} on {result['dataset']} after {epochs} epochs",

@@ -1,6 +1,7 @@
 """The shape of the house: who may import whom, how large things may grow, and what importing brings along."""
 
 import ast
+import importlib
 import statistics
 import subprocess
 import sys
@@ -112,6 +113,13 @@ def test_nothing_has_outgrown_its_room():
 def test_no_test_file_is_longer_than_can_be_read():
     for file in Path(__file__).parent.rglob("*.py"):
         assert len(file.read_text().splitlines()) <= 600, file
+
+
+def test_what_a_package_offers_is_there():
+    for file in FILES:
+        if "\n__all__" in file.read_text():
+            package = importlib.import_module(".".join(module(file)))
+            assert [name for name in package.__all__ if not hasattr(package, name)] == [], file
 
 
 def test_importing_brings_no_optional_package():

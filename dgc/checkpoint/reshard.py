@@ -77,7 +77,7 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
             if not momentum.any():
                 continue
             momentum.add_(own.to_dense() if own.is_sparse else own)
-        if momentum.any() or group_of[index]["momentum"]:
+        if momentum.any() or group_of[index].get("momentum"):
             buffers["momentum_buffer"] = momentum.to(names[name].dtype)
     updates = {}
     for name, v in total["v"].items():

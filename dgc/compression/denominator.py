@@ -86,7 +86,7 @@ def largest_weight(b2: float) -> float:
 
 @lru_cache(TABLES)
 def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """But at most the largest weight."""
+    """The table of 1 - b2^w for w = 0, 1, ..., cut off at the largest weight."""
     most = largest_weight(b2)
     longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
     w = torch.arange(longest + 1, dtype=torch.float64)

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-LINE = 16  # neighbours that are sampled together: a cache line of float32
+from dgc import cost
+
+LINE = cost.LINE  # neighbours that are sampled together
 HITS = 8  # entries sought that the sample should hold, or a quarter of sqrt(k) if that is more
 DEVIATIONS = 5  # how far below k, in standard deviations, the sample would have to err to leave too few
 

@@ -159,15 +159,14 @@ class Denominators:
                     state["exp_avg"].zero_()
         self._group[BEGAN] = step
 
-    def gradient(self, parameter: Tensor, g: Tensor, group: Mapping[str, Any]) -> Gradient:
-        """What a parameter's gradient (its shape) is accumulated as.
+    def gradient(self, g: Tensor, group: Mapping[str, Any]) -> Gradient:
+        """What a gradient (the parameter's shape) is accumulated as, times what :func:`share` gives.
 
         Raises:
             ValueError: the group has a weight decay that is not decoupled.
         """
         check_decay(self._inner, group)
-        b1 = group["betas"][0]
-        return Gradient(g) if self.dense else Gradient(g.detach() * (1 - b1), b1)
+        return Gradient(g, 0.0 if self.dense else float(group["betas"][0]))
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
@@ -216,7 +215,7 @@ class Denominators:
         return found
 
     def _mean_of_all(self) -> Tensor:
-        """Of what travels compressed; of all there is, where all of that was frozen until now."""
+        """The mean second moment of what travels compressed; of all there is, where that was frozen until now."""
         group_of, states = self._parameters.group_of(), self._parameters.optimizer.state
         known = {p: _square(state, group_of[p]) for p, state in states.items() if "exp_avg" in state and p in group_of}
         mean = mean_of_seen([known[p] for p in self._compressed() if p in known])
@@ -236,6 +235,24 @@ class Denominators:
                  if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
         if names and self._settings.world.rank == 0:
             warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
+
+
+def share(scale: Tensor | None, groups: Mapping[str, Mapping[str, Any]], v: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """What gradients are multiplied by where momentum takes them in: 1 - b1, times a given factor.
+
+    Args:
+        scale: that, 0-dim; None: 1.
+        groups: parameter -> its group.
+        v: theirs. The factors have its device and dtype.
+
+    Returns:
+        One factor for all, 0-dim, or one each where betas differ.
+    """
+    shares = {name: 1 - float(group["betas"][0]) for name, group in groups.items()}
+    factors = {one: torch.full((), one, dtype=v.dtype, device=v.device) for one in set(shares.values())}
+    if scale is not None:
+        factors = {one: factor * scale.to(v) for one, factor in factors.items()}
+    return next(iter(factors.values())) if len(factors) == 1 else {name: factors[one] for name, one in shares.items()}
 
 
 class _Factor(NamedTuple):
@@ -280,7 +297,7 @@ def _unbiased(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
 
 
 def _key(group: Mapping[str, Any]) -> str:
-    """In a state, of what D is made of."""
+    """Names what D is made of in a state: a second moment."""
     return "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
 
 

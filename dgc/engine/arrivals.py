@@ -34,8 +34,8 @@ def arrive(step: Step, applier: Applier, nonfinite: NonFinite, count: Count) -> 
     """Waits for every exchange of a step, in the order of their launch.
 
     Raises:
-        FloatingPointError, ValueError: found in messages, by all ranks that received them so; u and v are as if the
-            step had sent nothing.
+        FloatingPointError, ValueError: found in messages, by all ranks that received them so; v is as if the step had
+            sent nothing, and u stays masked where entries had been taken.
     """
     delivered: list[Delivery] = []
     try:

@@ -142,7 +142,6 @@ class Engine:
         world = replace(self.settings.world, node_size=self.nodes.size)
         if self.step.phase is not Phase.IDLE:
             self._next_step()
-        self.misuse.forget()
         self.progress.open()
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
         self.pending.loaded = False
@@ -247,8 +246,10 @@ class Engine:
         self.parameters.check_unchanged()
         self._meet(step)
         before = self.ledger.begin_flush()
-        flush_all(self.parameters, self.settings, step.world, self.applier, count)
-        self.ledger.end_flush(before)
+        try:
+            flush_all(self.parameters, self.settings, step.world, self.applier, count)
+        finally:
+            self.ledger.end_flush(before)
 
 
 def engine_of(optimizer: Any) -> Engine:

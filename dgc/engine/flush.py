@@ -14,7 +14,11 @@ from dgc.transport.runner import PathRun
 
 
 def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
-    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate."""
+    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate.
+
+    Raises:
+        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
+    """
     exchanges = []
     for bucket in parameters.buckets:
         thawed = [p for p in bucket.parameters if p.requires_grad]
@@ -23,8 +27,14 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
                          average=settings.average)
             exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))
     group_of = parameters.group_of()
-    for bucket, thawed, exchange in exchanges:
-        delivery = Delivery(bucket, thawed, exchange.finish())
-        with stage("dgc::add"):
-            applier.add(delivery, group_of)
-        applier.flushed(thawed)
+    try:
+        while exchanges:
+            bucket, thawed, exchange = exchanges.pop(0)
+            delivery = Delivery(bucket, thawed, exchange.finish())
+            with stage("dgc::add"):
+                applier.add(delivery, group_of)
+            applier.flushed(thawed)
+    except (FloatingPointError, ValueError):  # on all ranks alike
+        for *_, exchange in exchanges:
+            exchange.abandon(wait=True)
+        raise

@@ -98,8 +98,9 @@ class Misuse:
             raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
                                "optimizer.synchronize() before it, and before unscale_()")
         if (scaler := calling_scaler()) is not None and scaler is not self._settings.grad_scaler:
-            raise RuntimeError("step() is called by a GradScaler that this optimizer does not know, so that gradients "
-                               "were kept with its scale; give it as grad_scaler=")
+            raise RuntimeError("grad_scaler must be the GradScaler whose step() calls this, got "
+                               f"{self._settings.grad_scaler!r}, so that gradients were kept with the scale (give it "
+                               "as grad_scaler=)")
 
     def tell_of_dropped_update(self) -> None:
         """Warns that there was no step() after synchronize(): its update is dropped, as where ``p.grad`` was set to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -46,10 +47,13 @@ class NonFinite:
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
         room = 1.0 if self._settings.grad_scaler is None else 2.0 ** -24
-        device = self._parameters.device
-        fits = [torch.linalg.vector_norm(v, math.inf) <= torch.finfo(v.dtype).max * (
-            room if v.dtype != torch.float16 else 1.0) for v in values if v.numel()]
-        none_is_bad = torch.stack([fit.to(device) for fit in fits]).all() if fits else torch.ones((), device=device)
+        device, by_kind = self._parameters.device, defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+        for value in values:
+            if value.numel():
+                by_kind[value.device, value.dtype].append(value)
+        fits = [(torch.stack(torch._foreach_norm(same, math.inf)) <= torch.finfo(dtype).max * (
+            room if dtype != torch.float16 else 1.0)).all().to(device) for (_, dtype), same in by_kind.items()]
+        none_is_bad = torch.stack(fits).all() if fits else torch.ones((), device=device)
         bad = Collective("sum", 1 - none_is_bad.float().view(1))
         count(bad)
         with stage("dgc::exchange"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgc.collective import Path
 from dgc.compression.residual import Gradient
 from dgc.config import Config
-from dgc.engine.adam import Denominators
+from dgc.engine.adam import Denominators, share
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
@@ -113,20 +113,21 @@ class Outgoing:
         assert bucket.kept is not None
         if self._nodes.alone:  # an elastic job down to one: there is nobody to save bytes for
             config = replace(config, sparsity=0.0)
-        gradients = {}
-        for parameter in parameters:
-            gradients[self._parameters.names[parameter]] = self._gradient(parameter, step)
+        named = {self._parameters.names[parameter]: parameter for parameter in parameters}
+        gradients = {name: self._gradient(parameter, step) for name, parameter in named.items()}
         scale = step.scaled_out(step.clip)
         if not config.local_weight_decay:
             scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
+        factor = scale if not self._denominators.compressed else share(
+            scale, {name: step.group_of[p] for name, p in named.items()}, bucket.kept.v)
         return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
-                      average=self._settings.average, scale=scale)
+                      average=self._settings.average, scale=factor)
 
     def _gradient(self, parameter: Tensor, step: Step) -> Gradient:
         """A gradient, as u and v accumulate it."""
         g, group = self._scaling.gradient(parameter, step), step.group_of[parameter]
         if self._denominators.used:
-            return self._denominators.gradient(parameter, g, group)
+            return self._denominators.gradient(g, group)
         if self._settings.config.momentum_correction:
             check_dampening(group)
         return Gradient(g, group.get("momentum", 0.0), group.get("nesterov", False))
@@ -142,13 +143,16 @@ class Outgoing:
             return reduce_rounded(bucket.kept, gradients, self._settings.config.dense_dtype, step.world.flat,
                                   average=self._settings.average)
         return reduce_dense(gradients, step.world.flat, average=self._settings.average,
+                            scale=None if self._settings.config.clip_per_tensor else step.clip,
                             predivide=self._settings.gradient_predivide_factor, refuse=refuse)
 
     def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
         """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
         g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
         g = g if g.dtype == bucket.dtype else g.to(bucket.dtype)
-        scale = self._scaling.factor_of(parameter, step) if takes_part else None
+        if not takes_part or (bucket.kept is None and not self._settings.config.clip_per_tensor):
+            return g  # all are clipped as one
+        scale = self._scaling.factor_of(parameter, step)
         if bucket.kept is not None:  # remembered from step to step, so without the loss's scale
             scale = step.scaled_out(scale)
         return g if scale is None else g * scale.to(g)

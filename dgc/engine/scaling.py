@@ -66,18 +66,20 @@ class Scaling:
         if config.clip_norm is None or not config.clip_per_tensor:
             return step.clip
         if parameter in step.node_means:
-            return self._clipped(self._norm(step.node_means[parameter], step), step.world)
-        return None if parameter.grad is None else self._clipped(self._norm(parameter.grad, step), step.world.flat)
+            return self._clipped(_unscaled(norm(step.node_means[parameter]), step), step.world)
+        if parameter.grad is None:
+            return None
+        return self._clipped(_unscaled(norm(parameter.grad), step), step.world.flat)
 
     def global_factor(self, gradients: list[Tensor], step: Step) -> Tensor:
         """The clipping factor by the norm of all these gradients, 0-dim."""
-        norms = [self._norm(gradient, step) for gradient in gradients]
+        norms = [norm(gradient) for gradient in gradients]
         device = norms[0].device if norms else torch.device("cpu")
         total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
         first = self._parameters.all()[0]
         if shard(first) is not None:
             total = sum_of_shards(total.square(), first).sqrt()
-        return self._clipped(total, step.world)
+        return self._clipped(_unscaled(total, step), step.world)
 
     def clip_alone(self, step: Step) -> None:
         """Clips the gradients of a single process: nothing is exchanged, but the bound on their norm still holds."""
@@ -95,7 +97,7 @@ class Scaling:
         assert bound is not None
         return clip_scale(total, bound, world.nodes, self._settings.average, world.node_size)
 
-    def _norm(self, gradient: Tensor, step: Step) -> Tensor:
-        """A gradient's norm, without the loss's scale."""
-        value = norm(gradient)
-        return value if step.inverse is None else value * step.inverse.tensor.to(value)
+
+def _unscaled(norm_of_it: Tensor, step: Step) -> Tensor:
+    """The norm of a gradient without the loss's scale."""
+    return norm_of_it if step.inverse is None else norm_of_it * step.inverse.tensor.to(norm_of_it)

@@ -121,7 +121,7 @@ class Step:
             flight.exchange.leave_node(wait)
 
     def abandon(self, wait: bool) -> None:
-        """Gives up what is under way; it is put back into u and v."""
+        """Gives up what is under way; what was taken is put back into v."""
         for flight in self.in_flight:
             flight.exchange.abandon(wait)
         self.in_flight = []

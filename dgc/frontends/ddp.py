@@ -280,7 +280,8 @@ class DDPBuckets:
         for p, grad, version, update in self._updates:
             if p.grad is grad and (grad is None or grad._version == version):
                 # No rank used it in this pass, so DDP left p.grad alone: but there is an update of what was pending.
-                fused = hasattr(engine.parameters.optimizer, "grad_scale")  # whose step unscales for itself
+                # A fused step that has the loss's scale takes it out for itself.
+                fused = getattr(engine.parameters.optimizer, "grad_scale", None) is not None
                 inverse = None if fused else engine.step.inverse
                 p.grad = update.clone() if inverse is None else update * inverse.tensor.to(update)
                 engine.misuse.forget(p)

@@ -84,12 +84,13 @@ class Distributed(torch.optim.Optimizer):
             engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backward passes add up to one step, from the next step on."""
+        """Sets how many backward passes add up to one step: to the next one, if a gradient of this one is complete."""
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         engine = engine_of(self)
         engine.settings.backward_passes_per_step = passes
-        engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
+        if 0 not in engine.step.delays.values():  # else its bucket would be complete a second time
+            engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""

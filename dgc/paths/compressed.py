@@ -19,7 +19,7 @@ from dgc.trace import stage
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
-           average: bool = True, scale: Tensor | None = None) -> Path[Update]:
+           average: bool = True, scale: Tensor | Mapping[str, Tensor] | None = None) -> Path[Update]:
     """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and 4).
 
     At density 1 everything is sent, u is not masked, and the update is exactly that of momentum SGD, because
@@ -33,7 +33,8 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         world: this rank and how many there are; all of them walk this path. Those of a node have the same gradients,
             from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
         average: divide the sum by N.
-        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale.
+        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale; one for all,
+            or one each.
 
     Returns:
         The :class:`dgc.paths.averaged.Update` of the bucket's parameters, in the residual's dtype.

@@ -13,7 +13,7 @@ from dgc import cost
 from dgc.collective import World
 from dgc.compression import kernels, select
 from dgc.compression.kernels import Kernel
-from dgc.compression.residual import Bucket, Gradient, clip_scale
+from dgc.compression.residual import Bucket, Gradient, clip_scale, norm
 from dgc.compression.wire import Layout
 from dgc.config import Config
 from dgc.trace import stage
@@ -61,7 +61,7 @@ class Task:
             return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
 
     def select(self) -> tuple[list[str], Tensor, Tensor]:
-        """The same, and the chosen entries: see :func:`dgc.compression.kernels.plain.select`."""
+        """Accumulates, and chooses what is to be sent: see :func:`dgc.compression.kernels.plain.select`."""
         with stage("dgc::select"):
             return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
                                       self.config.selection == "exact", self.step)
@@ -113,12 +113,12 @@ def chosen(bucket: Bucket, name: str) -> int:
 
 
 def clipping(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, world: World, average: bool,
-             scale: Tensor | None) -> Tensor | Mapping[str, Tensor] | None:
+             scale: Tensor | Mapping[str, Tensor] | None) -> Tensor | Mapping[str, Tensor] | None:
     """The factors for the gradients: the given one, times each parameter's own where each is clipped for itself."""
     if config.clip_norm is None or not config.clip_per_tensor:
         return scale
+    assert not isinstance(scale, Mapping)  # AdamW's, which is not clipped so
     once = 1.0 if scale is None else scale.to(bucket.v)
-    norms = {name: torch.linalg.vector_norm(gradient.g.detach().to(bucket.v.dtype)) * once
-             for name, gradient in gradients.items()}
-    return {name: once * clip_scale(norm, config.clip_norm, world.nodes, average, world.node_size)
-            for name, norm in norms.items()}
+    norms = {name: norm(gradient.g).to(bucket.v.dtype) * once for name, gradient in gradients.items()}
+    return {name: once * clip_scale(total, config.clip_norm, world.nodes, average, world.node_size)
+            for name, total in norms.items()}

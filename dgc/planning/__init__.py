@@ -21,6 +21,6 @@ from dgc.planning.predict import (
 )
 
 __all__ = ["CPU", "DGC", "INSIDE", "LARGEST", "LOCAL", "MODELS", "MOST", "NAME", "NEARLY", "NETWORKS", "OFFERED",
-           "SHARED", "SPARSITIES", "WORTH", "Advice", "Loaded", "Local", "Method", "Plan", "Prediction", "Shape",
+           "SPARSITIES", "WORTH", "Advice", "Loaded", "Local", "Method", "Plan", "Prediction", "Shape",
            "TheirError", "advise", "bits", "buckets", "callable_named", "dense_buckets", "draw", "load", "measure",
            "methods", "of_size", "plan", "predict", "sizes"]

@@ -67,7 +67,6 @@ REDUCE, OWNED = 0.2, 3.7
 LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, convert=0.0)}
 
 
-
 class Method(NamedTuple):
     """A way to add up gradients."""
 

@@ -40,7 +40,14 @@ class Ramp:
 
 
 def constant(sparsity: float) -> Piecewise:
-    """The same sparsity at every step."""
+    """The same sparsity at every step.
+
+    Args:
+        sparsity: in [0, 1).
+
+    Raises:
+        TypeError, ValueError: it is no number, or outside [0, 1).
+    """
     return Piecewise((0,), (check_sparsity(sparsity, "constant: sparsity"),))
 
 
@@ -64,8 +71,18 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
 
 
 def dense_until(step: int, then: float = 0.999) -> Piecewise:
-    """Dense (sparsity 0) for the first ``step`` steps, ``then`` afterwards."""
-    return piecewise({0: 0.0, step: then})
+    """Dense (sparsity 0) for the first ``step`` steps, ``then`` afterwards.
+
+    Args:
+        step: int >= 0, in optimizer steps.
+        then: sparsity in [0, 1).
+
+    Raises:
+        TypeError, ValueError: ``step`` is no int >= 0, or ``then`` no number in [0, 1).
+    """
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"dense_until: step must be an integer >= 0, got {step!r}")
+    return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
 
 
 def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end: float = 0.999,

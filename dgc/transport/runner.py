@@ -27,7 +27,11 @@ class PathRun(Generic[T]):
         self._on_start(collective)
         name = self._name if self._rounds == 0 else f"{self._name}#{self._rounds}"
         self._rounds += 1
-        return self._transport.start(collective, name)
+        try:
+            return self._transport.start(collective, name)
+        except BaseException as error:
+            self._path.throw(error)  # the path puts back what was taken, and raises it again
+            raise
 
     def advance(self) -> bool:
         """Waits for the collective under way, and begins the next one; False where there is none."""
@@ -35,7 +39,7 @@ class PathRun(Generic[T]):
             with stage("dgc::exchange"):
                 result = self._wait()
         except BaseException as error:
-            self._path.throw(error)  # the path puts back what was taken, and raises it again
+            self._path.throw(error)
             raise
         try:
             collective = self._path.send(result)

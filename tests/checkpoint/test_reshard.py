@@ -96,6 +96,26 @@ def test_what_is_pending_is_conserved(shelf, old, new, op):
         assert torch.equal(after[0][3], before[0][3])
 
 
+def test_adamw_goes_on_in_one_process_from_its_dense_steps(tmp_path):
+    def worker(steps, load):
+        network = model(dtype=torch.float64)
+        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(network.parameters(), lr=0.01),
+                                             network.named_parameters(), dgc.Config(dgc.dense_until(9, 0.9)))
+        if load:
+            dgc.load_checkpoint(tmp_path, network, optimizer)
+        for step in steps:
+            optimizer.zero_grad()
+            loss(network, 0, step, torch.float64).backward()  # alike on all ranks
+            optimizer.step()
+            if step == 2 and not load:
+                dgc.save_checkpoint(tmp_path, network, optimizer)
+        return flat(network)
+
+    straight = in_lockstep(lambda: worker(range(6), False), 2)[0]
+    alone, = in_lockstep(lambda: worker(range(3, 6), True), 1)
+    assert difference(alone, straight) < 1e-12
+
+
 @OPS
 @pytest.mark.parametrize("old", [2, 3])
 def test_momentum_goes_on_in_one_process(shelf, old, op):

@@ -84,6 +84,24 @@ def test_changed_source_is_compiled_again(folder):
     assert run(folder, "float32")[0] == [["0.75", "0"]]
 
 
+def test_a_constant_of_another_file_is_compiled_in_anew(folder):
+    (folder / "two.py").write_text("TWO = 2")
+    (folder / "halves.py").write_text(MODULE.replace("import sys\n", "import sys\nimport two\n").replace(
+        "jit()", "jit((module.Path(two.__file__),))").replace("/ 2", "/ two.TWO"))
+    assert run(folder, "float32")[0] == [["1.5", "0"]]
+    assert run(folder, "float32")[0] == [["1.5", "1"]]
+    (folder / "two.py").write_text("TWO = 4.0")
+    assert run(folder, "float32")[0] == [["0.75", "0"]]
+
+
+def test_the_package_s_loops_know_where_their_constants_are():
+    from dgc import cost
+    from dgc.compression import denominator, kernels, regions, residual, select, wire
+    from dgc.compression.kernels import jit
+    needed = {Path(module.__file__) for module in (cost, denominator, kernels, regions, residual, select, wire)}
+    assert needed <= set(jit.SOURCES)
+
+
 def test_nowhere_to_write(folder):
     (folder / "__pycache__").write_text("no folder")
     nowhere = {"HOME": str(folder / "halves.py"), "XDG_CACHE_HOME": str(folder / "halves.py" / "cache")}

@@ -1,4 +1,3 @@
-import math
 from fractions import Fraction
 from math import ceil
 
@@ -59,16 +58,12 @@ def test_exact_takes_the_k_largest(n, seed, sparsity):
     assert sorted(v[select.exact(v, k)].abs().tolist(), reverse=True) == expected
 
 
-def stride_of(k):
-    return k // max(select.HITS, math.isqrt(k) // 4) | 1
-
-
 def test_the_sample_rotates(monkeypatch):
     """Over as many steps as the stride, each entry has been in the sample once."""
     seen, k, v = [], 640, torch.arange(1.0, 64_001.0)
     topk = torch.topk
     monkeypatch.setattr(torch, "topk", lambda x, *a, **kw: (seen.append(x), topk(x, *a, **kw))[1])
-    stride = stride_of(k)
+    stride = select.stride(k)
     for step in range(stride):
         select.sampled(v, k, step)
     samples = [x for x in seen
@@ -82,7 +77,7 @@ def test_a_sample_that_misleads_is_made_good(high):
     """Large values only where the sample looks, so that the threshold is far too high; or only where it does not."""
     n, k, step = 102_400, 12_800, 3
     v = torch.linspace(0.1, 0.2, n).view(-1, select.LINE)
-    v[step % stride_of(k)::stride_of(k)] = 100.0 if high else 0.001
+    v[step % select.stride(k)::select.stride(k)] = 100.0 if high else 0.001
     v = v.flatten()
     chosen = select.sampled(v, k, step)
     assert chosen.numel() == k and v[chosen].min() >= torch.topk(v, k).values.min()

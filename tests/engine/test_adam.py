@@ -255,6 +255,27 @@ def test_clipping_goes_by_the_norm_of_gradients():
         assert np.linalg.norm(other.numpy() - expected) > 1e-4 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_momentum_takes_its_share_of_a_gradient_as_it_is(dtype):
+    """u = b1 u + (1 - b1) g, of two groups with betas of their own; that is not rounded to the dtype of gradients."""
+    def worker():
+        weights = [torch.nn.Parameter(torch.zeros(20, 30, dtype=dtype)) for _ in range(2)]
+        groups = [{"params": [w], "betas": (b1, B2)} for w, b1 in zip(weights, (0.9, 0.7), strict=True)]
+        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(groups), compression=settings(dense_first(0.9, 2)))
+        draw = torch.Generator().manual_seed(dgc.lockstep.current().world.rank)
+        for _ in range(4):
+            before = {name: u.clone() for name, u in optimizer.residual_state_dict()["u"].items()}
+            gradients = [torch.randn(20, 30, generator=draw).to(dtype) for _ in weights]
+            for w, g in zip(weights, gradients, strict=True):
+                w.grad = g.clone()
+            optimizer.step()
+        u = optimizer.residual_state_dict()["u"]
+        return [(u[name] - b1 * before[name] - (1 - b1) * g.to(u[name])).abs().max().item()
+                for name, b1, g in zip(sorted(u), (0.9, 0.7), gradients, strict=True)]
+
+    assert max(max(errors) for errors in in_lockstep(worker)) < 1e-6
+
+
 def test_maximizing_is_minimizing_the_negative():
     config = settings(dense_first(0.9), "prepay")
     up, down = (dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False))

@@ -316,7 +316,7 @@ def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
         if given:
             engine_of(optimizer).settings.grad_scaler.scale(loss(network, rank(), 0))  # so that it has a scale
         another.scale(loss(network, rank(), 0)).backward()
-        with pytest.raises(RuntimeError, match=r"by a GradScaler that this optimizer does not know.*grad_scaler="):
+        with pytest.raises(RuntimeError, match=r"must be the GradScaler whose step\(\) calls this, got .*grad_scaler="):
             another.step(optimizer)
 
     dgc.lockstep.run(worker, 2)

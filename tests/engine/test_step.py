@@ -1,9 +1,12 @@
 """The road of one step, in lockstep."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
 
+import dgc
 from dgc.engine.engine import engine_of
 
 
@@ -46,6 +49,52 @@ def test_backward_passes_add_up(passes):
                 (loss(network, r, passes * step + i) / 2).backward()
         optimizer.step()
     assert difference(in_lockstep(worker)[0], flat(network)) < 1e-6
+
+
+def test_a_number_of_passes_is_for_the_next_step_where_a_gradient_is_complete():
+    def worker():
+        a, b = (torch.nn.Parameter(torch.zeros(50, 50)) for _ in range(2))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([a, b], 1.0), [("a", a), ("b", b)], DENSE, groups=1)
+        moved = []
+        for passes in (1, 2):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (5 * a.sum()).backward()
+                optimizer.set_backward_passes_per_step(2)
+                (5 * b.sum()).backward()
+            optimizer.step()
+            moved.append((a.unique().tolist(), b.unique().tolist()))
+        return moved
+
+    assert in_lockstep(worker) == [[([-5.0], [-5.0]), ([-15.0], [-15.0])]] * 2
+
+
+def test_what_could_not_be_sent_is_in_v():
+    """The transport refuses a message, as Horovod one that is too long."""
+    def worker(failing):
+        p = torch.nn.Parameter(torch.zeros(50, 50))
+        config = replace(SPARSE, exchange="reduce")
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], config)
+        transport = engine_of(optimizer).settings.transport
+        start = transport.start
+
+        def refusing(collective, name):
+            if name.endswith(failing):
+                raise ValueError("too long")
+            return start(collective, name)
+
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        g = torch.randn(50, 50, generator=torch.Generator().manual_seed(rank()))
+        p.grad = g.clone()
+        transport.start = refusing
+        with pytest.raises(ValueError, match="too long"):
+            optimizer.step()
+        v, = (bucket.v for bucket in engine_of(optimizer).parameters.kept())
+        return (v.view(50, 50) - g).abs().max() < 1e-6 and not p.any()
+
+    for failing in ("dgc.0.p", "dgc.0.p#1"):
+        assert all(in_lockstep(lambda failing=failing: worker(failing)))
 
 
 def test_synchronize_then_step():

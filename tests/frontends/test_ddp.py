@@ -151,6 +151,30 @@ def ddp_unused():
     return results
 
 
+def ddp_unused_scaled():
+    """No rank uses one of two layers in half of the steps. Whether a loss scale changes nothing: unfused, and fused."""
+    rank, results = find().world.rank, {}
+    for fused in (False, True):
+        for scale in (None, 2.0 ** 14):
+            torch.manual_seed(0)
+            network = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
+            network.forward = lambda x, both, layers=network: sum(
+                layer(x).square().mean() for layer in (layers if both else layers[:1]))
+            called = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+            dgc.register_comm_hook(called, optimizer, dgc.Config(0.9), grad_scaler=scaler)
+            for step in range(6):
+                optimizer.zero_grad()
+                x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+                scaler.scale(called(x, step % 2 == 0)).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            results[fused, scale] = flat(network)
+    return [torch.equal(results[fused, None], results[fused, 2.0 ** 14]) for fused in (False, True)]
+
+
 def ddp_join():
     """Rank 0 has three batches, the others five: as if its gradient had been zero in the last two. Then all flush."""
     rank, config = find().world.rank, CONFIGS["default"]
@@ -353,9 +377,9 @@ def ddp_changed():
     return seen, optimizer.param_groups[0]["lr"]
 
 
-CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_join, ddp_pickled, ddp_scaled, ddp_unscaled, scaled,
-         ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user, ddp_orders,
-         ddp_no_step)
+CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_unused_scaled, ddp_join, ddp_pickled, ddp_scaled,
+         ddp_unscaled, scaled, ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user,
+         ddp_orders, ddp_no_step)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -385,6 +409,7 @@ def test_parameters_that_some_or_no_rank_uses_and_sparse_ones(size):
     """What is pending of a branch that no rank uses any longer is applied all the same."""
     both = (True, False)
     assert ran("torch", size, CASES)[ddp_unused] == [{(a, b): True for a in both for b in both}] * size
+    assert ran("torch", size, CASES)[ddp_unused_scaled] == [[True, True]] * size
 
 
 @sizes

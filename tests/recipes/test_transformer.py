@@ -9,6 +9,8 @@ import pytest
 import torch
 from launching import LAUNCHERS, flattened, recipe, saved
 
+import dgc
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -57,6 +59,18 @@ def test_dense_training_is_that_of_one_worker_with_all_of_the_batch(transformer)
     one, two = (transformer(method="dense", virtual_workers=n) for n in (1, 2))
     assert one["perplexity"] == pytest.approx(two["perplexity"], rel=1e-3)
     assert two["perplexity"] < two["history"][0]["perplexity"] < two["vocabulary"]
+
+
+def test_a_whole_schedule_takes_the_place_of_the_dense_epochs():
+    import transformer as recipe
+    import typer
+    settings = {name: option.default for name, option in inspect.signature(recipe.main).parameters.items()}
+    a = argparse.Namespace(**{**settings, "sparsity": "warmup:epochs=2,end=0.99"})
+    schedule = recipe.config(a, 10).sparsity
+    assert [schedule(step) for step in range(30)] == [dgc.schedule.parse(a.sparsity, 10)(step) for step in range(30)]
+    a.dense_epochs = 1.0
+    with pytest.raises(typer.BadParameter, match="--dense-epochs must be left out"):
+        recipe.config(a, 10)
 
 
 def test_it_resumes_to_the_bit(transformer, tmp_path):

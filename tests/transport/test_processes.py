@@ -205,6 +205,8 @@ def scaler_of_an_elastic_state():
         state.step += 1
         state.save()
         scales.append(scaler.get_scale())
+    off = dgc.elastic.TorchState(model=network, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    off.restore()
     return scales, flat(network)
 
 

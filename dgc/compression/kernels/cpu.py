@@ -38,7 +38,7 @@ POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
 BINS = 4096  # of a histogram over the leading bits of a magnitude
 PANEL = 1024  # entries whose squares are added up in the bucket's own precision
 STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
-LANES = 16  # entries of a strip in one operation, which becomes as many as the processor's vectors need
+LANES = LINE  # entries in one operation, which becomes as many as the processor's vectors need
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
@@ -589,7 +589,7 @@ def _greatest(index, begin, end, u, v, masking):
 
 
 @_jit
-def _encode(first, last, offsets, counts, starts, block_starts, index, used, u, v, masking, to_come, least, half,
+def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, to_come, least, half,
             block_counts, singles, words, positions, exponents):
     """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
 
@@ -889,7 +889,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
-        first, last, table.offsets, table.counts, table.starts, table.block_starts, chosen, numbers, u, v,
+        first, last, table.offsets, table.starts, table.block_starts, chosen, numbers, u, v,
         masking is True and bucket.u is not None, to_come, least, layout.dtype == torch.float16, block_counts, singles,
         words, slots, exponents), table.parameters, table.threads))))
     _seal(message.view(np.int32))

@@ -17,11 +17,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dgc.compression.denominator import PARTS, Denominator
-from dgc.compression.kernels import cpu, owners_cpu
 from dgc.compression.kernels.cpu import CHUNK, LANES, LIKE, STRIP, _in_threads, _lowest, _parts, _pointer
 from dgc.compression.kernels.jit import jit
 
-_jit = jit(also=(cpu.__file__, owners_cpu.__file__), nogil=True, error_model="numpy", boundscheck=False)
+_jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 
 
 @intrinsic

@@ -40,7 +40,7 @@ class Filling:
     """
 
     def __init__(self, dtype: torch.dtype):
-        kept = denominator_cpu._follow._cache  # whose digest is of all three files
+        kept = denominator_cpu._follow._cache  # whose digest is of all sources
         self._name, name = str(dtype).removeprefix("torch."), f"dgc.{str(dtype).removeprefix('torch.')}.{kept.digest}"
         self._markers = [folder / f"{name}.compiled" for folder in kept.folders]
         self._lock, self._writable = kept.folders[0] / f"{name}.lock", kept.writable
@@ -112,7 +112,7 @@ class Filling:
 
 @cache
 def filling(dtype: torch.dtype) -> Filling:
-    """That of a dtype."""
+    """The one :class:`Filling` of a dtype in this process."""
     return Filling(dtype)
 
 

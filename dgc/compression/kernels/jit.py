@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from numba.core.registry import cpu_target
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("NUMBA_DISABLE_JIT is set, and these loops run compiled only")
+
+PACKAGE = Path(__file__).parents[2]
+# From which the loops have their functions and constants, which numba compiles in.
+SOURCES = (*sorted((PACKAGE / "compression").rglob("*.py")), PACKAGE / "cost.py")
 
 _names = vars(caching)
 _InTree: Any = _names.get("InTreeCacheLocator") or _names["_InTreeCacheLocator"]  # as it was called before
@@ -71,14 +75,12 @@ class _Files(caching.IndexDataCacheFile):
 class _Cache(caching.FunctionCache):
     _impl_class = _Impl
 
-    def __init__(self, function: Callable[..., Any], also: Sequence[str] = ()):
+    def __init__(self, function: Callable[..., Any], sources: tuple[Path, ...]):
         super().__init__(function)
         self.writable = not isinstance(self._impl.locator, _Unwritable)
         own = Path(inspect.getfile(function)).parent / "__pycache__"
         self.folders = list(dict.fromkeys([Path(self.cache_path), own]))  # written is the first
-        stamp = self._impl.locator.get_source_stamp()
-        if also:
-            stamp = stamp, *((status.st_mtime, status.st_size) for status in map(os.stat, also))
+        stamp = _digest((Path(inspect.getfile(function)), *sources))
         self._cache_file = _Files(self.folders, self._impl.filename_base, stamp)
         processor = cpu_target.target_context.codegen().magic_tuple()
         self.digest = hashlib.sha256(repr((numba.__version__, sys.version_info[:2], stamp, processor)).encode(
@@ -89,15 +91,21 @@ class _Cache(caching.FunctionCache):
             super().save_overload(signature, compiled)
 
 
-def jit(also: Sequence[str] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
+@cache
+def _digest(files: tuple[Path, ...]) -> str:
+    """Of what is in them: a checkout gives the same text another time."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def jit(sources: tuple[Path, ...] = SOURCES, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """As ``numba.njit(cache=True, **options)``, for processes that compile at the same time.
 
     Args:
-        also: other files from which a function calls what it is compiled with: it is compiled anew if they change.
+        sources: files, beside a function's own, that have what is compiled into it: it is compiled anew if they change.
     """
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
-        dispatcher._cache = _Cache(function, also)
+        dispatcher._cache = _Cache(function, sources)
         return dispatcher
 
     return compiled

@@ -53,7 +53,7 @@ SPREAD = 1 << 16  # entries of the update that are written together
 PIECES = 4  # of a region, that are worth another thread
 ROOM = 1 - 2.0**-16  # what a product and a quotient may be off by, and more
 
-_jit = jit(also=(cpu.__file__,), nogil=True, error_model="numpy", boundscheck=False)
+_jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 
 
 # -- who adds up what --------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _deal(starts, index, used, n, own, slots, v, tiny, places, parameters, begin
 
 @_jit
 def _keys(chosen, of, rows, count, v, tiny):
-    """By which the entries of a row are ordered: the larger beside the mean of its parameter, the larger."""
+    """The keys that order the entries of a row: the larger |v| is beside its parameter's mean, the larger the key."""
     one = v.dtype.type(1)
     means, numbers, keys = np.zeros(count, v.dtype), np.zeros(count, v.dtype), np.empty(len(chosen), np.float64)
     for e in range(len(chosen)):
@@ -636,7 +636,7 @@ def _largest_sums(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan,
 
 
 def _among_all(table: _Tables, v: Any, means: Any) -> Any:
-    """The same without a sample."""
+    """Chooses the entries to keep without the help of a sample."""
     scores, index = np.empty(table.length, v.dtype), np.empty(table.kept, np.int64)
     _score(table.firsts, table.ends, table.of, table.blocks, v, means, scores)
     bits, shift = scores.view(np.uint32 if v.itemsize == 4 else np.uint64), 19 if v.itemsize == 4 else 51

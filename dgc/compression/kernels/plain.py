@@ -32,9 +32,10 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
            layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
-    """The same, and chooses what is to be sent of each parameter that has a gradient.
+    """Adds the gradients in, as :func:`accumulate`, and chooses what is to be sent of each parameter that has one.
 
     Args:
+        bucket, gradients, scale, layout: as there.
         exact: without the help of a sample.
         step: the optimizer's step, which rotates the sample.
 
