@@ -78,20 +78,21 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
+    return dgc.Config(schedule(a, steps), a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
+                      hierarchical=a.hierarchical)
+
+
+def schedule(a: Any, steps: int) -> float | dgc.config.Schedule:
+    """The sparsity by step: dense at first, then rising; or what ``--sparsity`` says, where it is a whole schedule."""
     if isinstance(a.sparsity, str):
         if a.dense_epochs is not None:
             raise typer.BadParameter(f"--dense-epochs must be left out where --sparsity is a whole schedule, got "
                                      f"--sparsity {a.sparsity}")
-        return _compressed(a, job.schedule(a, steps, 0))
+        return job.schedule(a, steps, 0)
     dense = round(steps * (a.epochs / 10 if a.dense_epochs is None else a.dense_epochs))
     rising = dgc.warmup(a.epochs / 5 if a.warmup_epochs is None else a.warmup_epochs, steps_per_epoch=steps,
                         start=min(0.75, a.sparsity), end=a.sparsity, per_step=True)
-    return _compressed(a, lambda step: 0.0 if step < dense else rising(step - dense))
-
-
-def _compressed(a: Any, sparsity: float | dgc.config.Schedule) -> dgc.Config:
-    return dgc.Config(sparsity, a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
-                      hierarchical=a.hierarchical)
+    return lambda step: 0.0 if step < dense else rising(step - dense)
 
 
 def rate(step: int, steps: int) -> float:
