@@ -42,7 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 
 def _picture(file: Path | None) -> Path | None:
-    """With the ending that matplotlib would add by itself."""
+    """Adds the ending that matplotlib would add by itself."""
     return file if file is None or file.suffix else file.with_name(f"{file.name}.png")
 
 
@@ -95,7 +95,7 @@ def aside(as_json: bool) -> AbstractContextManager[object]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For many operations on small tensors: several threads wait for one another where others use the cores."""
+    """Has torch use one thread: for small tensors, several wait for one another where others use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -58,7 +58,7 @@ class World:
 
     @property
     def flat(self) -> World:
-        """The same ranks, each on its own."""
+        """This world with each rank on its own, whatever nodes there are."""
         return World(self.rank, self.size)
 
     def divisor(self, average: bool) -> float:

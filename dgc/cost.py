@@ -372,8 +372,8 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
 # -- who sends to whom -------------------------------------------------------------------------------------------------
 
 def broadcast(nbytes: float, n: int, g: int, at_once: int = 1) -> Rounds:
-    """From worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M; ``at_once``, so many trees through the same
-    ports.
+    """Sends from worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M; ``at_once``, so many trees through
+    the same ports.
     """
     levels = reversed(range((n * g - 1).bit_length()))
     return tuple(Round(1, nbytes, *_across(n * g, g, "tree", 1 << level, at_once)) for level in levels)
@@ -395,15 +395,15 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 @cache
 def _both_ways(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """As :func:`_across`, of the round and of the one back."""
+    """Counts a round as :func:`_across`, and the one back with it."""
     across, loads = _across(workers, g, pattern, distance)
     return across, loads + loads.flip(0)
 
 
 @cache
 def _across(workers: int, g: int, pattern: str, distance: int, at_once: int = 1) -> tuple[int, Tensor]:
-    """In one round of a pattern, or of so many at once: the messages that leave by the busiest port, of which none
-    receives more, and those that leave by each and come in, float64.
+    """Counts the messages of one round of a pattern, or of so many at once: those that leave by the busiest port, of
+    which none receives more; and those that leave by each and come in, float64.
     """
     nodes = torch.stack(_pairs(workers, pattern, distance)) // g
     crossing = nodes[:, nodes[0] != nodes[1]]

@@ -90,7 +90,7 @@ def _package(name: str) -> dict[str, Any] | None:
 
 
 def _kernels() -> dict[str, str]:
-    """By device: the module whose loops will run."""
+    """Names the module whose loops will run, by device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is among the problems
         return {kind: kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2]
@@ -209,7 +209,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _rendezvous() -> tuple[Any, list[dict[str, str]]]:
-    """Where Horovod's processes meet, and what each of them is told, without ``horovodrun``."""
+    """The server at which Horovod's processes meet without ``horovodrun``, and what each of them is told."""
     from horovod.runner.http.http_server import RendezvousServer
     server = RendezvousServer()
     port = server.start()

@@ -14,7 +14,7 @@ from dgc.warn import warn
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
-    """Of the model, beside the CPU; in order."""
+    """The devices of a model beside the CPU, in order."""
     return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
 

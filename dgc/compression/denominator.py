@@ -27,7 +27,8 @@ NOTHING = 2.0**-30  # a power that small is taken for 0
 
 @dataclass(frozen=True)
 class Denominator:
-    """Of one parameter. The tensors have its shape, and those of floating point but for ``square`` one dtype.
+    """What D of one parameter is made from. The tensors have its shape; those of floating point have one dtype, but for
+    ``square``.
 
     Args:
         square: s times ``unbiased``, as torch's AdamW has it.

@@ -35,7 +35,7 @@ CORRUPT = NONFINITE - 1
 
 
 class Regions:
-    """Which owner adds up which entries of a bucket.
+    """The entries of a bucket that each owner adds up.
 
     Args:
         numel: entries of the bucket.

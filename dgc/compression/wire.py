@@ -44,7 +44,7 @@ class Sections(NamedTuple):
 
 
 class Layout:
-    """Where things are in the messages of a bucket, for one count of entries per parameter.
+    """The places of things in the messages of a bucket, for one count of entries per parameter.
 
     Args:
         bucket: whose messages.
@@ -168,7 +168,7 @@ class Layout:
         return self.read(message)
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of a message of one's own, which needs no checks."""
+        """Reads a message of one's own, which needs no checks: positions, and values."""
         counts, coded, positions, exponents = self.sections(message)
         slot, index, _ = self.read_places(counts, positions)
         return index, scaled(coded[slot], exponents[self.owner[slot]], self.residual)

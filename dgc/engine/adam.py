@@ -256,7 +256,7 @@ def share(scale: Tensor | None, groups: Mapping[str, Mapping[str, Any]], v: Tens
 
 
 class _Factor(NamedTuple):
-    """Of a parameter; what follows from its state is not asked of a device in each step."""
+    """What follows from a parameter's state, so that no device is asked for it in each step."""
 
     eps: float
     values: Tensor  # 1 / D, in the shape of this rank's part

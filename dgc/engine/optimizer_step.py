@@ -103,7 +103,7 @@ class Applier:
                 local(parameter.grad).copy_(target)
 
     def put_back(self, deliveries: Iterable[Delivery], size: int) -> None:
-        """As the step fails, updates of it will not be applied: each rank takes its share of them back into v."""
+        """Takes each rank's share of a failed step's updates, which will not be applied, back into v."""
         share = 1.0 if self._settings.average else 1 / size
         for delivery in deliveries:
             if (kept := delivery.bucket.kept) is not None:

@@ -64,7 +64,7 @@ class Parameters:
 
     @property
     def device(self) -> torch.device:
-        """Where to put what the ranks tell one another: the first parameter's device."""
+        """The device for what the ranks tell one another: the first parameter's."""
         return self.all()[0].device
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:

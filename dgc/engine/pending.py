@@ -105,7 +105,7 @@ class Pending:
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:
-        """Where ranks have come or gone: keeps what those that remain have pending worth as much as it was.
+        """Keeps what is pending worth as much as it was, where ranks have come or gone.
 
         Args:
             size: how many ranks there are now.

@@ -61,7 +61,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _handles(self) -> dict[Tensor, tuple[Any, None]]:
-        """As stock's: parameters that had a gradient since the last step, with what is under way for them."""
+        """Stock's: parameters that had a gradient since the last step, with what is under way for them."""
         step = engine_of(self).step
         return {} if step.phase is not Phase.COLLECTING else {**dict.fromkeys(step.fired, (None, None)), **{
             p: (flight.exchange, None) for flight in step.in_flight for p in flight.parameters}}

@@ -53,7 +53,7 @@ def buckets(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple[P
 
 @cache
 def dense_buckets(shapes: tuple[Shape, ...]) -> tuple[PlannedBucket, ...]:
-    """The same, with nothing compressed."""
+    """The buckets of a step in which nothing is compressed."""
     return tuple(PlannedBucket(ready, sum(p.numel() for p in together), None)
                  for ready, together in _departing(shapes, sum(torch.Size(shape).numel() for shape in shapes) + 1))
 

@@ -161,7 +161,7 @@ def _messages(exchange: Exchange, n: int, g: int) -> int:
 
 
 def of_size(cluster: Cluster, workers: int) -> Cluster:
-    """The same kind of cluster with so many workers: whole nodes, or a part of one.
+    """Makes a cluster of the same kind with so many workers: whole nodes, or a part of one.
 
     Raises:
         ValueError: neither is possible.

@@ -35,7 +35,7 @@ class Adaptive:
     every: int
 
     def __call__(self, step: int) -> float:
-        """Where it starts, for those who ask beforehand."""
+        """The sparsity at the start, for those who ask beforehand."""
         return self.start
 
     def after(self, found: Found, share: float, forget: bool = False) -> Found:

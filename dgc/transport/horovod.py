@@ -43,7 +43,7 @@ class Horovod:
 
     @property
     def broadcasts_beyond(self) -> bool:
-        """By hvd.broadcast_optimizer_state, which knows no process set."""
+        """Whether it leaves ranks out, whom hvd.broadcast_optimizer_state reaches: that knows no process set."""
         return self.process_set.ranks != hvd.global_process_set.ranks
 
     def by_node(self, device: torch.device) -> int:
@@ -103,8 +103,8 @@ def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:
 
 
 def _arrived(result: Tensor) -> Tensor:
-    """On a GPU, Horovod's thread made it in the default stream, where it may still be on its way
-    (HOROVOD_ENABLE_ASYNC_COMPLETION), and to which its memory belongs: what reads it may run in another stream.
+    """Makes a result safe to read in the current stream. On a GPU, Horovod's thread made it in the default stream,
+    where it may still be on its way (HOROVOD_ENABLE_ASYNC_COMPLETION), and to which its memory belongs.
     """
     if result.is_cuda:
         stream = torch.cuda.current_stream(result.device)

@@ -25,8 +25,8 @@ class Result:
 
     @property
     def best(self) -> Trial | None:
-        """Of the complete ones, that with the best metric, where it is a tenth better than the paper's: then these
-        trainings are too short to choose by.
+        """The complete trial with the best metric, where that is a tenth better than the paper's: then these trainings
+        are too short to choose by.
         """
         if self.paper is None or not self.front:
             return None

@@ -292,7 +292,7 @@ def _without(kind, offset, n, blocks, u, v, g, s, m):
 
 @_jit
 def _look(kind, u, v, g, s, m, threshold, line):
-    """Of one line: |v| as it will be, and how many reach the threshold."""
+    """Computes a line's |v| as it will be. Returns how many reach the threshold."""
     us, vs = numba.carray(_pointer(u), LINE, line.dtype), numba.carray(_pointer(v), LINE, line.dtype)
     gs = numba.carray(_pointer(g), LINE, line.dtype)
     reached = 0
@@ -324,8 +324,8 @@ def _clear(v, first, blocks, line):
 @_jit
 def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numels, counts, strides, blocks, u, v, tiny,
                 out):
-    """Of parameters first to last: a magnitude that k entries or more of the v to come will reach, from a sample; with
-    zeros for the v of these blocks. Infinity where there is no gradient.
+    """Finds for each of the parameters first to last, from a sample, a magnitude that k entries or more of the v to
+    come will reach; with zeros for the v of these blocks. Infinity where there is no gradient.
     """
     line, cleared = np.empty(LINE, v.dtype), np.empty(LINE, v.dtype)
     for p in range(first, last):
@@ -470,7 +470,7 @@ def _keep(candidates, magnitudes, least, k, index, start):
 
 @_jit
 def _largest(offset, n, k, v, bits, shift, index, start):
-    """The same among all of a parameter's entries but those that are zero. Returns how many."""
+    """Chooses among all of a parameter's entries but those that are zero. Returns how many are chosen."""
     b, above = _leading(bits[offset:offset + n], shift, k)
     candidates, magnitudes = np.empty(above, np.int64), np.empty(above, v.dtype)
     count = 0
@@ -488,8 +488,8 @@ def _largest(offset, n, k, v, bits, shift, index, start):
 @_jit
 def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts, starts, thresholds, blocks, found,
             sizes, firsts, founds, u, v, bits, shift, index, used):
-    """Of parameters first to last, the positions of what is sent, ascending, and how many; of these blocks what was
-    added counts.
+    """Chooses what parameters first to last send: positions, ascending, and how many. In these blocks only what was
+    added to v counts.
     """
     for p in range(first, last):
         k, total = counts[p], 0
@@ -591,7 +591,7 @@ def _greatest(index, begin, end, u, v, masking):
 @_jit
 def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, to_come, least, half,
             block_counts, singles, words, positions, exponents):
-    """Of parameters first to last: takes the chosen entries out of v, and writes their part of the message.
+    """Takes the chosen entries of parameters first to last out of v, and writes their part of the message.
 
     Returns how many were sent. A parameter whose v is not finite says so and keeps it.
     """
@@ -897,7 +897,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
 
 
 def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Of messages (N, nbytes): counts of blocks, values if they are float32, values if not, positions, exponents."""
+    """The parts of messages (N, nbytes): counts of blocks, values if float32, values if not, positions, exponents."""
     a, b, c, d = table.ends
     values = messages[:, a:b].view(table.word)
     nothing = np.empty((len(messages), 0), np.float32)

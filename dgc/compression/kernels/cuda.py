@@ -449,7 +449,7 @@ def _choose(v, parameters, blocks, state, crowded, marks, places, found, larger,
 
 @triton.jit
 def _slots(parameters, chunks, used, index):
-    """Of one chunk of slots: its parameter, the slots, which are used, and the positions that they are for."""
+    """The parameter of one chunk of slots, the slots, which are used, and the positions that they are for."""
     c = tl.program_id(0)
     p, begin = tl.load(chunks + 2 * c), tl.load(chunks + 2 * c + 1)
     here = parameters + p * PARAMETER
@@ -908,7 +908,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
 
 
 def _places(layout: Layout) -> tuple[int, int, int, int]:
-    """Where the sections of a message begin, in units of 16 bits, and the checksum, in words."""
+    """The places where the sections of a message begin, in units of 16 bits, and the checksum, in words."""
     values, positions, exponents, _ = layout.ends
     return values // 2, positions // 2, exponents // 2, layout.nbytes // 4 - 2
 

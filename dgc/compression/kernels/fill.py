@@ -75,7 +75,7 @@ class Filling:
         return any(marker.exists() for marker in self._markers)
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Waits until it is done."""
         while not self.done():
             time.sleep(PAUSE)
 

@@ -93,7 +93,7 @@ class _Cache(caching.FunctionCache):
 
 @cache
 def _digest(files: tuple[Path, ...]) -> str:
-    """Of what is in them: a checkout gives the same text another time."""
+    """The digest of what is in files: a checkout gives the same text another time."""
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -509,7 +509,7 @@ def _table(plan: Plan) -> _Tables:
 
 
 def _sections(rows: Rows, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Of messages (R, nbytes): counts, values if they are float32, values if not, positions, exponents (R, 1)."""
+    """The parts of messages (R, nbytes): counts, values if float32, values if not, positions, exponents (R, 1)."""
     a, b, c = rows.ends
     single = rows.dtype == torch.float32
     values, nothing = messages[:, a:b], np.empty((len(messages), 0), np.uint8)
@@ -611,7 +611,7 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
 
 
 def _largest_sums(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, step: int) -> Any:
-    """Where the largest sums of the own region are, over the mean there of their parameter: int64, ascending."""
+    """The places of the own region's largest sums, over their parameter's mean there: int64, ascending."""
     table, v, threads = _table(plan), bucket.v.numpy(), torch.get_num_threads()
     lanes, means, tiny = np.zeros((len(table.of), LINE)), np.empty(len(bucket.names), v.dtype), np.finfo(v.dtype).tiny
     shares, k, largest = table.shares(threads), table.kept, np.empty(len(table.blocks), v.dtype)
