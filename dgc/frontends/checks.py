@@ -104,9 +104,16 @@ def check_group(group: dict[str, Any], config: Config) -> None:
                              "by Config: min_numel)")
 
 
-def tell_of_deprecated(settings: Settings) -> None:
-    """Warns, on rank 0, of what the next release will refuse."""
-    if settings.config.exchange == "shared" and settings.role is not Role.OUTSIDE and settings.world.rank == 0:
+def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer]) -> None:
+    """Warns, on rank 0, of what the next release will refuse, and of what learns badly."""
+    config = settings.config
+    if settings.role is Role.OUTSIDE or settings.world.rank != 0:
+        return
+    if is_adam(inner) and not config.momentum_correction and config.sparsity != 0.0:
+        warn(f"Config: momentum_correction should be True for {inner.__name__}, got False: where ranks accumulate "
+             "gradients in place of its momentum, a transformer ended 7 % above dense training's perplexity at 99 %, "
+             "and 1 % above it with momentum correction")
+    if config.exchange == "shared":
         warn('Config: exchange="shared" is deprecated, as it learns less, and will be removed in 0.3.0: give '
              'exchange="reduce", whose bytes hardly grow with the number of ranks either (with few ranks: "allgather")',
              FutureWarning)

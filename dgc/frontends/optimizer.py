@@ -142,7 +142,7 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
 
 def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_deprecated(settings)
+    checks.tell_of_config(settings, optimizer._inner)
     optimizer._dgc = Engine(optimizer, optimizer._inner, names, settings, source)
 
 

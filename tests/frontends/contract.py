@@ -48,6 +48,7 @@ def observed():
             outcome = {"alike": None, "close": [], "error": None}
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
+                warnings.filterwarnings("ignore", "Config: momentum_correction should be True for Adam")  # see wrap
                 try:
                     result = behave(wrapper(mode)) or {}
                     outcome.update(result)

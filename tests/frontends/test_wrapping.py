@@ -154,6 +154,23 @@ def test_names_of_ours_are_not_those_of_torch(kind):
     assert not ours & vars(inner).keys() and not (ours - theirs) & set(dir(kind))
 
 
+def test_adamw_without_its_momentum_is_a_warning():
+    """One, of rank 0, where anything is compressed; other optimizers give none."""
+    def worker(kind, config):
+        p = torch.nn.Parameter(torch.zeros(40, 40))
+        dgc.DistributedOptimizer(kind([p], lr=0.1), [("p", p)], config)
+
+    plain = dgc.Config(0.9, momentum_correction=False)
+    with pytest.warns(UserWarning, match="momentum_correction should be True for AdamW, got False") as told:
+        dgc.lockstep.run(lambda: worker(torch.optim.AdamW, plain), 3)
+    assert [warning.filename for warning in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind, config in ((torch.optim.AdamW, dgc.Config(0.0, momentum_correction=False)), (torch.optim.SGD, plain),
+                             (torch.optim.AdamW, dgc.Config(0.9)), (torch.optim.RMSprop, plain)):
+            dgc.lockstep.run(lambda kind=kind, config=config: worker(kind, config), 3)
+
+
 def test_it_adds_one_attribute():
     def worker():
         network, optimizer = wrapped(dgc.Config(sparsity=dgc.adaptive(least=0.9, most=0.999)))
