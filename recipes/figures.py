@@ -111,12 +111,12 @@ def by_bytes(recipe: Recipe, dense: Result, lines: Mapping[str, Mapping[float, R
     axes.axhline(0, color=drawing.DENSE)
     drawing.log_axis(axes, "x", [n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if min(ratios) / 2 < n < right])
     axes.set(xlabel="times fewer bytes than dense, over all of training", xlim=(min(ratios) / 1.4, right),
-             ylabel=f"{recipe.title}, difference (points)", title="A dot is a sparsity")
+             ylabel=f"{recipe.title}, difference (points)", title="A dot is a sparsity, with one seed")
     ends = [("dense", (right, 0.0), drawing.DENSE)]
     for (name, line), colour in zip(points.items(), (drawing.DGC, *drawing.MUTED), strict=False):
         axes.plot(*zip(*line.values(), strict=True), "o-", color=colour)
         for sparsity, point in line.items():
-            axes.annotate(f"{100 * sparsity:.5g} %", point, (4, 6), textcoords="offset points", color=colour)
+            axes.annotate(f"{100 * sparsity:.5g} %", point, (6, 9), textcoords="offset points", color=colour)
         ends.append((name, [*line.values()][-1], colour))
     drawing.name_lines(axes, ends)
     drawing.save(figure, out)
