@@ -143,19 +143,23 @@ class Outgoing:
             return reduce_rounded(bucket.kept, gradients, self._settings.config.dense_dtype, step.world.flat,
                                   average=self._settings.average)
         return reduce_dense(gradients, step.world.flat, average=self._settings.average,
-                            scale=None if self._settings.config.clip_per_tensor else step.clip,
+                            scale=step.clip if self._clipped_as_one(bucket) else None,
                             predivide=self._settings.gradient_predivide_factor, refuse=refuse)
 
     def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
         """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
         g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
         g = g if g.dtype == bucket.dtype else g.to(bucket.dtype)
-        if not takes_part or (bucket.kept is None and not self._settings.config.clip_per_tensor):
-            return g  # all are clipped as one
+        if not takes_part or self._clipped_as_one(bucket):
+            return g
         scale = self._scaling.factor_of(parameter, step)
         if bucket.kept is not None:  # remembered from step to step, so without the loss's scale
             scale = step.scaled_out(scale)
         return g if scale is None else g * scale.to(g)
+
+    def _clipped_as_one(self, bucket: ParameterBucket) -> bool:
+        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
+        return bucket.kept is None and not self._settings.config.clip_per_tensor
 
 
 def check_dampening(group: dict[str, object]) -> None:

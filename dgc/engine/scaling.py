@@ -66,10 +66,10 @@ class Scaling:
         if config.clip_norm is None or not config.clip_per_tensor:
             return step.clip
         if parameter in step.node_means:
-            return self._clipped(_unscaled(norm(step.node_means[parameter]), step), step.world)
+            return self._clipped(norm(step.node_means[parameter]), step, step.world)
         if parameter.grad is None:
             return None
-        return self._clipped(_unscaled(norm(parameter.grad), step), step.world.flat)
+        return self._clipped(norm(parameter.grad), step, step.world.flat)
 
     def global_factor(self, gradients: list[Tensor], step: Step) -> Tensor:
         """The clipping factor by the norm of all these gradients, 0-dim."""
@@ -79,7 +79,7 @@ class Scaling:
         first = self._parameters.all()[0]
         if shard(first) is not None:
             total = sum_of_shards(total.square(), first).sqrt()
-        return self._clipped(_unscaled(total, step), step.world)
+        return self._clipped(total, step, step.world)
 
     def clip_alone(self, step: Step) -> None:
         """Clips the gradients of a single process: nothing is exchanged, but the bound on their norm still holds."""
@@ -91,13 +91,8 @@ class Scaling:
         for g in gradients:
             g.mul_((clip_scale(norm(g), config.clip_norm, 1, True) if factor is None else factor).to(g.device))
 
-    def _clipped(self, total: Tensor, world: World) -> Tensor:
-        """The clipping factor for a gradient of this norm."""
-        bound = self._settings.config.clip_norm
-        assert bound is not None
-        return clip_scale(total, bound, world.nodes, self._settings.average, world.node_size)
-
-
-def _unscaled(norm_of_it: Tensor, step: Step) -> Tensor:
-    """The norm of a gradient without the loss's scale."""
-    return norm_of_it if step.inverse is None else norm_of_it * step.inverse.tensor.to(norm_of_it)
+    def _clipped(self, total: Tensor, step: Step, world: World) -> Tensor:
+        """The clipping factor for a gradient of this norm, which has the loss's scale in it."""
+        bound, unscaled = self._settings.config.clip_norm, step.scaled_out(total)
+        assert bound is not None and unscaled is not None
+        return clip_scale(unscaled, bound, world.nodes, self._settings.average, world.node_size)

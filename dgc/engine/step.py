@@ -110,7 +110,7 @@ class Step:
         return self.missing[bucket] == 0
 
     def scaled_out(self, factor: Tensor | None) -> Tensor | None:
-        """A clipping factor that also takes the loss's scale out."""
+        """A clipping factor that also takes the loss's scale out, or a norm without that scale."""
         if self.inverse is None:
             return factor
         return self.inverse.tensor if factor is None else factor * self.inverse.tensor.to(factor)

@@ -40,6 +40,20 @@ def test_a_bound_on_the_norm_holds_with_one_process_too():
     assert in_lockstep(worker, 1)[0] == pytest.approx(0.5, rel=1e-6)
 
 
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_one_process_that_exchanges_clips_once(per_tensor):
+    """It keeps what float16 drops of small parameters, of which there is nothing with nobody to send it to."""
+    def worker():
+        weight = nn.Parameter(torch.zeros(50))
+        config = dgc.Config(clip_norm=0.5, clip_per_tensor=per_tensor, nonfinite="skip", dense_dtype=torch.float16)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=config)
+        weight.grad = torch.full((50,), 3.0)
+        optimizer.step()
+        return weight.norm().item()
+
+    assert in_lockstep(worker, 1)[0] == pytest.approx(0.5, rel=1e-6)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_the_reported_gradient_is_the_last_one_clipped(clip_norm):
     """The clipping bounds the norm of all local gradients (paper, section 3.2); reported are the compressed ones."""

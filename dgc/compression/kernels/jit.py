@@ -80,7 +80,7 @@ class _Cache(caching.FunctionCache):
         self.writable = not isinstance(self._impl.locator, _Unwritable)
         own = Path(inspect.getfile(function)).parent / "__pycache__"
         self.folders = list(dict.fromkeys([Path(self.cache_path), own]))  # written is the first
-        stamp = _digest((Path(inspect.getfile(function)), *sources))
+        stamp = _digest(tuple(dict.fromkeys((*sources, Path(inspect.getfile(function))))))  # once for all of a package
         self._cache_file = _Files(self.folders, self._impl.filename_base, stamp)
         processor = cpu_target.target_context.codegen().magic_tuple()
         self.digest = hashlib.sha256(repr((numba.__version__, sys.version_info[:2], stamp, processor)).encode(
