@@ -38,7 +38,7 @@ LOCKSTEP = {  # name -> (Config, what else is done)
     "hierarchical": (dgc.Config(sparsity=0.95, hierarchical=True, clip_norm=0.5), {"node_size": 2}),
     "hierarchical, shared": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="auto"), {"node_size": 2}),
     "decay sent": (dgc.Config(sparsity=0.95, local_weight_decay=False, clip_norm=0.5), {}),
-    "Adam": (dgc.Config(sparsity=0.95, momentum_correction=False), {"adam": True}),
+    "Adam": (dgc.Config(dgc.dense_until(5, then=0.95)), {"adam": True}),
     "directly": (dgc.Config(sparsity=0.95, apply_directly=True), {}),
     "rounded, bfloat16": (dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16, dense_dtype=torch.float16), {}),
     "flush, unmasked": (dgc.Config(sparsity=0.99, factor_masking=False), {"flush": 10}),

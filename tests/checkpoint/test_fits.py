@@ -160,7 +160,7 @@ class Groups(torch.optim.SGD):
     ({"config": dgc.Config(sparsity=0.9, momentum_correction=False)},
      r"rank-0-\S+: u must have the same names, got none for \[\] and unknown"),
     ({"kind": Groups}, r"common-\S+: the optimizer's groups must have \[2, 8\] parameters, got \[10\]"),
-    ({"kind": torch.optim.AdamW, "config": dgc.Config(momentum_correction=False)},
+    ({"kind": torch.optim.AdamW},
      r"common-\S+: group 0 of the optimizer must have \['betas', 'eps'\], got a group without \(of an optimizer of an"),
     ({"config": dgc.Config(min_numel=5000)},
      r"rank-0-.*\.pt: u must have the same names, got none for \[\] and unknown \['3\.weight'\]"),

@@ -39,7 +39,7 @@ class Compressor:
                                       grad_scaler=torch.amp.GradScaler("cpu")), ValueError, "must have fused=False"),
     (lambda: dgc.DistributedOptimizer(torch.optim.LBFGS(model().parameters())), TypeError,
      "got LBFGS, which evaluates"),
-    (lambda: dgc.DistributedOptimizer(torch.optim.Adam(model().parameters()), compression=dgc.Config(
+    (lambda: dgc.DistributedOptimizer(torch.optim.RMSprop(model().parameters()), compression=dgc.Config(
         momentum_correction=False, local_weight_decay=False)), TypeError,
         r"must be torch\.optim\.SGD for Config\(local_weight_decay=False\)"),
     (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], 0.1)),

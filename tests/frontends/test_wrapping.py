@@ -154,21 +154,27 @@ def test_names_of_ours_are_not_those_of_torch(kind):
     assert not ours & vars(inner).keys() and not (ours - theirs) & set(dir(kind))
 
 
-def test_adamw_without_its_momentum_is_a_warning():
-    """One, of rank 0, where anything is compressed; other optimizers give none."""
-    def worker(kind, config):
-        p = torch.nn.Parameter(torch.zeros(40, 40))
-        dgc.DistributedOptimizer(kind([p], lr=0.1), [("p", p)], config)
+@pytest.mark.parametrize("sparsity", [0.9, dgc.dense_until(100, then=0.9)])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_without_its_momentum_is_refused(kind, sparsity):
+    """Before anything is exchanged, so on each rank alone. Dense it accumulates nothing; other optimizers may."""
+    def wrap(kind, sparsity, **settings):
+        p = nn.Parameter(torch.zeros(40, 40))
+        dgc.DistributedOptimizer(kind([p], **settings), [("p", p)], dgc.Config(sparsity, momentum_correction=False))
 
-    plain = dgc.Config(0.9, momentum_correction=False)
-    with pytest.warns(UserWarning, match="momentum_correction should be True for AdamW, got False") as told:
-        dgc.lockstep.run(lambda: worker(torch.optim.AdamW, plain), 3)
-    assert [warning.filename for warning in told] == [__file__]
+    def worker():
+        with pytest.raises(ValueError, match=rf"must be True for {kind.__name__}, got False \(.* 7 % above dense"):
+            wrap(kind, sparsity)
+        wrap(kind, 0.0)
+        wrap(torch.optim.RMSprop, sparsity)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for kind, config in ((torch.optim.AdamW, dgc.Config(0.0, momentum_correction=False)), (torch.optim.SGD, plain),
-                             (torch.optim.AdamW, dgc.Config(0.9)), (torch.optim.RMSprop, plain)):
-            dgc.lockstep.run(lambda kind=kind, config=config: worker(kind, config), 3)
+        in_lockstep(worker)
+
+    with pytest.warns(UserWarning, match="should be True, with torch.optim.AdamW in place of Adam") as told:
+        in_lockstep(lambda: wrap(torch.optim.Adam, sparsity, weight_decay=0.1))
+    assert [warning.filename for warning in told] == [__file__]  # of rank 0 alone
 
 
 def test_it_adds_one_attribute():
