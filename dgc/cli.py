@@ -390,8 +390,8 @@ def _draw_schedule(rows: list[dict[str, Any]], dense: float, title: str, file: P
 @app.command(context_settings={"allow_interspersed_args": False})
 def tune(
         command: Annotated[list[str], typer.Argument(
-            metavar="COMMAND", help="With {sparsity}; may have {clip_norm}, {epochs}, {out}, {trial}. "
-                                       "Or module:function.")],
+            metavar="COMMAND", help="With {sparsity}; may have {clip_norm}, {factor_masking}, {epochs}, {out}, "
+                                       "{trial}. Or module:function.")],
         epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
         maximize: Annotated[bool | None, typer.Option(
             "--maximize/--minimize", help="Whether more of the metric is better: one of the two.")] = None,

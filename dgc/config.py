@@ -15,6 +15,7 @@ Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ExchangeName = Literal["allgather", "reduce", "shared", "auto"]
 Masking = bool | Literal["prepay"]
+UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
 

@@ -212,7 +212,9 @@ def main(
         warmup_epochs: Annotated[float | None, typer.Option(
             min=0, callback=job.finite, help="Of dgc alone. Default: 4 of 164.")] = None,
         selection: Literal["sampled", "exact"] = "sampled",
-        momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
+        momentum_correction: bool = True,
+        factor_masking: Annotated[bool, typer.Option(help="Better without at 99 % and less.")] = True,
+        prepay: job.Prepay = False,
         local_weight_decay: bool = True,
         clip_norm: Annotated[float | None, typer.Option(
             min=0, callback=job.finite, help="Bound on the gradient's norm; 0: none.")] = None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from dgc.config import Config
+from dgc.config import UNMASKED, Config
 from dgc.cost import Cluster
 from dgc.planning.models import Shape
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
@@ -14,7 +14,6 @@ from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, m
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
-UNMASKED = 0.99  # the largest sparsity that learns better without momentum factor masking (docs/tuning.md)
 ADAMW = 0.99  # the largest sparsity at which a training with AdamW was measured
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
 MOST_WAIT = 0.11  # of a training, that an entry may wait where the number of steps is known

@@ -8,8 +8,10 @@ with the metric under its name and the bytes as ``bytes_sent``.
 
 Searched are the sparsity at the end (90 to 99.99 %, evenly in the logarithm of what is sent), with no warm-up, one in
 four stages or one that falls at every step, a tenth to ten times as long as the paper's share of the training, and a
-bound on the gradient's norm or none. Two aims, the metric and the bytes, make a multi-objective study of optuna with
-its TPE sampler. The first trial is the paper's own: 99.9 % after four stages over 4 of 164 epochs.
+bound on the gradient's norm or none. Momentum factor masking follows from the sparsity: it is off at 99 % and less,
+where it takes a good part of each step; in a command it is the placeholder ``{factor_masking}``. Two aims, the metric
+and the bytes, make a multi-objective study of optuna with its TPE sampler. The first trial is the paper's own: 99.9 %
+after four stages over 4 of 164 epochs.
 
 Optuna does not prune where there are two aims, so the rule is ours. A trial is given up when its last two reports are
 both worse than the median of those, at the same epochs, of the finished trials whose schedules send no more: three of

@@ -58,8 +58,9 @@ def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool,
 
     Args:
         objective: a command with placeholders, as words; ``{sparsity}`` is among them, and ``{clip_norm}``,
-            ``{epochs}``, ``{out}`` and ``{trial}`` may be. Or a function of a :class:`Setting` that trains within this
-            process and returns the metric and the bytes sent, or None: what it last gave to :func:`report`.
+            ``{factor_masking}``, ``{epochs}``, ``{out}`` and ``{trial}`` may be. Or a function of a :class:`Setting`
+            that trains within this process and returns the metric and the bytes sent, or None: what it last gave to
+            :func:`report`.
         epochs: that a trial trains for.
         maximize: whether more of the metric is better.
         trials: of the study in all: complete, pruned and failed ones.

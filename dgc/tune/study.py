@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dgc.config import UNMASKED
 from dgc.tune.trial import Setting, Task, Trial
 
 NAME = "dgc tune"  # of the study in its file
@@ -105,7 +106,7 @@ def suggest(trial: Any, task: Task) -> Setting:
     kind = {"none": "", "stages": ",stages=4", "per_step": ",per_step=true"}[form]
     # Not a plain number, after which a script may have a warm-up of its own, as the recipes do.
     expression = f"constant:{end}" if form == "none" else f"warmup:epochs={length:.3g},end={end}{kind}"
-    return Setting(trial.number, task.epochs, expression, clip)
+    return Setting(trial.number, task.epochs, expression, clip, float(end) > UNMASKED if task.masks else None)
 
 
 def papers_parameters(task: Task) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dgc.config import Schedule
 from dgc.schedule import parse
 
-PLACEHOLDERS = ("sparsity", "clip_norm", "epochs", "out", "trial")
+PLACEHOLDERS = ("sparsity", "clip_norm", "factor_masking", "epochs", "out", "trial")
 PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 NO_CLIP = "inf"  # what a command is given where there is to be no bound
 RIVALS = 3  # at least, to be worse than
@@ -45,6 +45,7 @@ class Setting:
     epochs: int
     expression: str  # for dgc.schedule.parse
     clip_norm: float | None  # None: no clipping
+    factor_masking: bool | None = None  # which follows from the sparsity at the end; None: as the script has it
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
         """The expression's, for ``sparsity=`` of :class:`dgc.Config`; ``steps_per_epoch`` are optimizer steps."""
@@ -59,7 +60,8 @@ class Setting:
             words = [word.replace("=true", "=True") for word in arguments.split(",")]
             sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
         clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"
-        return f"dgc.Config(sparsity={sparsity}{clip})"
+        masking = ", factor_masking=False" if self.factor_masking is False else ""
+        return f"dgc.Config(sparsity={sparsity}{masking}{clip})"
 
     @property
     def warmup_epochs(self) -> float | None:
@@ -103,11 +105,17 @@ class Task:
         """The clipping in words; nothing where it is not searched."""
         return "" if self.clip_norm is None else str(setting.clip_norm or "none")
 
+    @property
+    def masks(self) -> bool:
+        """Whether trials are told of momentum factor masking: a function, or a command with the placeholder."""
+        return isinstance(self.command, str) or any("{factor_masking}" in word for word in self.command)
+
     def fill(self, setting: Setting, out: Path) -> list[str]:
         """The command of one trial."""
         clip = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
         values = {"sparsity": setting.expression, "clip_norm": clip, "epochs": self.epochs, "out": out,
-                  "trial": setting.trial}
+                  "trial": setting.trial,
+                  "factor_masking": "--factor-masking" if setting.factor_masking else "--no-factor-masking"}
         return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
 
 

@@ -407,6 +407,21 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
     assert (setting.line == "dgc.Config(sparsity=0.999)") == (form == "none")
 
 
+@pytest.mark.parametrize("command", [("x", "{sparsity}", "{factor_masking}"), ("x", "{sparsity}"), "a.function"])
+@pytest.mark.parametrize(("density", "masked"), [(0.0099, True), (0.01, False), (0.1, False)])
+def test_masking_follows_from_the_sparsity_where_a_trial_is_told_of_it(command, density, masked):
+    """Beside momentum 0.9 it makes steps three tenths shorter at 99 %, and three quarters at 90 %."""
+    drawn = optuna.trial.FixedTrial({"density": density, "warmup": "none", "warmup_length": 1.0})
+    task = tune.Task(command, "metric", True, 5, None)
+    setting = study.suggest(drawn, task)
+    told = isinstance(command, str) or len(command) == 3
+    assert setting.factor_masking is (masked if told else None)
+    assert ("factor_masking=False" in setting.line) == (told and not masked)
+    if isinstance(command, tuple):
+        words = [command[0], f"constant:{1 - density:g}", "--factor-masking" if masked else "--no-factor-masking"]
+        assert task.fill(setting, Path("out.json")) == words[:len(command)]
+
+
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
@@ -446,7 +461,7 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
 @pytest.mark.parametrize(("arguments", "message"), [
     (["python", "x.py"], "the command must have {sparsity} where it takes a schedule's expression, got 'python x.py'"),
     (["python", "{sparsity}", "{lr}"],
-     "must have none but {sparsity}, {clip_norm}, {epochs}, {out}, {trial} in braces, got {lr}"),
+     "must have none but {sparsity}, {clip_norm}, {factor_masking}, {epochs}, {out}, {trial} in braces, got {lr}"),
     (["nowhere/python", "{sparsity}"], "the command must be one that can be run, got 'nowhere/python'"),
     (["os:getcwd"], "one of --maximize and --minimize must be given"),
     (["nowhere:run"], "COMMAND: 'nowhere:run'; No module named 'nowhere'"),
