@@ -75,6 +75,7 @@ class Budget:
     crowds: tuple[int, ...]  # workers, with each exchange
     pair: tuple[int, ...]  # seeds of these
     many: Study  # workers, and few steps
+    paper: tuple[int, float]  # epochs, and those of warm-up, at the paper's length
 
 
 def _options(warmup: float, **options: Any) -> dict[str, Any]:
@@ -103,7 +104,7 @@ _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "
                          "workers": (4, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
                          "crowds": (4, 16, 64), "pair": (0, 1), "many": _many("cifar10", workers=32, epochs=7),
-                         "transformer": _transformer("ptb", epochs=8)}
+                         "transformer": _transformer("ptb", epochs=8), "paper": (164, 4.0)}
 BUDGETS = {
     "cpu": Budget(**_FULL, lengths=(5, 25),
                   cifar10=Study("cifar10", "cifar10", "ResNet-20", "cifar10", _options(2.0, depth=20, epochs=25)),
@@ -118,7 +119,8 @@ BUDGETS = {
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
         transformer=_transformer("pydoc topics", epochs=1),
         seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
-        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,), many=_many("digits", workers=8, epochs=1)),
+        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,), many=_many("digits", workers=8, epochs=1),
+        paper=(2, 1.0)),
 }
 
 
@@ -217,9 +219,16 @@ def by_sparsity(budget: Budget) -> dict[float, dict[float, Run]]:
 
 
 def by_warmup(budget: Budget) -> dict[float, dict[int, Run]]:
-    """Epochs of warm-up -> seed -> run, at the usual sparsity."""
+    """Epochs of warm-up -> seed -> run, at the usual sparsity. Of all seeds are those that may be advised: the usual
+    one, and up to twice as long.
+    """
+    usual = budget.cifar10.options["warmup_epochs"]
+
+    def seeds(warmup: float) -> tuple[int, ...]:
+        return budget.seeds[0] if usual <= warmup <= 2 * usual else (0,) if warmup else budget.seeds[2]
+
     return {warmup: {seed: warmed(budget, warmup, budget.cifar10.options["sparsity"], seed)
-                     for seed in budget.seeds[0]} for warmup in budget.warmups}
+                     for seed in seeds(warmup)} for warmup in budget.warmups}
 
 
 def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
@@ -261,6 +270,13 @@ def by_bytes(budget: Budget) -> dict[str, dict[float, Run]]:
         for name, (exchange, sparsities) in ways.items()}}
 
 
+def by_length(budget: Budget) -> dict[str, dict[int, Run]]:
+    """Row -> seed -> run: dense, and the paper's DGC, for as long as the paper trains."""
+    epochs, warmup = budget.paper
+    options = {"dense": {"epochs": epochs}, "dgc": {"epochs": epochs, "warmup_epochs": warmup}}
+    return {row: {seed: run(budget.cifar10, row, seed, **options[row]) for seed in budget.pair} for row in options}
+
+
 def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     """Table -> name -> run; in the order of their importance. A run may be in several tables."""
     rows = ablations(budget)
@@ -282,7 +298,8 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
               "transformer": parts("transformer"),
               "bytes": list(by_bytes(budget).values()),
               "exchange": [{n: line[n][seed]} for seed in budget.pair for n in budget.crowds for line in exchanges
-                           if seed in line.get(n, ())]}
+                           if seed in line.get(n, ())],
+              "length": list(by_length(budget).values())}
     return {table: {run.name: run for runs in lines for run in runs.values()} for table, lines in tables.items()}
 
 

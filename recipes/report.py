@@ -309,13 +309,23 @@ def half_width(pairs: Iterable[Sequence[float]], level: float) -> Callable[[int]
     return lambda n: float(stats.t.ppf((1 + level) / 2, freedom)) * (variance / n)**0.5
 
 
-def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe) -> str:
+def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe, overall: bool = False) -> str:
     """A Markdown table of means over seeds, with a row for each line. The others are compared with the first: by the
-    mean difference between runs of one seed, and its 90 % interval with the variance pooled over the table.
+    mean difference between runs of one seed, and its 90 % interval with the variance pooled over the table. With
+    ``overall`` the last column is the mean of all differences of a line.
     """
     places = dict.fromkeys(x for line in lines.values() for x in line)
     half = half_width((paired(ours, base) for line in lines.values() for x, ours in line.items()
                        if ours is not (base := against(lines, x))), 0.9)
+
+    def told(pairs: Sequence[float]) -> str:
+        width = half(len(pairs))
+        return f"{np.mean(pairs):+.2f}" + ("" if np.isnan(width) else f" ± {width:.2f}")
+
+    def last(line: Mapping[Any, Mapping[int, float]]) -> list[str]:
+        pairs = [pair for x, ours in line.items() if ours is not (base := against(lines, x))
+                 for pair in paired(ours, base)]
+        return [told(pairs) if pairs else ""] if overall else []
 
     def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
         if not (ours := line.get(x)):
@@ -323,11 +333,10 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
         mean, base = f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}", against(lines, x)
         if ours is base or not (pairs := paired(ours, base)):
             return mean
-        width = half(len(pairs))
-        return f"{mean} ({np.mean(pairs):+.2f}{'' if np.isnan(width) else f' ± {width:.2f}'})"
+        return f"{mean} ({told(pairs)})"
 
-    return markdown([corner, *map(head, places)], [[name, *(cell(line, x) for x in places)]
-                                                   for name, line in lines.items()])
+    return markdown([corner, *map(head, places), *(["all"] if overall else [])],
+                    [[name, *(cell(line, x) for x in places), *last(line)] for name, line in lines.items()])
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

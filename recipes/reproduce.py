@@ -240,7 +240,7 @@ def main(
                             "nothing. All goes to runs/quick.")] = False,
         only: Annotated[list[str] | None, typer.Option(help=(
             "A run, all whose name contains this, or a table's: ablation, momentum, workers, "
-            "sparsity, warmup, transformer, bytes, exchange."))] = None,
+            "sparsity, warmup, transformer, bytes, exchange, length."))] = None,
         jobs: Annotated[int | None, typer.Option(
             min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
         show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,

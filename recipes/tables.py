@@ -19,6 +19,7 @@ from experiments import (
     ablations,
     by_bytes,
     by_exchange,
+    by_length,
     by_momentum,
     by_sparsity,
     by_warmup,
@@ -59,7 +60,7 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
             report.picture(curves, budget.figures / f"{study.name}.png")
         if study is budget.cifar10:
             texts += [draw_table(budget, done) for draw_table in (
-                draw_momentum, draw_workers, draw_sparsity, draw_warmup, draw_bytes, draw_exchange)]
+                draw_momentum, draw_workers, draw_sparsity, draw_warmup, draw_bytes, draw_exchange, draw_length)]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
         Console(width=140).print(Markdown(path.read_text()))
@@ -93,7 +94,11 @@ def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
             figures.differences(recipe, lines, budget.figures / f"{budget.cifar10.name}-momentum.png")
         texts.append(f"{n} epochs, {'held-out training' if n == first else 'test'} images. {count(lines)} of "
                      f"{count(asked)} runs.\n\n"
-                     + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe))
+                     + report.differences("", lines, lambda x: f"{100 * x:.5g} %" if x else "", recipe, n == first))
+        ways = {way: line for way, line in lines.items() if way != "dense"}
+        if n == first:
+            texts.append("The same, compared with the paper's masking.\n\n"
+                         + report.differences("", ways, lambda x: f"{100 * x:.5g} %", recipe, overall=True))
     if not texts:
         return ""
     return (
@@ -163,10 +168,23 @@ def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:
         return ""
     lines = {"dense": {seed: run(budget.cifar10, "dense", seed) for seed in budget.seeds[0]},
              **{f"warm-up of {warmup:g}": at for warmup, at in runs.items()}}
-    rows = [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
-            for title, at in lines.items()]
     return (f"**Warm-up** in epochs, at {100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
-            f"{report.ablation(RECIPES['cifar10'], rows)}")
+            f"{report.ablation(RECIPES['cifar10'], rows_of(lines, done))}")
+
+
+def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
+    """The table, or nothing."""
+    runs, (epochs, warmup) = by_length(budget), budget.paper
+    if not adds(budget, runs.values(), done):
+        return ""
+    return (f"**The paper's length.** {budget.cifar10.title}, {epochs} epochs, warm-up of {warmup:g}, at "
+            f"{100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
+            f"{report.ablation(RECIPES['cifar10'], rows_of(runs, done))}")
+
+
+def rows_of(lines: Mapping[str, Mapping[int, Run]], done: Mapping[str, Result]) -> list[Row]:
+    return [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
+            for title, at in lines.items()]
 
 
 def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:

@@ -123,8 +123,11 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {(run.options["sparsity"], run.options["warmup_epochs"]) for run in tables["sparsity"].values()} == {
         *((sparsity, 2) for sparsity in (0.99, 0.9995, 0.9999)), *((0.999, warmup) for warmup in (0, 1, 2, 4, 8))}
     assert {(run.options["method"], run.options["seed"]) for run in tables["sparsity"].values()} == {("dgc", 0)}
-    assert set(tables["warmup"]) == {f"cifar10-{row}-{seed}" for seed in range(3) for row in (
-        "masking", "dgc-warmup1", "dgc", "dgc-warmup4", "dgc-warmup8")}
+    assert set(tables["warmup"]) == {f"cifar10-{row}-{seed}" for row, n in (
+        ("masking", 2), ("dgc-warmup1", 1), ("dgc", 3), ("dgc-warmup4", 3), ("dgc-warmup8", 1)) for seed in range(n)}
+    assert [(run.name, run.options["epochs"], run.options["warmup_epochs"]) for run in tables["length"].values()
+            if run.options["seed"] == 1] == [("cifar10-dense-epochs164-1", 164, 2.0),
+                                             ("cifar10-dgc-epochs164-warmup4-1", 164, 4.0)]
     assert {tuple(run.options.get(key) for key in (
         "virtual_workers", "exchange", "virtual_node", "sparsity", "factor_masking", "seed"))
             for run in tables["exchange"].values()} == {
@@ -149,16 +152,16 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(3)] == [10 + 4] * 3
     assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short} | {
         *tables["bytes"]}  # and no other
-    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 7 + 11 + 8 + 40
+    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 2 + 11 + 8 + 40 + 4
     assert names[25:55] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
     assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert [run.options["seed"] for run in runs[-40:]] == [0] * 22 + [1] * 18
-    assert names[77:88] == list(tables["transformer"]) == [
+    assert [run.options["seed"] for run in runs[-44:]] == [0] * 22 + [1] * 18 + [0, 1] * 2
+    assert names[72:83] == list(tables["transformer"]) == [
         *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
         "transformer-gradients-0", "transformer-gradients-1", *(f"transformer-denser-{seed}" for seed in range(3))]
-    assert names[88:96] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
+    assert names[83:91] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
         "", "-sparsity99-nomasking", "-sparsity97-nomasking", "-reduce", "-sparsity99-nomasking-reduce",
         "-sparsity97-nomasking-reduce", "-sparsity90-nomasking-reduce"))]
     assert {(run.options["virtual_workers"], run.options["batch_size"], run.options["epochs"])
@@ -449,7 +452,8 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| naive top-k | 0 of 3 | - | - | - | -1.6 | - | - |",
             "| + local accumulation (gradient dropping) | 1 of 2 | 87.00 % | - | -1.00 | (-1.00) | 13.3 x | 20.0 x |",
             "| + warm-up (DGC) | 2 of 3 | 88.40 % | 0.14 | +0.20 [-1.07, +1.47] | +0.37 (+0.12) | 13.3 x | 20.0 x |",
-            "|  |  | 99.9 % | 99 % | 90 % |", "| dense | 75.00 % |  |  |  |", "| masked |  | - | 72.25 % (-0.50) | - |",
+            "|  |  | 99.9 % | 99 % | 90 % | all |", "| dense | 75.00 % |  |  |  |  |",
+               "| masked |  | - | 72.25 % (-0.50) | - | -0.50 |",
             "|  |  | 99.9 % |", "| dense | 88.33 % |  |", "| masked |  | 88.40 % (+0.20 ± 0.63) |",
             "| kept |  | 87.00 % (-1.00 ± 0.89) |", "| paid in advance |  | - |",
             "| workers | dense | gradient dropping | DGC |",
@@ -459,7 +463,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| 99.9 % | - | - | 88.30 % (13.3 x) | 88.20 % (13.3 x) | - |",
             "| 99.99 % |  |  | 85.50 % (13.3 x) |  |  |",
             "|  | seeds | test accuracy | standard deviation | to dense [95 %] | compression | after warm-up |",
-            "| warm-up of 1 | 0 of 3 | - | - | - | - | - |",
+            "| warm-up of 1 | 0 of 1 | - | - | - | - | - |",
             "| warm-up of 4 | 2 of 3 | 88.10 % | 0.14 | -0.10 [-3.91, +3.71] | 13.3 x | 20.0 x |",
             "| dense |  | 70.00 % |  | 75 | 13.3 x | 20.0 x |",
             "| reduce | 97 % | 69.25 % | -0.75 | 75 | 13.3 x | 20.0 x |",
@@ -489,4 +493,7 @@ def test_intervals_have_their_variance_from_all_of_a_table():
     for cell in (f"72.00 % (+2.00 ± {half[1]:.2f})", f"75.00 % (+5.00 ± {half[0]:.2f})",
                  f"81.00 % (+11.00 ± {half[2]:.2f})"):
         assert cell in table
-    assert "| dense | 70.00 % |" in table
+    assert "| dense | 70.00 % |" in table and "| all |" not in table
+    table = report.differences("", lines, str, report.RECIPES["cifar10"], overall=True)
+    assert f"| +3.00 ± {half[2]:.2f} |" in table and f"| +11.00 ± {half[2]:.2f} |" in table  # of 1, 3, 5; of 10, 11, 12
+    assert "| dense | 70.00 % |  |  |  |" in table
