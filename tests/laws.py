@@ -173,7 +173,7 @@ CONFIGS = {
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
-    "prepaid, shared": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="shared"),
+    "prepaid, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="reduce", clip_norm=0.1),
 }
 
 

@@ -139,6 +139,7 @@ class Arrived(NamedTuple):
 
     status: Tensor  # int64 (N,), as :class:`Entries` has it
     added: Taken
+    before: Tensor  # (E,), what was in v at ``added.places``
 
 
 class Rows:

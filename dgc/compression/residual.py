@@ -113,7 +113,8 @@ class Bucket:
         An entry's velocity u would still add c u to v (:meth:`Gradient.to_come`), after it has been sent, so that it
         would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 3 m) |u|:
         nothing where an entry is sent in every step, whose v is less than that in a stable motion, and all of it after
-        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was.
+        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was. An infinite v, which is
+        going to be refused, is paid nothing.
 
         Args:
             index: int64 (E,), positions in v, each at most once among those that are valid.
@@ -126,7 +127,7 @@ class Bucket:
         c, least = self.prepayment(gradients)[:, of]
         u, v = self.u[index], self.v[index]
         waited, owed = v.abs() - least * u.abs(), c * u
-        valid = valid & (waited > 0) & (c > 0)
+        valid = valid & (waited > 0) & (waited < math.inf) & (c > 0)
         whole, part = waited >= owed.abs(), torch.copysign(waited, u)
         # Empty slots all point at one entry, to which they add nothing.
         self.v.index_add_(0, index, torch.where(valid, torch.where(whole, owed, part), 0))

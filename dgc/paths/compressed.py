@@ -48,7 +48,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
-    exchange, dense = choose(config.exchange, layout, world.nodes) if sparsity else ("", True)
+    exchange, dense = choose(config.exchange, layout, world) if sparsity else ("", True)
     if exchange == "reduce":
         layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size, wide=True)
     in_force[bucket] = layout

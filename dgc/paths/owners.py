@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dgc.collective import Path
 from dgc.compression import device, kernels
-from dgc.compression.regions import CORRUPT, Plan, Taken
+from dgc.compression.regions import CORRUPT, Arrived, Plan, Taken
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import NONFINITE, corrupt, sender_name
 from dgc.paths.averaged import DenseUpdate, Update
@@ -51,12 +51,11 @@ def add_at_owners(task: Task) -> Path[Update]:
     plan, bucket, world, masking = plan_of(task), task.bucket, task.world, task.config.factor_masking
     kernel = kernels.owners(bucket.v.device.type, bucket.v.dtype)
     bad, rows, first = _to_owners(task, plan, kernel)
-    taken = [first]
+    taken, arrived = [first], None
     try:
         rows = yield from among_nodes("alltoall", rows, world)
         with stage("dgc::read"):
             arrived = kernel.add(bucket, plan, rows)
-        taken.append(arrived.added)
         with stage("dgc::take"):
             message, second = kernel.pass_on(bucket, task.gradients, plan, arrived, task.step, masking)
         taken.append(second)
@@ -66,12 +65,12 @@ def add_at_owners(task: Task) -> Path[Update]:
             received = kernel.Received(plan, messages, world.divisor(task.average))
         verdict = yield from _verdict(task, bad, received.status, received.whose)
     except (Exception, KeyboardInterrupt):
-        _put_back(bucket, taken, torch.ones((), dtype=torch.bool, device=bucket.v.device))
+        _put_back(bucket, taken, arrived, torch.ones((), dtype=torch.bool, device=bucket.v.device))
         raise
     if verdict is None:
         update: Update = received
         return update
-    _put_back(bucket, taken, ~verdict.fine)
+    _put_back(bucket, taken, arrived, ~verdict.fine)
     flat = torch.empty_like(bucket.v)
     received.write(flat.split(bucket.numels))
     return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
@@ -109,7 +108,11 @@ def _verdict(task: Task, bad: tuple[str, ...], status: Tensor, whose: Tensor) ->
     return None
 
 
-def _put_back(bucket: Bucket, every: list[Taken], where: Tensor) -> None:
-    """Returns to v what was taken, if ``where``, bool ()."""
-    for index, sent in every:
+def _put_back(bucket: Bucket, taken: list[Taken], arrived: Arrived | None, where: Tensor) -> None:
+    """Returns to v what was taken, and takes away what arrived, if ``where``, bool ()."""
+    for index, sent in [*taken, *([arrived.added] if arrived else [])]:
         bucket.v.index_add_(0, index, torch.where(where, sent, 0))
+    if arrived:  # from a sum that was too large for its dtype, nothing can be taken away
+        places = arrived.added.places
+        now = bucket.v[places]
+        bucket.v[places] = torch.where(where & ~now.isfinite(), arrived.before, now)

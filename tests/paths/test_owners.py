@@ -218,6 +218,26 @@ def test_a_damaged_message_is_refused_by_all(phase):
         assert torch.allclose(bucket.v, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("masking", [True, False, "prepay"])
+def test_a_sum_that_is_too_large_is_refused_and_leaves_what_it_was_added_to(masking):
+    """Three gradients of 1.5e38, each of which is finite. The owner's v is as it was, and not infinite for good."""
+    config = dgc.Config(0.9, exchange="reduce", min_numel=0, wire_dtype=torch.float32, factor_masking=masking)
+    mine, pending = buckets(3), []
+    for step in range(4):
+        given = [gradients(r, step) for r in range(3)]
+        for g in given if step == 3 else ():
+            g["b"].g[0, 7] = 1.5e38
+        for b, g in zip(mine, given, strict=True):
+            u = 0.9 * b.u.double() + torch.cat([g[name].g.double().flatten() for name in b.names])
+            pending.append(b.v + u + (9 * u if masking == "prepay" else 0))  # c = 0.9 / (1 - 0.9)
+        paths = [reduce(b, g, config, step, w) for b, g, w in zip(mine, given, worlds(3), strict=True)]
+        if step < 3:
+            walk(paths)
+    assert set(refusals(paths)) == {"the sum over ranks of their gradients is not finite, in bucket 0"}
+    for b, expected in zip(mine, pending[-3:], strict=True):
+        assert torch.allclose(b.v.double() + (9 * b.u.double() if masking == "prepay" else 0), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_an_exchange_that_is_given_up_puts_back(rounds):
     mine = buckets(3)
@@ -289,7 +309,9 @@ def test_what_is_not_sent_is_counted(monkeypatch):
 
 
 def test_what_is_too_small_for_a_row_is_counted_and_waits():
-    """Entries at 2^-42 of the row's largest, of float16, in the regions of others."""
+    """Entries at 2^-42 of the row's largest, of float16: in the regions of others, and in the own one, whose sums are
+    for all.
+    """
     whose = owners(4000, 4)
 
     def worker():
@@ -301,10 +323,10 @@ def test_what_is_too_small_for_a_row_is_counted_and_waits():
         p.grad = g.view(80, 50)
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], REDUCE)
         optimizer.step()
-        waits = optimizer.residual_state_dict()["v"]["p"].flatten()[torch.from_numpy(whose) != rank]
-        return optimizer.report().overflow_entries, int((waits == 2.0**-42).sum())
+        waits, own = optimizer.residual_state_dict()["v"]["p"].flatten() == 2.0**-42, torch.from_numpy(whose) == rank
+        return optimizer.report().overflow_entries, int((waits & ~own).sum()), int((waits & own).sum())
 
-    assert dgc.lockstep.run(worker, 4) == [(15, 15)] * 4
+    assert dgc.lockstep.run(worker, 4) == [(15, 15, 5)] * 4
 
 
 def test_what_cancels_is_gone_and_what_all_want_is_learned():

@@ -565,10 +565,10 @@ def _prepay(u, v, first, last, index, c, least):
         i = index[j]
         x, y = v[i], u[i]
         waited, owed = abs(x) - least * abs(y), c * y
-        if waited >= abs(owed) and waited > 0:
+        if abs(owed) <= waited < np.inf and waited > 0:
             v[i] = x + owed
             u[i] = 0
-        elif waited > 0:
+        elif 0 < waited < np.inf:
             part = waited if y > 0 else -waited
             v[i] = x + part
             u[i] = y - part / c

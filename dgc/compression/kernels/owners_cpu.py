@@ -236,8 +236,8 @@ def _power(exponent):
 
 
 @_jit
-def _add(own, n, v, half, counts, singles, words, positions, exponents, used, places, values):
-    """Adds to v what rows say of the own region. ``places`` has where, ``values`` what.
+def _add(own, n, v, half, counts, singles, words, positions, exponents, used, places, values, before):
+    """Adds to v what rows say of the own region. ``places`` has where, ``values`` what, ``before`` what was there.
 
     Returns how many entries there are.
     """
@@ -246,7 +246,6 @@ def _add(own, n, v, half, counts, singles, words, positions, exponents, used, pl
     total = 0
     for r in range(len(used)):
         down, slot = _power(exponents[r, 0]), 0
-        begin = total
         for c in range(counts.shape[1]):
             if used[r]:
                 for _ in range(counts[r, c]):
@@ -254,10 +253,12 @@ def _add(own, n, v, half, counts, singles, words, positions, exponents, used, pl
                     values[total] = v.dtype.type(_value(r, slot, singles, words, half, word, word_bits) * down)
                     slot += 1
                     total += 1
-        for e in range(begin, total):
-            if e + AHEAD < total:
-                _prefetch(v.ctypes.data + places[e + AHEAD] * v.itemsize)
-            v[places[e]] += values[e]
+    for e in range(total):  # all of them before any is added to, as an entry may be in several rows
+        if e + AHEAD < total:
+            _prefetch(v.ctypes.data + places[e + AHEAD] * v.itemsize)
+        before[e] = v[places[e]]
+    for e in range(total):
+        v[places[e]] += values[e]
     return total
 
 
@@ -568,13 +569,14 @@ def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     """As :func:`owners_plain.add`."""
     said, v = _Said(plan.to_owners, rows, plan.size.numpy()), bucket.v.numpy()
     if said.status.max() >= CORRUPT:
-        return Arrived(torch.from_numpy(said.status), _nothing(bucket))
+        return Arrived(torch.from_numpy(said.status), _nothing(bucket), bucket.v[:0])
     total = said.used.sum()
-    places, values = np.empty(total, np.int64), np.empty(total, v.dtype)
+    places, (values, before) = np.empty(total, np.int64), np.empty((2, total), v.dtype)
     counts, singles, words, positions, exponents = said.sections
     _add(plan.own, plan.regions.owners, v, said.half, counts, singles, words, positions, exponents, said.used, places,
-         values)
-    return Arrived(torch.from_numpy(said.status), Taken(torch.from_numpy(places), torch.from_numpy(-values)))
+         values, before)
+    added = Taken(torch.from_numpy(places), torch.from_numpy(-values))
+    return Arrived(torch.from_numpy(said.status), added, torch.from_numpy(before))
 
 
 class _Said:

@@ -80,10 +80,10 @@ def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     entries = plan.to_owners.decode(rows, plan.size)
     wrong = (entries.status >= CORRUPT).any()
     index = plan.regions.index(plan.own, entries.local).view(-1).clamp_(max=bucket.numel - 1)  # of an empty region
-    values = torch.where(wrong, 0, entries.values.view(-1))
+    values, before = torch.where(wrong, 0, entries.values.view(-1)), bucket.v[index]
     for there, of_row in zip(index.split(plan.to_owners.slots), values.split(plan.to_owners.slots), strict=True):
         bucket.v.index_add_(0, there, of_row)  # no entry twice, so that on a GPU no order of threads decides
-    return Arrived(entries.status, Taken(index, -values))
+    return Arrived(entries.status, Taken(index, -values), before)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
