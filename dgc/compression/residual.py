@@ -113,8 +113,8 @@ class Bucket:
         An entry's velocity u would still add c u to v (:meth:`Gradient.to_come`), after it has been sent, so that it
         would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 3 m) |u|:
         nothing where an entry is sent in every step, whose v is less than that in a stable motion, and all of it after
-        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was. An infinite v, which is
-        going to be refused, is paid nothing.
+        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was. An infinite v, which
+        is going to be refused, is paid nothing.
 
         Args:
             index: int64 (E,), positions in v, each at most once among those that are valid.

@@ -184,6 +184,20 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
 
 
+@pytest.mark.parametrize("sparsity", [0.999, 0.99])
+def test_where_the_reduce_exchange_begins_to_be_faster_is_told(sparsity):
+    """At that number of nodes it is what is advised, and not at one less."""
+    def advise(nodes):
+        on = Cluster(nodes, 1, Link(50e-6, 0.125e9), plan.INSIDE["pcie"])
+        return plan.advise(plan.load("resnet50").shapes, on, 0.25, dgc.Config(sparsity), plan.LOCAL["gpu"])
+
+    turn = advise(4).reduce_from
+    assert 4 < turn < 200 and f"from {turn} such nodes on" in " ".join(advise(4).words)
+    assert [advise(n).dgc.method.exchange.exchange for n in (turn - 1, turn, 2 * turn)] == [
+        "allgather", "reduce", "reduce"]
+    assert advise(1).reduce_from is None
+
+
 @pytest.mark.parametrize(("steps", "words"), [
     (64_000, r"of your 64,000 at 99\.9 %, 1\.56 % of the training\. The paper lost nothing"),
     (9_750, r"of your 9,750 at 99\.9 %, 10\.3 % of the training\. With a tenth, .* 0\.4 points"),
