@@ -82,7 +82,8 @@ launch: $(STAMPS)/launch
 	DGC_LAUNCH=1 $(VENV)/bin/python -m pytest tests/launching -rs
 
 soak: setup
-	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint tests/paths/test_owners.py -s
+	DGC_SOAK=1 $(VENV)/bin/python -m pytest tests/test_soak.py tests/checkpoint tests/paths/test_owners.py \
+		tests/compression/test_owners_kernels.py -s
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -42,6 +42,29 @@ def test_what_is_pending_in_an_added_group_is_conserved_on_one_process(tmp_path)
     assert difference(in_lockstep(load, 1)[0], flushed) < 1e-14
 
 
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_what_waits_at_owners_is_conserved(tmp_path, new):
+    """Of another number of ranks, each owns other entries."""
+    config = dgc.Config(0.95, exchange="reduce")
+
+    def save():
+        network, optimizer = made(config=config)
+        trained(range(4), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        before = flat(network).clone()
+        optimizer.flush()
+        return before, flat(network)
+
+    def load():
+        network, optimizer = made(config=config)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        optimizer.flush()
+        return flat(network)
+
+    before, flushed = in_lockstep(save, 3)[0]
+    assert difference(in_lockstep(load, new)[0], flushed) < 1e-14 < difference(before, flushed)
+
+
 def test_a_frozen_parameter_is_not_moved_on_one_process(tmp_path):
     """As flush() does not; all others are."""
     def save():

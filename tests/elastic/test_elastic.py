@@ -70,13 +70,14 @@ def test_the_loss_goes_on_falling(job):
 
 @pytest.mark.parametrize(("former", "remain", "size"), [(4, 3, 3), (2, 2, 3), (4, 3, 4), (3, 1, 2)])
 @pytest.mark.parametrize("average", [True, False])
-def test_what_remains_pending_is_worth_as_much(former, remain, size, average, monkeypatch):
+@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
+def test_what_remains_pending_is_worth_as_much(former, remain, size, average, exchange, monkeypatch):
     """Under Average a rank's v counts for 1/N: before and after. New ranks have none; lost ones are counted."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    op = dgc.Average if average else dgc.Sum
+    op, config = dgc.Average if average else dgc.Sum, dgc.Config(0.9, exchange=exchange)
 
     def before():
-        return train(range(3), dgc.Config(0.9), op=op)[1].residual_state_dict()
+        return train(range(3), config, op=op)[1].residual_state_dict()
 
     kept = dgc.lockstep.run(before, former)[:remain]
 
@@ -84,7 +85,7 @@ def test_what_remains_pending_is_worth_as_much(former, remain, size, average, mo
         rank = dgc.lockstep.current().world.rank
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9), op=op)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, op=op)
         pending = engine_of(optimizer).pending
         if rank < remain:
             pending.load(kept[rank])
