@@ -8,9 +8,10 @@ exchange. "auto" is run at 99 %, at every number of workers, to see where it cha
 those of the busiest port: with a shared support the leader's, who sends it log2 N times, while a worker sends it once
 on average.
 
-Up to 1,024 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
+Up to 4,096 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
 it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
-simulated, with gradients whose rows and columns differ in scale by a factor of ten and more.
+simulated, with gradients whose rows and columns differ in scale by a factor of ten and more. Both also follow for other
+slacks: how many standard deviations more than its mean a row has room for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
-MANY = (4, 16, 64, 256, 1024)  # workers, by formula
+MANY = (4, 16, 64, 256, 1024, 4096)  # workers, by formula
+SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 
 def counted(name: str, workers: int, gradients: list[torch.Tensor], sparsity: float = 0.999) -> float:
@@ -62,12 +64,24 @@ def in_messages(workers: int) -> dict[str, float]:
     shapes = tuple(s for s in plan.MODELS["resnet50"]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
     sizes = [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
     message = sum(each.message for each in sizes)
-    sent = {name: sum(cost.port_bytes(cost.exchange(name, each, workers, 1)) for each in sizes) / message
-            for name in ("allgather", "reduce")}
+    sent = {name: sum(predicted(name, workers, each) for each in sizes) / message
+            for name in NAMES if not cost.EXCHANGES[name].hierarchical or workers > NODE}
     dense = sum(2 * (workers - 1) / workers * each.dense for each in sizes) / message
     chosen = [cost.wide(each.numel, each.slots) for each in sizes]
     without = [without_slot(each.numel, slots, workers) * slots for each, slots in zip(sizes, chosen, strict=True)]
     return {"workers": workers, **sent, "dense": dense, "without_slot": sum(without) / sum(chosen)}
+
+
+def by_slack(workers: int) -> list[dict[str, float]]:
+    """The reduce exchange's messages, and the share without a slot, had rows room for so many standard deviations."""
+    own, found = cost.SLACK, []
+    for slack in SLACKS:
+        cost.SLACK = slack
+        each = in_messages(workers)
+        found.append({"workers": workers, "slack": slack, "reduce": each["reduce"],
+                      "without_slot": each["without_slot"]})
+    cost.SLACK = own
+    return found
 
 
 def without_slot(numel: int, slots: int, workers: int) -> float:
@@ -98,7 +112,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     many = [in_messages(n) for n in MANY]
     result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
               "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto_at_99_percent": auto,
-              "resnet50_in_messages": many}
+              "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)]}
     (Path(__file__).parent / "results" / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, out)
     for row in rows:
@@ -106,8 +120,11 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
               f"{row['predicted']:>9,.0f} predicted")
     for each in many:
         print(f"ResNet-50, {each['workers']:>5} workers: " + ", ".join(
-            f"{name} {each[name]:.3g} messages" for name in ("allgather", "reduce", "dense"))
+            f"{name} {each[name]:.3g} messages" for name in (*NAMES, "dense") if name in each)
               + f"; without a slot {100 * each['without_slot']:.2g} %")
+    for each in result["by_slack"]:
+        print(f"with a slack of {each['slack']}, {each['workers']:>5} workers: {each['reduce']:.3g} messages; "
+              f"without a slot {100 * each['without_slot']:.2g} %")
     print(f"at 99 % auto takes the reduce exchange from {turned} workers on")
 
 
