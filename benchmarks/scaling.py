@@ -17,6 +17,7 @@ slacks: how many standard deviations more than its mean a row has room for.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,6 +100,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
          Path("docs/scaling.png")) -> None:
     """Counts, draws, and says where auto changes its mind."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Config: exchange")  # which is what is looked at here
     (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
     sizes = shipment.sizes

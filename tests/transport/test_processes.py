@@ -212,18 +212,20 @@ def scaler_of_an_elastic_state():
 
 IN_PROCESSES = {("horovod", 2): (
     socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, started_anew),
-                ("torch", 2): (socket_bytes,), ("horovod", 3): (process_set, sets_of_two_and_of_one),
-                ("torch", 3): (process_group,)}
+                **{("torch", n): (socket_bytes,) for n in (2, 4, 8)},
+                ("horovod", 3): (process_set, sets_of_two_and_of_one), ("torch", 3): (process_group,)}
 
 
-@pytest.mark.parametrize("place", [("horovod", 2), ("torch", 2)], ids=lambda place: place[0])
+@pytest.mark.parametrize("place", [
+    ("horovod", 2), ("torch", 2), *(pytest.param(("torch", n), marks=pytest.mark.long) for n in (4, 8))],
+    ids=lambda place: f"{place[0]}, {place[1]}")
 @pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "reduce"),
                                                 (0.9, "shared")])
 def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
     results = [rank[sparsity, exchange] for rank in ran(*place, IN_PROCESSES[place])[socket_bytes]]
     counted, reported = (sum(column) for column in zip(*results, strict=True))
-    print(f"{place[0]}, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
+    print(f"{place[0]}, {place[1]} ranks, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
     assert counted == pytest.approx(reported, rel=0.05)
 
 
