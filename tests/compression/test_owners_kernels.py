@@ -180,6 +180,7 @@ def written(kernel, plan, phase, mutated):
     return inner.view(torch.int32)  # whose bits may be no number
 
 
+@pytest.mark.timeout(3600 if "DGC_SOAK" in os.environ else 300)
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_rows_are_refused_alike(seed):
     """Of both phases, with a checksum that is right again; what is not refused is read alike, and within bounds."""

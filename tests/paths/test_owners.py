@@ -253,6 +253,7 @@ def test_an_exchange_that_is_given_up_puts_back(rounds):
         assert torch.allclose(mine[r].v, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.timeout(3600 if "DGC_SOAK" in os.environ else 300)
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_rows_are_refused_or_read_within_bounds(seed):
     """With a checksum that is right again, so that what is checked is what the row says."""
