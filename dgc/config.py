@@ -56,13 +56,13 @@ class Config:
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"reduce"``: every entry has an owner, a rank that
             adds it up. A rank chooses three times as many entries, and sends each to its owner; the owners send the
-            largest sums, as many in all, to all ranks. It applies fewer entries in a step than an all-gather, and may
-            learn less. For ResNet-50 at 0.999 that is 5 to 10 times one message of an
-            all-gather, with 4 to 1,024 ranks, and one more round (docs/tuning.md). ``"shared"``, deprecated: one
+            largest sums, as many in all, to all ranks. For ResNet-50 at 0.999 that is 5 to 10 times one message of an
+            all-gather, with 4 to 1,024 ranks, and one more round. It applies fewer entries in a step than an
+            all-gather, and may learn less (docs/tuning.md). ``"shared"``, deprecated: one
             rank, another one each step, says which entries are its largest, and those of all ranks are summed; it
             learns less than ``"reduce"``. ``"auto"``: for each bucket and step ``"reduce"`` where it takes less than
-            half an all-gather's time on 1 Gbit/s Ethernet, by the cost model; else ``"allgather"``. A warning
-            of rank 0 says so, and the logger ``dgc`` tells which.
+            half an all-gather's time on 1 Gbit/s Ethernet, by the cost model; else ``"allgather"``.
+            Where it takes ``"reduce"``, rank 0 warns; the logger ``dgc`` tells which it took.
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a
