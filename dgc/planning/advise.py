@@ -64,10 +64,12 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     """
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
 
+    def with_dgc(on: Cluster, m: Method, s: float) -> Prediction:
+        return predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap)
+
     def best(on: Cluster) -> tuple[Prediction, float]:
         """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
-        made = [(predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap), s)
-                for s in sparsities for m in methods(on) if m.kind == "dgc"]
+        made = [(with_dgc(on, m, s), s) for s in sparsities for m in methods(on) if m.kind == "dgc"]
         fastest = min(p.step_seconds for p, _ in made)
         return next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
 
@@ -90,17 +92,9 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
         above = turn[1]
     other = min((predict(shapes, cluster, m, compute, DGC, local, overlap) for m in methods(cluster)
                  if m.kind != "dgc"), key=lambda p: p.step_seconds)
-    advised = dgc if pays else dense
-    faster = other if NEARLY * other.step_seconds < advised.step_seconds else None
-    def reduces(nodes: int) -> bool:
-        """Whether that exchange is faster among so many nodes, by more than 2 %, whichever is advised here."""
-        on, chosen = replace(cluster, nodes=nodes), replace(config or DGC, sparsity=sparsity)
-        steps = {m.exchange.exchange: predict(shapes, on, m, compute, chosen, local, overlap).step_seconds
-                 for m in methods(on)
-                 if m.kind == "dgc" and m.exchange.hierarchical == dgc.method.exchange.hierarchical}
-        return NEARLY * steps["reduce"] < steps["allgather"]
-
-    reduce_from = _first(reduces) if cluster.nodes > 1 else None
+    faster = other if NEARLY * other.step_seconds < (dgc if pays else dense).step_seconds else None
+    reduce_from = _reduce_from(cluster, dgc.method.exchange.hierarchical,
+                               lambda on, m: with_dgc(on, m, sparsity).step_seconds)
     advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, sparsity == max(sparsities), steps, optimizer)))
 
@@ -142,12 +136,24 @@ def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float,
     return None
 
 
-def _first(holds: Callable[[int], bool]) -> int | None:
-    """The smallest number of nodes, from 2 to ``MANY``, at which this holds; it holds from there on."""
-    high = next((n for n in (2**i for i in range(1, MANY.bit_length())) if holds(n)), None)
-    if high is None:
+def _reduce_from(cluster: Cluster, hierarchical: bool, seconds: Callable[[Cluster, Method], float]) -> int | None:
+    """The smallest number of nodes, up to ``MANY``, at which the reduce exchange is faster than an all-gather by more
+    than 2 %, as it is from there on.
+
+    Args:
+        hierarchical: both of them.
+        seconds: of a step, on a cluster with a method.
+    """
+    def faster(nodes: int) -> bool:
+        on = replace(cluster, nodes=nodes)
+        of = {m.exchange.exchange: seconds(on, m) for m in methods(on)
+              if m.kind == "dgc" and m.exchange.hierarchical == hierarchical}
+        return NEARLY * of["reduce"] < of["allgather"]
+
+    if cluster.nodes == 1:
         return None
-    return bisect_left(range(high + 1), True, lo=max(2, high // 2), key=holds)
+    high = next((n for n in (2**i for i in range(1, MANY.bit_length())) if faster(n)), None)
+    return None if high is None else bisect_left(range(high + 1), True, lo=max(2, high // 2), key=faster)
 
 
 def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, steps: int | None,
@@ -178,12 +184,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
         yield (f"Recommended: {_config(dgc.method, sparsity, steps, optimizer)}"
                + ("." if largest else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
-    if advice.pays and dgc.method.exchange.exchange == "reduce":
-        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
-               'compare it with exchange="allgather" (docs/tuning.md).')
-    if advice.pays and advice.reduce_from:
-        yield (f'With this sparsity exchange="reduce" is faster than an all-gather from {advice.reduce_from:,} such '
-               "nodes on.")
+    if advice.pays:
+        yield from _of_reduce(advice)
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
@@ -194,6 +196,15 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
     yield "This is about time. Whether accuracy holds is for a trial to tell" + (
         ": the method was made for SGD." if optimizer == "sgd" else f", beside dense training. {LOST_ADAMW}")
+
+
+def _of_reduce(advice: Advice) -> Iterable[str]:
+    if advice.dgc.method.exchange.exchange == "reduce":
+        yield ('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less: '
+               'compare it with exchange="allgather" (docs/tuning.md).')
+    if advice.reduce_from:
+        yield (f'With this sparsity exchange="reduce" is faster than an all-gather from {advice.reduce_from:,} such '
+               "nodes on.")
 
 
 def waiting(sparsity: float, steps: int, optimizer: Optimizer = "sgd") -> str:

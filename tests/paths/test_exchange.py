@@ -182,13 +182,13 @@ def test_auto_is_by_time(sparsity, turns):
 
 def test_auto_says_so_where_it_takes_what_may_learn_less():
     """One warning, of rank 0; with an all-gather, or where somebody has asked for the reduce exchange, none."""
-    with pytest.warns(UserWarning, match="exchange='auto' takes 'reduce' among 31, as it is more than twice") as told:
-        square("auto", 31, 0.9, steps=2)
+    with pytest.warns(UserWarning, match="exchange='auto' takes 'reduce' among 17, as it is more than twice") as told:
+        square("auto", 17, 0.9, steps=2)
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         square("auto", 3, 0.9)
-        square("reduce", 31, 0.9)
+        square("reduce", 3, 0.9)
 
 
 def test_nothing_is_lost_where_auto_changes_its_mind():

@@ -222,8 +222,8 @@ def test_only_names_tables_and_parts_of_names():
     assert {run.name for run in experiments.chosen(budget, ["workers", "ptb-dense"])} == {
         *experiments.matrix(budget)["workers"], "ptb-dense-0", "ptb-dense-1"}
     assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == ["cifar10-dense-1"]  # no -16workers
-    with pytest.raises(typer.BadParameter,
-                       match="ablation, momentum, workers, sparsity, warmup, transformer, bytes, exchange, or a part"):
+    with pytest.raises(typer.BadParameter, match="ablation, momentum, workers, sparsity, warmup, transformer, bytes, "
+                       "exchange, length, or a part"):
         experiments.chosen(budget, ["imagenet"])
 
 
