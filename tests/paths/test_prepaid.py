@@ -31,10 +31,11 @@ def flat(some, bucket):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("wire", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("exchange", "n", "masking"), [
-    ("allgather", 1, "prepay"), ("allgather", 3, "prepay"), ("allgather", 16, "prepay"), ("shared", 3, "prepay"),
-    ("reduce", 3, "prepay"), ("reduce", 16, "prepay"), ("reduce", 3, False)])
+@pytest.mark.parametrize(("exchange", "n", "masking", "wire"), [
+    *((*case, wire) for wire in (torch.float16, torch.float32) for case in (
+        ("allgather", 1, "prepay"), ("allgather", 3, "prepay"), ("shared", 3, "prepay"), ("reduce", 3, "prepay"),
+        ("reduce", 3, False))),
+    ("allgather", 16, "prepay", torch.float16), ("reduce", 16, "prepay", torch.float32)])
 def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, masking, wire, nesterov):
     """Through changes of the sparsity, dense steps, dense sums (which are fewer bytes with 16 ranks), rounding, missing
     gradients, messages that are put back, early or late, and a flush. Without masking, too, where nothing is paid.
