@@ -45,9 +45,8 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
                          if file.stem not in done and "recipe" in json.loads(file.read_text())):
         print(f"In no table, as no run of the plan has this name (report.py compares any files): {', '.join(unknown)}")
     for study in (budget.cifar10, budget.ptb, budget.transformer):
-        rows = [Row(title, {seed: done[run.name] for seed, run in runs.items() if run.name in done}, len(runs), paper)
-                for runs, (title, _, paper) in zip(ablations(budget)[study.recipe].values(),
-                                                   ROWS[study.recipe].values(), strict=True)]
+        rows = [row_of(title, runs, done, paper) for runs, (title, _, paper) in zip(
+            ablations(budget)[study.recipe].values(), ROWS[study.recipe].values(), strict=True)]
         if not any(row.results for row in rows):
             print(f"No results of {study.name} yet", flush=True)
             continue
@@ -168,8 +167,9 @@ def draw_warmup(budget: Budget, done: Mapping[str, Result]) -> str:
         return ""
     lines = {"dense": {seed: run(budget.cifar10, "dense", seed) for seed in budget.seeds[0]},
              **{f"warm-up of {warmup:g}": at for warmup, at in runs.items()}}
+    rows = [row_of(title, at, done) for title, at in lines.items()]
     return (f"**Warm-up** in epochs, at {100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
-            f"{report.ablation(RECIPES['cifar10'], rows_of(lines, done))}")
+            f"{report.ablation(RECIPES['cifar10'], rows)}")
 
 
 def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
@@ -177,14 +177,14 @@ def draw_length(budget: Budget, done: Mapping[str, Result]) -> str:
     runs, (epochs, warmup) = by_length(budget), budget.paper
     if not adds(budget, runs.values(), done):
         return ""
+    rows = [row_of(title, at, done) for title, at in runs.items()]
     return (f"**The paper's length.** {budget.cifar10.title}, {epochs} epochs, warm-up of {warmup:g}, at "
             f"{100 * budget.cifar10.options['sparsity']:.5g} %.\n\n"
-            f"{report.ablation(RECIPES['cifar10'], rows_of(runs, done))}")
+            f"{report.ablation(RECIPES['cifar10'], rows)}")
 
 
-def rows_of(lines: Mapping[str, Mapping[int, Run]], done: Mapping[str, Result]) -> list[Row]:
-    return [Row(title, {seed: done[run.name] for seed, run in at.items() if run.name in done}, len(at), "")
-            for title, at in lines.items()]
+def row_of(title: str, runs: Mapping[int, Run], done: Mapping[str, Result], paper: str = "") -> Row:
+    return Row(title, {seed: done[run.name] for seed, run in runs.items() if run.name in done}, len(runs), paper)
 
 
 def draw_exchange(budget: Budget, done: Mapping[str, Result]) -> str:

@@ -56,6 +56,7 @@ def add_at_owners(task: Task) -> Path[Update]:
         rows = yield from among_nodes("alltoall", rows, world)
         with stage("dgc::read"):
             arrived = kernel.add(bucket, plan, rows)
+        taken.append(arrived.added)
         with stage("dgc::take"):
             message, second = kernel.pass_on(bucket, task.gradients, plan, arrived, task.step, masking)
         taken.append(second)
@@ -109,8 +110,8 @@ def _verdict(task: Task, bad: tuple[str, ...], status: Tensor, whose: Tensor) ->
 
 
 def _put_back(bucket: Bucket, taken: list[Taken], arrived: Arrived | None, where: Tensor) -> None:
-    """Returns to v what was taken, and takes away what arrived, if ``where``, bool ()."""
-    for index, sent in [*taken, *([arrived.added] if arrived else [])]:
+    """Returns to v what was taken, if ``where``, bool ()."""
+    for index, sent in taken:
         bucket.v.index_add_(0, index, torch.where(where, sent, 0))
     if arrived:  # from a sum that was too large for its dtype, nothing can be taken away
         places = arrived.added.places

@@ -3,17 +3,15 @@ reduce exchange, and after the restart all go on from the last checkpoint.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
 import torch
 
 import dgc
-from dgc.compression.kernels import owners_cpu, owners_plain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from laws import flat, loss, model, train
+from laws import die_between_phases, flat, loss, model, train
 
 FOLDER, FATAL, LAST = sys.argv[1], 4, 7
 CONFIG = dgc.Config(sparsity=0.95, exchange="reduce")
@@ -31,8 +29,7 @@ for step in range(begin, LAST):
     optimizer.zero_grad()
     loss(network, rank, step).backward()
     if (step, attempt, rank) == (FATAL, 0, 1):
-        for kernel in (owners_cpu, owners_plain):  # it has been sent what it is to add up
-            kernel.pass_on = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        die_between_phases()
     optimizer.step()
     dgc.save_checkpoint(f"{FOLDER}/checkpoint", network, optimizer, {"step": step + 1})
 straight, whole = train(range(LAST), CONFIG)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import dgc
+from dgc.engine.kind import decays_apart, is_adam
 
 TORCH = str(Path(torch.__file__).parent)  # whose own warnings are no part of this
 BEHAVIOURS = {}
@@ -32,8 +33,8 @@ def wrapper(mode):
         return hvd.DistributedOptimizer
 
     def wrap(optimizer, *args, **kwargs):
-        adam = isinstance(optimizer, torch.optim.AdamW) or (  # Adam's weight decay is for no momentum correction
-            isinstance(optimizer, torch.optim.Adam) and not optimizer.param_groups[0]["weight_decay"])
+        kind = type(optimizer)
+        adam = is_adam(kind) and decays_apart(kind, optimizer.param_groups[0])  # else it has no momentum correction
         sparsity = dgc.dense_until(1, then=MODES[mode]) if adam and mode == "sparse" else MODES[mode]
         config = dgc.Config(sparsity, momentum_correction=adam or isinstance(optimizer, torch.optim.SGD))
         return dgc.DistributedOptimizer(optimizer, *args, compression=config, **kwargs)

@@ -453,7 +453,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| + local accumulation (gradient dropping) | 1 of 2 | 87.00 % | - | -1.00 | (-1.00) | 13.3 x | 20.0 x |",
             "| + warm-up (DGC) | 2 of 3 | 88.40 % | 0.14 | +0.20 [-1.07, +1.47] | +0.37 (+0.12) | 13.3 x | 20.0 x |",
             "|  |  | 99.9 % | 99 % | 90 % | all |", "| dense | 75.00 % |  |  |  |  |",
-               "| masked |  | - | 72.25 % (-0.50) | - | -0.50 |",
+            "| masked |  | - | 72.25 % (-0.50) | - | -0.50 |",
             "|  |  | 99.9 % |", "| dense | 88.33 % |  |", "| masked |  | 88.40 % (+0.20 ± 0.63) |",
             "| kept |  | 87.00 % (-1.00 ± 0.89) |", "| paid in advance |  | - |",
             "| workers | dense | gradient dropping | DGC |",
