@@ -8,9 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dgc.engine.handover import hand_over
 from dgc.engine.nonfinite import Count, NonFinite
 from dgc.engine.optimizer_step import Applier
-from dgc.engine.step import Delivery, Step
+from dgc.engine.parameters import Parameters
+from dgc.engine.step import Delivery, Flight, Step
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
 
 
@@ -30,7 +32,7 @@ def skip(parameters: Iterable[Tensor], scaled: bool) -> None:
 
 
 @torch.no_grad()
-def arrive(step: Step, applier: Applier, nonfinite: NonFinite, count: Count) -> None:
+def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite, count: Count) -> None:
     """Waits for every exchange of a step, in the order of their launch.
 
     Raises:
@@ -38,6 +40,7 @@ def arrive(step: Step, applier: Applier, nonfinite: NonFinite, count: Count) -> 
             sent nothing, and u stays masked where entries had been taken.
     """
     delivered: list[Delivery] = []
+    sparse: list[tuple[Flight, SparseUpdate]] = []
     try:
         nonfinite.raise_found(step.world.rank, count)
         while step.in_flight:
@@ -45,6 +48,7 @@ def arrive(step: Step, applier: Applier, nonfinite: NonFinite, count: Count) -> 
             update = flight.exchange.finish()
             if isinstance(update, SparseUpdate):
                 flight.parameters[0].grad = update.tensor
+                sparse.append((flight, update))
             else:
                 delivered.append(Delivery(flight.bucket, flight.parameters, update))
                 applier.deliver(delivered[-1], step)
@@ -57,3 +61,5 @@ def arrive(step: Step, applier: Applier, nonfinite: NonFinite, count: Count) -> 
         nonfinite.look()
         nonfinite.forget()  # of this step, which fails
         raise
+    for flight, update in sparse:
+        hand_over(parameters, flight, update, step)

@@ -175,7 +175,7 @@ class Engine:
             step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
         self.launcher.launch_rest(step)
         try:
-            arrive(step, self.applier, self.nonfinite, count)
+            arrive(step, self.parameters, self.applier, self.nonfinite, count)
         except (FloatingPointError, ValueError):  # on all ranks alike
             self.give_up()
             raise

@@ -94,13 +94,12 @@ class Applier:
         if step.inverse is not None and bucket.kept is not None:
             torch._foreach_div_([target for target in targets if target is not None], step.inverse.number)
         for parameter, target in others:
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-                local(parameter.grad).copy_(target)
-            elif parameter.grad.is_sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
-            else:
-                local(parameter.grad).copy_(target)
+                continue
+            if parameter.grad is None or 0 in local(parameter.grad).stride():  # of a script's own, by expand()
+                parameter.grad = torch.empty_like(parameter)
+            local(parameter.grad).copy_(target)
 
     def put_back(self, deliveries: Iterable[Delivery], size: int) -> None:
         """Takes each rank's share of a failed step's updates, which will not be applied, back into v."""

@@ -14,6 +14,7 @@ from dgc.compression.residual import Gradient
 from dgc.config import Config
 from dgc.engine.adam import Denominators, share
 from dgc.engine.buckets import ParameterBucket
+from dgc.engine.handover import is_pending
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
 from dgc.engine.scaling import Scaling
@@ -73,8 +74,9 @@ class Outgoing:
         for parameter in alone:
             name = self._parameters.names[parameter]
             yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
-                name, self._sparse_gradient(parameter), step.world, average=self._settings.average,
-                scale=self._scaling.factor_of(parameter, step), refuse=refuse))
+                name, self._sparse_gradient(parameter), step.world if bucket.compressed else step.world.flat,
+                average=self._settings.average, scale=self._scaling.factor_of(parameter, step), refuse=refuse,
+                kept=bucket.kept, pending=is_pending(self._parameters, parameter)))
 
     def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
         """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
@@ -82,21 +84,8 @@ class Outgoing:
         if not self._settings.sparse_as_dense:
             for p in parameters:
                 if (g := p.grad) is not None and g.is_sparse and p not in sparse:
-                    self._carry_over(p, g)
                     sparse[p] = g.sparse_dim()
         return [p for p in parameters if p in sparse] if sparse else []
-
-    def _carry_over(self, parameter: Tensor, g: Tensor) -> None:
-        """Adds what a parameter has pending from dense gradients to its first sparse one."""
-        bucket = self._parameters.bucket_of[parameter]
-        if not bucket.compressed or bucket.kept is None:
-            return
-        v = bucket.kept.views(bucket.kept.v)[self._parameters.names[parameter]]
-        if v.any():
-            scaler = self._settings.grad_scaler
-            pending = (v * (1.0 if scaler is None else scaler.get_scale())).to(g.dtype).to_sparse(g.sparse_dim())
-            parameter.grad = (g + pending).coalesce()
-            v.zero_()
 
     def _sparse_gradient(self, parameter: Tensor) -> Tensor:
         """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""

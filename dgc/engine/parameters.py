@@ -37,6 +37,7 @@ class Parameters:
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
         self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
+        self.handed_over: set[Tensor] = set()  # of these, those of which nothing is kept any more
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
         self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them

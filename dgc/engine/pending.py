@@ -80,6 +80,7 @@ class Pending:
         """Takes up what :meth:`state` gave."""
         self.missing, self.loaded, self.world_size = False, True, state["size"]
         self._nodes.residuals_may_differ = True
+        self._parameters.handed_over.clear()
         for letter, views in self.views().items():
             for name, view in views.items():
                 view.copy_(state[letter][name])

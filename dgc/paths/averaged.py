@@ -62,7 +62,13 @@ class SparseUpdate:
     Args:
         tensor: coalesced, of the parameter's shape.
         blame: as for :class:`DenseUpdate`.
+
+    Attributes:
+        v, u: the averages of what was pending of the parameter, and of its velocity, in its shape, where some rank had
+            any of it; else None.
     """
 
     def __init__(self, tensor: Tensor, blame: str = ""):
         self.tensor, self.blame = tensor, blame
+        self.v: Tensor | None = None
+        self.u: Tensor | None = None

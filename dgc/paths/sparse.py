@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective, Path, World
+from dgc.compression.residual import Bucket
 from dgc.compression.wire import not_finite
 from dgc.paths.averaged import SparseUpdate
+from dgc.paths.nodes import among_nodes
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
-                  refuse: bool = True) -> Path[SparseUpdate]:
+                  refuse: bool = True, kept: Bucket | None = None, pending: bool = False) -> Path[SparseUpdate]:
     """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
 
-    The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded.
+    The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded. It also
+    says whether there is something pending from earlier gradients, which were dense. Then that is summed as well.
 
     Args:
         name: of the parameter.
@@ -23,18 +26,22 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
         average: divide the sum by N.
         scale: 0-dim factor for the gradient, from clipping.
         refuse: a gradient that is not finite. Else it is applied, as in stock Horovod, and the update says whose.
+        kept: holds u and v of the parameter, which stay as they are; None if nothing is kept of it.
+        pending: on this rank they may not be 0.
 
     Returns:
         The :class:`dgc.paths.averaged.SparseUpdate`.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite, and that is refused; raised on all of them.
+        FloatingPointError: a rank's gradient is not finite, and that is refused, or the sum of what is pending is not;
+            raised on all of them.
     """
     gradient = gradient.coalesce()
     index, values = gradient.indices(), gradient.values()
     if scale is not None:
         values = values * scale.to(values.dtype)
-    counts = (yield Collective("gather", torch.tensor([index.shape[1]], device=values.device))).flatten().tolist()
+    told = torch.tensor([index.shape[1], pending], device=values.device)
+    counts, pendings = (yield Collective("gather", told)).t().tolist()
     longest = max(counts)
     index = torch.nn.functional.pad(index, (0, longest - index.shape[1]))
     values = torch.cat([values, values.new_zeros(longest - values.shape[0], *values.shape[1:])])
@@ -46,7 +53,20 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
-    return SparseUpdate(total / world.size if average else total, blame)
+    update = SparseUpdate(total / world.size if average else total, blame)
+    if kept is not None and any(pendings):
+        update.v, update.u = yield from _pending(kept, name, world, average)
+    return update
+
+
+def _pending(kept: Bucket, name: str, world: World, average: bool) -> Path[tuple[Tensor, Tensor | None]]:
+    """v and u of a parameter, averaged, in its shape; None if there is no u."""
+    flats = [kept.views(flat)[name] for flat in (kept.v, kept.u) if flat is not None]
+    total = yield from among_nodes("sum", torch.cat([flat.reshape(-1) for flat in flats]), world)
+    if not torch.isfinite(total).all():
+        raise FloatingPointError(f"the sum over ranks of what is pending is not finite, of {name}")
+    parts = total.div_(world.divisor(average)).view(len(flats), *flats[0].shape)
+    return parts[0], parts[1] if len(flats) > 1 else None
 
 
 def _blame(name: str, rows: Tensor) -> str:

@@ -131,12 +131,13 @@ def test_a_closure_is_evaluated_before_the_exchange():
     assert difference(results[0], flat(reference(range(1), 2, weight_decay=0.0)[0])) < 1e-6
 
 
-def test_gradients_set_by_hand_are_exchanged():
+@pytest.mark.parametrize("make", [torch.full_like, lambda p, value: torch.tensor(value).expand_as(p)])
+def test_gradients_set_by_hand_are_exchanged(make):
     def worker():
         network, optimizer = wrapped(DENSE, momentum=0.0, lr=1.0)
         before = flat(network)
         for p in network.parameters():
-            p.grad = torch.full_like(p, 1.0 + rank())
+            p.grad = make(p, 1.0 + rank())
         optimizer.step()
         return before - flat(network)
 

@@ -266,6 +266,82 @@ def test_what_is_pending_goes_with_the_first_sparse_gradient(scaled):
     assert torch.allclose(-weight, (total + other) / 2, rtol=1e-5, atol=1e-6)
 
 
+def linear(table, step, r):
+    """A loss whose gradient does not depend on where the parameters are meanwhile."""
+    generator = torch.Generator().manual_seed(10 * step + r)
+    return (table(torch.randint(0, 60, (8,), generator=generator)) * torch.randn(8, 30, generator=generator)).sum()
+
+
+def embedding(sparse, settings):
+    torch.manual_seed(0)
+    table = nn.Embedding(60, 30, sparse=sparse)
+    return table, torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"maximize": True}])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+@pytest.mark.parametrize("begins", ["a dense gradient", "a momentum"])
+@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+def test_momentum_goes_on_with_the_first_sparse_gradient(begins, sparsity, settings, op):
+    """Against torch's SGD on dense gradients. Unmasked, what is pending makes good for what was not sent."""
+    def begin(table, optimizer):
+        if begins == "a momentum":  # that the optimizer had before it was wrapped
+            optimizer.state[table.weight]["momentum_buffer"] = torch.ones(60, 30)
+
+    def worker():
+        table, optimizer = embedding(True, settings)
+        begin(table, optimizer)
+        config = dgc.Config(sparsity, factor_masking=False)
+        optimizer = dgc.DistributedOptimizer(optimizer, table.named_parameters(), config, op=op)
+        if begins == "a dense gradient":
+            table.weight.grad = torch.zeros_like(table.weight)  # as hvd.broadcast_optimizer_state leaves it
+        for step in range(4):
+            linear(table, step, rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        residuals = optimizer.residual_state_dict()
+        assert not residuals["u"]["weight"].any() and not residuals["v"]["weight"].any()
+        return table.weight.detach()
+
+    table, optimizer = embedding(False, settings)
+    begin(table, optimizer)
+    for step in range(4):
+        for r in range(2):
+            (linear(table, step, r) / (2 if op == dgc.Average else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = in_lockstep(worker)
+    assert torch.equal(*results) and difference(results[0], table.weight.detach()) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {"clip_norm": 1.0, "clip_per_tensor": True},
+                                      {"momentum_correction": False, "clip_norm": 1.0}])
+def test_what_is_pending_is_not_clipped_again(settings):
+    """And waits for the next step if this one fails, on all ranks."""
+    def worker():
+        table, other = nn.Embedding(60, 40, sparse=True), nn.Parameter(torch.zeros(40, 40))
+        nn.init.zeros_(table.weight)
+        optimizer = torch.optim.SGD([table.weight, other], lr=1.0)
+        optimizer = dgc.DistributedOptimizer(optimizer, [("table", table.weight), ("other", other)],
+                                             dgc.Config(0.9, **settings))
+        weights = 0.01 * torch.randn(60, 40, generator=torch.Generator().manual_seed(rank()))
+        (table.weight * weights).sum().backward()  # of a norm below 1
+        optimizer.step()
+        for factor in (torch.nan if rank() == 1 else 1.0, 100.0):
+            optimizer.zero_grad()
+            (0 * table(torch.tensor([1])).sum() + factor * other.sum()).backward()
+            if factor == 100.0:
+                optimizer.step()
+            else:
+                with pytest.raises(FloatingPointError, match="rank 1 has a gradient that is not finite, in: other"):
+                    optimizer.step()
+        return table.weight.detach(), weights
+
+    (weight, weights), (same, others) = in_lockstep(worker)
+    assert torch.equal(weight, same)
+    assert torch.allclose(-weight, (weights + others) / 2, rtol=1e-3, atol=1e-7)
+
+
 def test_the_first_backward_pass_waits_for_nobody():
     """A rank without a gradient for one of two optimizers comes to it only when the other one's step is done."""
     def worker():

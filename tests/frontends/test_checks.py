@@ -18,6 +18,12 @@ class Compressor:
     compress = decompress = None
 
 
+def twice():
+    a, b = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return torch.optim.SGD([a, b, a], 0.1)
+
+
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: dgc.DistributedOptimizer(sgd(), compression="fp16"), TypeError,
      r"compression must be a dgc\.Config, .* got 'fp16'"),
@@ -58,6 +64,8 @@ class Compressor:
      "Parameter names in named_parameters must be unique. Found duplicates: same"),
     (lambda: dgc.DistributedOptimizer(sgd(), [("a", nn.Parameter(torch.zeros(1)))]), ValueError,
      "one or more model parameters were not named"),
+    (lambda: dgc.DistributedOptimizer(twice()), ValueError,
+     r"must have each parameter once, got one of shape \(3, 2\) twice, number 2 of them"),
     (lambda: dgc.DistributedOptimizer(dgc.DistributedOptimizer(sgd())), ValueError,
      "must be the plain optimizer, wrapped once"),
     (lambda: dgc.DistributedOptimizer(sgd()).set_backward_passes_per_step(0), ValueError, "must be > 0"),
