@@ -195,3 +195,30 @@ def test_owners_sums_are_as_good_as_an_all_gather():
     gathered, one, three, uneven = (noise.valley(choice, 0.99, 16, 800)[1] for choice in (
         "allgather", "reduce 1 1", "reduce 3 3", "reduce 1 5"))
     assert three < 1.02 * gathered and one > 1.05 * gathered and uneven > 1.01 * three
+
+
+def test_ideas_change_one_thing():
+    """Without one the choice and the message are the package's; and what is about to be paid is what is paid."""
+    import ideas
+
+    from dgc.compression.kernels import plain
+    from dgc.compression.residual import Bucket, Gradient
+    from dgc.compression.wire import Layout
+
+    like = {"a": torch.empty(40, 50), "b": torch.empty(900)}
+    ours, theirs = Bucket("", like), Bucket("", like)
+    layout = Layout(ours, [100, 45], torch.float16)
+    for step in range(4):
+        draw = torch.Generator().manual_seed(step)
+        some = {name: Gradient(torch.randn(x.shape, generator=draw), 0.9, True) for name, x in like.items()}
+        messages = []
+        for kernel, bucket in ((ideas.Idea(), ours), (plain, theirs)):
+            _, index, used = kernel.select(bucket, some, None, layout, False, step)
+            messages.append(kernel.encode(bucket, some, layout, index, used, "prepay"))
+        assert torch.equal(*messages) and torch.equal(ours.u, theirs.u) and torch.equal(ours.v, theirs.v)
+    expected = ideas.Payment().score(ours, some)
+    ours.prepay(torch.arange(ours.numel), torch.ones(ours.numel, dtype=torch.bool), some)
+    assert torch.equal(ours.v, expected) and not torch.equal(expected, theirs.v)
+    values = torch.tensor([5.0, -2.0, 3.0, 1.0])
+    layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], torch.float16)
+    assert ideas.Cap().values(layout, torch.tensor([4]), values).tolist() == [2, -2, 2, 1]

@@ -1,0 +1,183 @@
+"""Ideas that the method has not: the 5-epoch trainings of the momentum table, each with one thing changed.
+
+    python benchmarks/ideas.py --data DIR --idea payment --sparsity 0.9 --seed 0 --out payment-90-0.json
+
+They run in plain torch operations, which agree with the compiled loops to the bit. What they gave:
+docs/results/accuracy.md, "Sparsity, masking and length".
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from torch import Tensor
+
+from dgc.compression import kernels
+from dgc.compression import select as selection
+from dgc.compression.kernels import plain
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import Layout
+from dgc.config import Masking
+from dgc.engine.engine import engine_of
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
+import cifar10
+import experiments
+
+DENSITY_OF_WARMUP = 0.005  # beyond which the warm-up to 99.9 % is not masked
+
+
+class Idea:
+    """The package's own way, in which a subclass changes one thing."""
+
+    prepays = False
+
+    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+        """What entries are chosen by."""
+        return bucket.v
+
+    def values(self, layout: Layout, used: Tensor, values: Tensor) -> Tensor:
+        """What is sent of the chosen entries."""
+        return values
+
+    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+        """What becomes of u."""
+        return masking
+
+    def epoch_ends(self, optimizer: Any, before: float, after: float) -> None:
+        """The learning rate was one and will be the other."""
+
+    # -- in place of dgc.compression.kernels.plain's ------------------------------------------------------------------
+
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+               step: int) -> tuple[list[str], Tensor, Tensor]:
+        bad = bucket.accumulate(gradients, scale)
+        index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
+        for p, part in enumerate(self.score(bucket, gradients).split(bucket.numels)):
+            if bucket.names[p] in gradients:
+                k, start = layout.counts[p], layout.starts[p]
+                chosen = selection.exact(part, k) if exact else selection.sampled(part, k, step)
+                used[p] = len(chosen)
+                index[start:start + len(chosen)] = chosen + bucket.offsets[p]
+        return bad, index, used
+
+    def encode(self, bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
+               masking: Masking) -> Tensor:
+        masking = self.masking(bucket, layout, masking)
+        if masking == "prepay":
+            bucket.prepay(index, layout.uses(used), gradients)
+        message, sent = layout.encode(index, used, self.values(layout, used, bucket.v[index]))
+        bucket.take(index, sent, masking is True)
+        return message
+
+
+class Payment(Idea):
+    """The choice is by v and what is about to be paid in advance, v + p c u."""
+
+    prepays = True
+
+    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+        assert bucket.u is not None
+        c, least = bucket.prepayment(gradients).repeat_interleave(torch.tensor(bucket.numels), dim=1)
+        waited, owed = bucket.v.abs() - least * bucket.u.abs(), c * bucket.u
+        part = torch.where(waited >= owed.abs(), owed, torch.copysign(waited, bucket.u))
+        return bucket.v + torch.where((waited > 0) & (c > 0), part, 0)
+
+
+class Scale(Idea):
+    """The choice is by v over the running root mean square of the entry's gradients, of 1,000 steps."""
+
+    def __init__(self) -> None:
+        self.squares: dict[int, tuple[Tensor, int]] = {}
+
+    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+        square, steps = self.squares.get(id(bucket), (torch.zeros_like(bucket.v), 0))
+        for name, view in bucket.views(square).items():
+            if name in gradients:
+                g = gradients[name].g.detach()
+                view.mul_(0.999).addcmul_(g, g, value=0.001)
+        self.squares[id(bucket)] = square, steps + 1
+        return bucket.v / (square / (1 - 0.999 ** (steps + 1))).sqrt().add(1e-12)
+
+
+class Cap(Idea):
+    """What has waited is clipped: at most twice the least that is sent of a parameter leaves at once."""
+
+    def values(self, layout: Layout, used: Tensor, values: Tensor) -> Tensor:
+        for start, n in zip(layout.starts, used.tolist(), strict=True):
+            if n:
+                part = values[start:start + n]
+                least = 2 * part.abs().min()
+                part.clamp_(-least, least)
+        return values
+
+
+class Warmup(Idea):
+    """Steps as long as dense training's in the warm-up: u is not masked there."""
+
+    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+        return False if layout.slots > DENSITY_OF_WARMUP * bucket.numel else masking
+
+
+class Flush(Idea):
+    """All that is pending is sent at the end of each epoch."""
+
+    def epoch_ends(self, optimizer: Any, before: float, after: float) -> None:
+        optimizer.flush()
+
+
+class Rates(Idea):
+    """What is pending keeps the learning rate of when it was a gradient."""
+
+    def epoch_ends(self, optimizer: Any, before: float, after: float) -> None:
+        for bucket in engine_of(optimizer).parameters.compressed():
+            bucket.v.mul_(before / after)
+
+
+IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
+                                "flush": Flush, "rates": Rates}
+
+
+def follow(idea: Idea) -> None:
+    """Has this process train so."""
+    kernel: Any = SimpleNamespace(**{**vars(plain), "select": idea.select, "encode": idea.encode})
+    kernels.current = lambda kind, dtype: kernel
+
+    class Scheduler(torch.optim.lr_scheduler.MultiStepLR):
+        def step(self, epoch: int | None = None) -> None:
+            trains, before = self.last_epoch >= 0, self.optimizer.param_groups[0]["lr"]
+            super().step()
+            if trains:
+                idea.epoch_ends(self.optimizer, before, self.optimizer.param_groups[0]["lr"])
+
+    torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
+
+
+def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates"], typer.Option()],
+         data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
+         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+         seed: Annotated[int, typer.Option(min=0)] = 0,
+         epochs: Annotated[int, typer.Option(min=1)] = 5,
+         checkpoints: Annotated[pathlib.Path | None, typer.Option(help="Folder; it goes on from there.")] = None,
+         out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the result.")] = None) -> None:
+    """Trains with one thing changed."""
+    chosen = IDEAS[idea]()
+    follow(chosen)
+    study = experiments.BUDGETS["cpu"].cifar10
+    row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=epochs * 0.08,
+                          sparsity=sparsity)
+    cifar10.main(**{**row.options, "prepay": chosen.prepays, "data": data, "checkpoints": checkpoints,
+                    "resume": checkpoints is not None, "out": out})
+    if out:
+        out.write_text(json.dumps({"idea": idea, **json.loads(out.read_text())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
