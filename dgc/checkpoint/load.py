@@ -32,7 +32,9 @@ from dgc.engine.engine import Engine
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an optimizer made as before.
 
-    With as many ranks as before, training goes on as if it had never stopped, to the bit.
+    With as many ranks as before, training goes on as if it had never stopped, to the bit. With ``exchange="reduce"``
+    the param groups, and what is frozen, must be as they were when the optimizer was made: entries have other owners
+    else, and what is pending is sent in other steps.
 
     With N' ranks in place of N, what was pending is conserved. A residual counts for f in the update: 1/N under
     Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an interval, and rank r' of N' get ::
@@ -176,9 +178,9 @@ class _Loading:
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **residuals})
+        optimizer.load_state_dict(self._common["optimizer"])
         if engine is not None and not engine.settings.sparse_as_dense:
             engine.parameters.load_sparse_names(self._common["sparse"])
-        optimizer.load_state_dict(self._common["optimizer"])
         with torch.no_grad():
             for p, update in self._updates.items():
                 p.copy_(p.double().add_(update.to(p.device)))

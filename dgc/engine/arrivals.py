@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from dgc.engine.handover import hand_over
 from dgc.engine.nonfinite import Count, NonFinite
@@ -16,13 +14,15 @@ from dgc.engine.step import Delivery, Flight, Step
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
 
 
-def skip(parameters: Iterable[Tensor], scaled: bool) -> None:
+def skip(step: Step, parameters: Parameters, scaled: bool) -> None:
     """Leaves the gradients of a step that no rank takes as a script expects them.
 
     Args:
         scaled: a GradScaler is to learn of it: they are infinite. Else they are None.
     """
-    for parameter in parameters:
+    taking_part = parameters.taking_part(parameters.all(), step.fired)
+    parameters.note_sparse(taking_part)  # in the next step a rank may have no gradient to tell by
+    for parameter in taking_part:
         if not scaled:
             parameter.grad = None
         elif parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):

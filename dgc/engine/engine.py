@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgc.engine.adam import Denominators
+from dgc.engine.adam import BEGAN, Denominators
 from dgc.engine.agreement import Agreement
 from dgc.engine.arrivals import arrive, skip
 from dgc.engine.backward import refuse_gradients_of_others
@@ -98,10 +98,11 @@ class Engine:
 
     def go_on(self) -> None:
         """Goes on with a training that was loaded into the optimizer."""
+        compressed = self.parameters.groups[0].get(BEGAN, -1) >= 0  # AdamW's steps were; begin() forgets
         self.progress.begin()
         if self.settings.role is Role.ALONE:
-            if self.applier.momentum_missing(self.parameters.groups[0].get(STEP, 0)):
-                self.misuse.tell_of_missing_momentum()
+            if compressed or self.applier.momentum_missing(self.parameters.groups[0].get(STEP, 0)):
+                self.misuse.tell_of_missing_momentum(compressed)
             return
         self.pending.begin_anew()
         self.applier.fill_state()
@@ -202,7 +203,7 @@ class Engine:
         """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
         self.ledger.skip()
         self._next_step(Phase.SKIPPED)
-        skip(self.parameters.taking_part(self.parameters.all(), step.fired), self.settings.grad_scaler is not None)
+        skip(step, self.parameters, self.settings.grad_scaler is not None)
 
     def _close(self, step: Step) -> None:
         """All updates are there: counts them, and readies the next step."""

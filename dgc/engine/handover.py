@@ -21,15 +21,19 @@ def is_pending(parameters: Parameters, parameter: Tensor) -> bool:
 
 
 def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step: Step) -> None:
-    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, sparse as its own would be, and
-    step() adds what was pending, which has been clipped and has momentum in it. Without momentum correction v is
-    gradients, and goes with this first sparse one.
+    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds what was pending,
+    which has been clipped and has momentum in it. Without momentum correction v is gradients, and goes with this first
+    sparse one. SGD's momentum becomes sparse, as its own would be: Nesterov's takes no dense one with sparse gradients.
     """
-    (parameter,), kept = flight.parameters, flight.bucket.kept
+    (parameter,), kept, group = flight.parameters, flight.bucket.kept, step.group_of[flight.parameters[0]]
+    dimensions, all_state = update.tensor.sparse_dim(), parameters.optimizer.state
+    momentum = all_state[parameter].get("momentum_buffer") if parameter in all_state else None
+    if momentum is not None and not momentum.is_sparse:
+        all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
     parameters.handed_over.add(parameter)
-    if update.v is None or kept is None:
+    if update.v is None or kept is None or (update.u is not None and "momentum" not in group):  # AdamW's step() refuses
         return
-    name, dimensions = parameters.names[parameter], update.tensor.sparse_dim()
+    name = parameters.names[parameter]
     for flat in (kept.v, kept.u):
         if flat is not None:
             kept.views(flat)[name].zero_()
@@ -40,6 +44,6 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
     flat = torch.zeros_like(kept.v)
     kept.views(flat)[name].copy_(update.v)
     step.direct.append(Delivery(flight.bucket, [parameter], DenseUpdate(flat, kept.numels)))
-    if (group := step.group_of[parameter])["momentum"] != 0:
+    if update.u.any():
         velocity = (update.u * sign(group)).to(parameter.dtype)
-        parameters.optimizer.state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
+        all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()

@@ -110,11 +110,13 @@ class Misuse:
                           "it is no longer in the residual; to leave out steps whose gradients are not finite, give "
                           "Config(nonfinite='skip')")
 
-    def tell_of_missing_momentum(self) -> None:
+    def tell_of_missing_momentum(self, of_adam: bool) -> None:
         """Warns that a process goes on alone with a state whose momentum was in residuals."""
         self.warn_of_loss("the state is of several ranks, whose momentum was in their residuals, and one process "
-                          "begins without it: save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which "
-                          "gives it what all ranks had")
+                          "begins without it: " + (
+                              "go on with two ranks or more, as AdamW's cannot be given to one" if of_adam else
+                              "save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which gives it what "
+                              "all ranks had"))
 
     def tell_of_late_change(self) -> None:
         """Warns where a gradient was changed after backward(), which had sent it by then."""

@@ -80,11 +80,8 @@ class Outgoing:
 
     def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
         """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        self._parameters.note_sparse(parameters)
         sparse = self._parameters.sparse
-        if not self._settings.sparse_as_dense:
-            for p in parameters:
-                if (g := p.grad) is not None and g.is_sparse and p not in sparse:
-                    sparse[p] = g.sparse_dim()
         return [p for p in parameters if p in sparse] if sparse else []
 
     def _sparse_gradient(self, parameter: Tensor) -> Tensor:

@@ -163,6 +163,17 @@ class Parameters:
                                        f"DistributedOptimizer was made, got {tuple(p.shape)} on {p.device} (change the "
                                        "model first, then make its optimizer)")
 
+    def note_sparse(self, parameters: Iterable[Tensor]) -> None:
+        """Notes which of these have a sparse gradient: they travel as sparse tensors from now on."""
+        if not self._settings.sparse_as_dense:
+            self.sparse.update({p: p.grad.sparse_dim() for p in parameters
+                                if p.grad is not None and p.grad.is_sparse and p not in self.sparse})
+
+    def forget_sparse(self) -> None:
+        """Another training is loaded, whose state tells."""
+        self.sparse.clear()
+        self.handed_over.clear()
+
     def sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""
         return {self.names[p]: dimensions for p, dimensions in self.sparse.items()}

@@ -89,6 +89,7 @@ class Pending:
         """Another training is loaded, whose residuals are not part of it: they begin with zero, unless they were loaded
         before.
         """
+        self._parameters.forget_sparse()
         if self.loaded:
             return
         self.missing = self._parameters.step > 0

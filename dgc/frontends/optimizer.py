@@ -163,7 +163,8 @@ def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
     """The parts of any distributed optimizer's pickle: inner class, state, names, residuals, sparse dimensions."""
     engine = engine_of(optimizer)
     state = {"defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
-    names = [(name, p) for p, name in engine.parameters.names.items()]
+    named = {p: name for name, p in engine.settings.named_parameters or ()}  # with those of groups still to be added
+    names = [(name, p) for p, name in {**named, **engine.parameters.names}.items()]
     return optimizer._inner, state, names, optimizer.residual_state_dict(), engine.parameters.sparse_names()
 
 

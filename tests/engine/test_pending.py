@@ -158,6 +158,19 @@ def test_one_process_is_told_that_the_momentum_of_several_is_not_in_their_state(
     assert in_lockstep(worker, 1) == [1]
 
 
+def test_one_process_is_told_that_it_begins_without_adamws_momentum():
+    config = dgc.Config(dgc.piecewise({0: 0.0, 1: 0.9}))
+    state = in_lockstep(lambda: train(range(3), config, *wrapped(
+        config, kind=torch.optim.AdamW, settings={"lr": 0.01}))[1].state_dict())[0]
+
+    def worker():
+        _, optimizer = wrapped(config, kind=torch.optim.AdamW, settings={"lr": 0.01})
+        with pytest.warns(UserWarning, match="begins without it: go on with two ranks or more"):
+            optimizer.load_state_dict(state)
+
+    in_lockstep(worker, 1)
+
+
 def test_a_checkpoint_loaded_before_wrapping_lacks_residuals_too():
     def worker():
         network, optimizer = train(range(3), SPARSE)

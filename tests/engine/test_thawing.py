@@ -1,4 +1,4 @@
-"""Parameters that freeze and thaw, come and go, or have sparse gradients."""
+"""Parameters that freeze and thaw, come and go."""
 
 import copy
 import threading
@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+from laws import DENSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
 from torch import nn
 
 import dgc
@@ -123,6 +123,18 @@ def test_add_param_group():
     assert difference(results[0], flat(reference(range(3), 2, network, optimizer)[0])) < 1e-6
 
 
+def test_a_copy_knows_the_names_of_what_is_still_to_be_added():
+    def worker():
+        network = model()
+        named = list(network.named_parameters())
+        inner = torch.optim.SGD([p for _, p in named[:4]], lr=0.05)
+        pair = copy.deepcopy((network, dgc.DistributedOptimizer(inner, named, DENSE)))
+        pair[1].add_param_group({"params": list(pair[0].parameters())[4:]})
+        assert pair[1]._parameter_names == {p: name for name, p in pair[0].named_parameters()}
+
+    in_lockstep(worker)
+
+
 def test_a_model_that_was_moved_after_wrapping_is_refused():
     """Its gradients would be read at addresses of another device: with numba, a crash."""
     def worker():
@@ -200,146 +212,6 @@ def test_backward_passes_of_several_threads_open_a_step_once():
         optimizer.step()
 
     in_lockstep(worker, 1)
-
-
-def test_sparse_gradients_with_momentum_are_saved_and_loaded():
-    """And one that is dense for once."""
-    def worker():
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Embedding(50, 30, sparse=True), nn.Linear(30, 40))
-        network, optimizer = wrapped(DENSE, network)
-        words = torch.arange(5) * 7 + rank()
-
-        def step(penalty=0.0):
-            optimizer.zero_grad()
-            value = network(words).square().mean()
-            (value + penalty * network[0].weight.square().sum() if penalty else value).backward()
-            optimizer.step()
-
-        for penalty in (0.0, 0.0, 0.1):
-            step(penalty)
-        states = copy.deepcopy([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()])
-        step()
-        expected = flat(network)
-        del optimizer
-        network, optimizer = wrapped(DENSE, network)
-        network.load_state_dict(states[0])
-        optimizer.load_residual_state_dict(states[2])
-        optimizer.load_state_dict(states[1])
-        step()
-        assert torch.equal(flat(network), expected)
-        return expected
-
-    assert torch.equal(*in_lockstep(worker))
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_pending_goes_with_the_first_sparse_gradient(scaled):
-    """A parameter may have dense gradients first, say the zeros that hvd.broadcast_optimizer_state makes."""
-    def worker():
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 8) if scaled else None
-        table = nn.Embedding(60, 40, sparse=True)
-        nn.init.zeros_(table.weight)
-        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        optimizer = dgc.DistributedOptimizer(optimizer, table.named_parameters(), SPARSE, grad_scaler=scaler)
-        weights = torch.randn(60, 40, generator=torch.Generator().manual_seed(rank()))
-        total = torch.zeros(60, 40)
-        for step, dense in enumerate([True, False, False]):
-            optimizer.zero_grad()
-            own = (table.weight * weights).sum() if dense else (table(torch.tensor([step, 5])) * weights[:2]).sum()
-            if scaler is None:
-                own.backward()
-                optimizer.step()
-            else:
-                scaler.scale(own).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            if dense:
-                total += weights
-                assert optimizer.residual_state_dict()["v"]["weight"].any()
-            else:
-                total.index_add_(0, torch.tensor([step, 5]), weights[:2])
-        return table.weight.detach(), total, optimizer.residual_state_dict()["v"]["weight"]
-
-    (weight, total, v), (same, other, v_other) = in_lockstep(worker)
-    assert torch.equal(weight, same) and not v.any() and not v_other.any()
-    assert torch.allclose(-weight, (total + other) / 2, rtol=1e-5, atol=1e-6)
-
-
-def linear(table, step, r):
-    """A loss whose gradient does not depend on where the parameters are meanwhile."""
-    generator = torch.Generator().manual_seed(10 * step + r)
-    return (table(torch.randint(0, 60, (8,), generator=generator)) * torch.randn(8, 30, generator=generator)).sum()
-
-
-def embedding(sparse, settings):
-    torch.manual_seed(0)
-    table = nn.Embedding(60, 30, sparse=sparse)
-    return table, torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9, **settings)
-
-
-@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"maximize": True}])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-@pytest.mark.parametrize("begins", ["a dense gradient", "a momentum"])
-@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
-def test_momentum_goes_on_with_the_first_sparse_gradient(begins, sparsity, settings, op):
-    """Against torch's SGD on dense gradients. Unmasked, what is pending makes good for what was not sent."""
-    def begin(table, optimizer):
-        if begins == "a momentum":  # that the optimizer had before it was wrapped
-            optimizer.state[table.weight]["momentum_buffer"] = torch.ones(60, 30)
-
-    def worker():
-        table, optimizer = embedding(True, settings)
-        begin(table, optimizer)
-        config = dgc.Config(sparsity, factor_masking=False)
-        optimizer = dgc.DistributedOptimizer(optimizer, table.named_parameters(), config, op=op)
-        if begins == "a dense gradient":
-            table.weight.grad = torch.zeros_like(table.weight)  # as hvd.broadcast_optimizer_state leaves it
-        for step in range(4):
-            linear(table, step, rank()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        residuals = optimizer.residual_state_dict()
-        assert not residuals["u"]["weight"].any() and not residuals["v"]["weight"].any()
-        return table.weight.detach()
-
-    table, optimizer = embedding(False, settings)
-    begin(table, optimizer)
-    for step in range(4):
-        for r in range(2):
-            (linear(table, step, r) / (2 if op == dgc.Average else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    results = in_lockstep(worker)
-    assert torch.equal(*results) and difference(results[0], table.weight.detach()) < 1e-6
-
-
-@pytest.mark.parametrize("settings", [{"clip_norm": 1.0}, {"clip_norm": 1.0, "clip_per_tensor": True},
-                                      {"momentum_correction": False, "clip_norm": 1.0}])
-def test_what_is_pending_is_not_clipped_again(settings):
-    """And waits for the next step if this one fails, on all ranks."""
-    def worker():
-        table, other = nn.Embedding(60, 40, sparse=True), nn.Parameter(torch.zeros(40, 40))
-        nn.init.zeros_(table.weight)
-        optimizer = torch.optim.SGD([table.weight, other], lr=1.0)
-        optimizer = dgc.DistributedOptimizer(optimizer, [("table", table.weight), ("other", other)],
-                                             dgc.Config(0.9, **settings))
-        weights = 0.01 * torch.randn(60, 40, generator=torch.Generator().manual_seed(rank()))
-        (table.weight * weights).sum().backward()  # of a norm below 1
-        optimizer.step()
-        for factor in (torch.nan if rank() == 1 else 1.0, 100.0):
-            optimizer.zero_grad()
-            (0 * table(torch.tensor([1])).sum() + factor * other.sum()).backward()
-            if factor == 100.0:
-                optimizer.step()
-            else:
-                with pytest.raises(FloatingPointError, match="rank 1 has a gradient that is not finite, in: other"):
-                    optimizer.step()
-        return table.weight.detach(), weights
-
-    (weight, weights), (same, others) = in_lockstep(worker)
-    assert torch.equal(weight, same)
-    assert torch.allclose(-weight, (weights + others) / 2, rtol=1e-3, atol=1e-7)
 
 
 def test_the_first_backward_pass_waits_for_nobody():
