@@ -166,6 +166,7 @@ class DDPBuckets:
         self._lent: list[tuple[Tensor, Tensor | None]] = []  # parameter, its p.grad: a view of DDP's bucket meanwhile
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
         self._updates: list[tuple[Tensor, Tensor | None, int, Tensor]] = []  # parameter, p.grad, its version, update
+        self._task = -1  # torch's number of the backward pass that runs
         self._failed: FloatingPointError | None = None  # what the last backward pass found, until step() raises it
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
@@ -181,7 +182,9 @@ class DDPBuckets:
         if not engine.settings.exchanges:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0:
+        # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
+        unnumbered = bucket.index() == 0 and bool(self._futures) and backward_task() == self._task != -1
+        if bucket.index() == 0 and not unnumbered:
             self._begin_pass(engine)
         self._futures.append((future, buffer, parameters))
         try:
@@ -190,7 +193,7 @@ class DDPBuckets:
                 p.grad = g
             for p in parameters:
                 engine.arrived(p)
-            if bucket.is_last():
+            if bucket.is_last() or (unnumbered and not self._missing(engine)):
                 self._end_pass(engine)
         except BaseException as error:
             self._fail(engine, error)
@@ -204,12 +207,16 @@ class DDPBuckets:
                                  "exchanged already. To accumulate gradients, call all but the last backward() within "
                                  "no_sync(); so too a backward() whose gradients of this model are not to be applied, "
                                  "as where another model's loss runs through it.")
-        self._lent, self._futures, self._updates = [], [], []
+        self._lent, self._futures, self._updates, self._task = [], [], [], backward_task()
+
+    def _missing(self, engine: Engine) -> list[str]:
+        """The parameters that have had no gradient in this step."""
+        return [engine.parameters.names[p] for p in engine.parameters.listed
+                if p.requires_grad and p not in engine.step.fired]
 
     def _end_pass(self, engine: Engine) -> None:
         """The last bucket has come."""
-        if strange := [engine.parameters.names[p] for p in engine.parameters.listed
-                       if p.requires_grad and p not in engine.step.fired]:
+        if strange := self._missing(engine):
             raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
                                "was made it did not hold them, or they were frozen. Make it anew, and register "
                                "it with dgc.register_comm_hook")

@@ -151,6 +151,27 @@ def ddp_unused():
     return results
 
 
+def ddp_static_sparse():
+    """A static graph with an embedding of sparse gradients, in whose first pass torch does not number the buckets."""
+    rank, ends = find().world.rank, []
+    for ddp in (True, False):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40), nn.Linear(40, 40))
+        if ddp:
+            network, optimizer = in_ddp(network, dgc.Config(0.5), static_graph=True)
+        else:
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.5))
+        optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
+        for step in range(4):
+            optimizer.zero_grad()
+            words = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
+            network(words).square().mean().backward()
+            optimizer.step()
+        ends.append((network, optimizer))
+    return same_end(*ends)
+
+
 def ddp_unused_scaled():
     """No rank uses one of two layers in half of the steps. Whether a loss scale changes nothing: unfused, and fused."""
     rank, results = find().world.rank, {}
@@ -377,9 +398,9 @@ def ddp_changed():
     return seen, optimizer.param_groups[0]["lr"]
 
 
-CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_unused_scaled, ddp_join, ddp_pickled, ddp_scaled,
-         ddp_unscaled, scaled, ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled, ddp_user,
-         ddp_orders, ddp_no_step)
+CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_static_sparse, ddp_unused_scaled, ddp_join, ddp_pickled,
+         ddp_scaled, ddp_unscaled, scaled, ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled,
+         ddp_user, ddp_orders, ddp_no_step)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -410,6 +431,7 @@ def test_parameters_that_some_or_no_rank_uses_and_sparse_ones(size):
     both = (True, False)
     assert ran("torch", size, CASES)[ddp_unused] == [{(a, b): True for a in both for b in both}] * size
     assert ran("torch", size, CASES)[ddp_unused_scaled] == [[True, True]] * size
+    assert ran("torch", size, CASES)[ddp_static_sparse] == [True] * size
 
 
 @sizes
