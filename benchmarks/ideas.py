@@ -85,10 +85,10 @@ class Payment(Idea):
 
     def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
         assert bucket.u is not None
-        c, least = bucket.prepayment(gradients).repeat_interleave(torch.tensor(bucket.numels), dim=1)
-        waited, owed = bucket.v.abs() - least * bucket.u.abs(), c * bucket.u
-        part = torch.where(waited >= owed.abs(), owed, torch.copysign(waited, bucket.u))
-        return bucket.v + torch.where((waited > 0) & (c > 0), part, 0)
+        u, v = bucket.u.clone(), bucket.v.clone()
+        bucket.prepay(torch.arange(bucket.numel), torch.ones(bucket.numel, dtype=torch.bool), gradients)
+        paid, bucket.u, bucket.v = bucket.v, u, v
+        return paid
 
 
 class Scale(Idea):
@@ -171,8 +171,8 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
     chosen = IDEAS[idea]()
     follow(chosen)
     study = experiments.BUDGETS["cpu"].cifar10
-    row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=epochs * 0.08,
-                          sparsity=sparsity)
+    warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]  # as in the momentum table
+    row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity)
     cifar10.main(**{**row.options, "prepay": chosen.prepays, "data": data, "checkpoints": checkpoints,
                     "resume": checkpoints is not None, "out": out})
     if out:

@@ -147,9 +147,9 @@ def named(param_groups: list[dict[str, Any]], named_parameters: list[tuple[str, 
     """
     made_up = {p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(param_groups)
                for j, p in enumerate(group["params"])}
-    if len(made_up) < sum(len(group["params"]) for group in param_groups):
-        listed = [p for group in param_groups for p in group["params"]]
-        twice = next(i for i, p in enumerate(listed) if any(p is other for other in listed[:i]))
+    listed = [p for group in param_groups for p in group["params"]]
+    if len(made_up) < len(listed):
+        twice = next(i for i, p in enumerate(listed) if p in set(listed[:i]))
         raise ValueError(f"param_groups must have each parameter once, got one of shape {tuple(listed[twice].shape)} "
                          f"twice, number {twice} of them (torch warns of it when the optimizer is made)")
     if named_parameters is None:
