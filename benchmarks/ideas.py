@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgc.compression import kernels
 from dgc.compression import select as selection
@@ -30,6 +30,7 @@ from dgc.engine.engine import engine_of
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
 import experiments
+import job
 
 DENSITY_OF_WARMUP = 0.005  # beyond which the warm-up to 99.9 % is not masked
 
@@ -50,6 +51,9 @@ class Idea:
     def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
         """What becomes of u."""
         return masking
+
+    def attach(self, optimizer: Any, model: nn.Module) -> None:
+        """A worker is about to train."""
 
     def epoch_ends(self, optimizer: Any, before: float, after: float) -> None:
         """The learning rate was one and will be the other."""
@@ -141,8 +145,46 @@ class Rates(Idea):
             bucket.v.mul_(before / after)
 
 
+class Ahead(Idea):
+    """Each worker's gradient is taken where its own pending entries, applied, would lead (Xu et al., "Step-ahead error
+    feedback", AAAI 2021). There u is not stale, and so not masked.
+    """
+
+    masked = False
+
+    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+        return self.masked and masking
+
+    def attach(self, optimizer: Any, model: nn.Module) -> None:
+        common: dict[Tensor, Tensor] = {}  # what all workers have
+
+        def ahead(*_: Any) -> None:
+            if model.training:
+                lr = optimizer.param_groups[0]["lr"]
+                for bucket in engine_of(optimizer).parameters.buckets:
+                    if bucket.compressed and bucket.kept is not None:
+                        v = bucket.kept.views(bucket.kept.v)
+                        for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+                            common[p] = p.detach().clone()
+                            p.data.sub_(v[name], alpha=lr)
+
+        def back(*_: Any) -> None:
+            for p, x in common.items():
+                p.data.copy_(x)
+            common.clear()
+
+        model.register_forward_pre_hook(ahead)
+        optimizer.register_step_pre_hook(back)
+
+
+class AheadMasked(Ahead):
+    """The same, with masking."""
+
+    masked = True
+
+
 IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
-                                "flush": Flush, "rates": Rates}
+                                "flush": Flush, "rates": Rates, "ahead": Ahead, "ahead-masked": AheadMasked}
 
 
 def follow(idea: Idea) -> None:
@@ -157,10 +199,19 @@ def follow(idea: Idea) -> None:
             if trains:
                 idea.epoch_ends(self.optimizer, before, self.optimizer.param_groups[0]["lr"])
 
+    distributed = job.distributed
+
+    def attached(optimizer: torch.optim.SGD, model: nn.Module, *options: Any) -> Any:
+        wrapped = distributed(optimizer, model, *options)
+        idea.attach(wrapped, model)
+        return wrapped
+
+    job.distributed = attached
     torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
 
 
-def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates"], typer.Option()],
+def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead",
+                                  "ahead-masked"], typer.Option()],
          data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
          seed: Annotated[int, typer.Option(min=0)] = 0,
