@@ -39,7 +39,7 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "dense": ("dense", {"method": "dense"}, ""),
         "gradients": ("gradients are accumulated", {"method": "dgc", "momentum_correction": False}, ""),
         "denser": ("DGC, 98.5 %", {"method": "dgc", "sparsity": 0.985}, ""),
-        "longer": ("DGC, 98.5 %, warm-up of two fifths", {"method": "dgc", "sparsity": 0.985, "warmup_epochs": 3.2}, ""),
+        "longer": ("DGC, 98.5 %, twice the warm-up", {"method": "dgc", "sparsity": 0.985, "warmup_epochs": 3.2}, ""),
         "dgc": ("DGC", {"method": "dgc"}, ""),
     },
 }
