@@ -150,10 +150,8 @@ class Ahead(Idea):
     feedback", AAAI 2021). There u is not stale, and so not masked.
     """
 
-    masked = False
-
     def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
-        return self.masked and masking
+        return False
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
         common: dict[Tensor, Tensor] = {}  # what all workers have
@@ -177,14 +175,8 @@ class Ahead(Idea):
         optimizer.register_step_pre_hook(back)
 
 
-class AheadMasked(Ahead):
-    """The same, with masking."""
-
-    masked = True
-
-
 IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
-                                "flush": Flush, "rates": Rates, "ahead": Ahead, "ahead-masked": AheadMasked}
+                                "flush": Flush, "rates": Rates, "ahead": Ahead}
 
 
 def follow(idea: Idea) -> None:
@@ -210,8 +202,8 @@ def follow(idea: Idea) -> None:
     torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
 
 
-def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead",
-                                  "ahead-masked"], typer.Option()],
+def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead"],
+                         typer.Option()],
          data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
          seed: Annotated[int, typer.Option(min=0)] = 0,
