@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import typer
@@ -26,6 +26,7 @@ from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
 from dgc.config import Masking
 from dgc.engine.engine import engine_of
+from dgc.paths import task
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
@@ -111,6 +112,30 @@ class Scale(Idea):
         return bucket.v / (square / (1 - 0.999 ** (steps + 1))).sqrt().add(1e-12)
 
 
+class Across(Idea):
+    """The largest entries of all parameters together, in place of the same share of each."""
+
+    ROOM = 8  # times as many slots as a parameter's share, for what falls to it
+
+    def attach(self, optimizer: Any, model: nn.Module) -> None:
+        self.config, self.count = engine_of(optimizer).settings.config, selection.count
+        cast(Any, task).select = SimpleNamespace(count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n)))
+
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+               step: int) -> tuple[list[str], Tensor, Tensor]:
+        bad = bucket.accumulate(gradients, scale)
+        k = sum(self.count(self.config.sparsity_at(step), n) for n in bucket.numels)
+        chosen = selection.exact(bucket.v, k)
+        index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
+        for p, (start, offset) in enumerate(zip(layout.starts, bucket.offsets, strict=True)):
+            own = chosen[(chosen >= offset) & (chosen < offset + bucket.numels[p])]
+            if len(own) > layout.counts[p]:
+                own = own[bucket.v[own].abs().topk(layout.counts[p]).indices].sort().values
+            used[p] = len(own)
+            index[start:start + len(own)] = own
+        return bad, index, used
+
+
 class Cap(Idea):
     """What has waited is clipped: at most twice the least that is sent of a parameter leaves at once."""
 
@@ -176,7 +201,7 @@ class Ahead(Idea):
 
 
 IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
-                                "flush": Flush, "rates": Rates, "ahead": Ahead}
+                                "flush": Flush, "rates": Rates, "ahead": Ahead, "across": Across}
 
 
 def follow(idea: Idea) -> None:
@@ -202,7 +227,8 @@ def follow(idea: Idea) -> None:
     torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
 
 
-def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead"],
+def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead",
+                                 "across"],
                          typer.Option()],
          data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
