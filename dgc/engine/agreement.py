@@ -11,16 +11,21 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.config import Config
+from dgc.engine.adam import settling
 from dgc.engine.parameters import STEP, Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local, shard
 from dgc.schedule import Adaptive, Piecewise, Ramp
-from dgc.transport import Transport
+from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
 from dgc.version import __version__
 from dgc.warn import LOG, warn
 
 LINE = 256  # bytes of a line that an error shows
+AHEAD = 4096  # steps to come at which a user's own schedule is compared
+PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
+MEMORY = "the memory format of the parameters, when the optimizer was made"
+OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,11 +50,18 @@ class Agreement:
         Raises:
             ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
         """
-        differences = check(self._needed(), self._wise(), self._settings.transport, self._parameters.device)
+        needed, wise, table = self._needed(), self._wise(), self._parameters
+        differences = check(needed, wise, self._settings.transport, table.device)
+        if table.all() and shard(table.all()[0]) is not None:
+            others = find(table.all()[0].device_mesh.get_group())  # type: ignore[attr-defined]
+            for section in OF_A_SHARD:
+                needed.pop(section, None)
+                wise.pop(section, None)
+            differences += check(needed, wise, others, table.device)
         if differences and rank == 0:
             warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
                  "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
-        table, size = self._parameters, self._settings.world.size
+        size = self._settings.world.size
         LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
                  len(table.all()), len(table.buckets), len(table.compressed()))
 
@@ -59,24 +71,26 @@ class Agreement:
         return {
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": self._arguments(),
-            "the model's parameters": [
+            PARAMETERS: [
                 f"{table.names[p]} {tuple(p.shape)} {p.dtype}" + (
                     "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in parameters],
-            "the memory format of the parameters, when the optimizer was made": [
+            MEMORY: [
                 f"{name}: its dimensions in the order {order}" for bucket in table.kept()
                 for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
             "the parameters that travel together": [
                 " ".join(table.names[p] for p in bucket.parameters) for bucket in table.buckets],
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
+            "the dense steps in which AdamW's denominator is found": _dense_steps(config, table.groups),
         }
 
     def _wise(self) -> dict[str, list[str]]:
         """Section -> lines that had better be alike."""
         parameters = self._parameters.all()
         return {
-            "the optimizer's settings": [line for line, ours in self._of_groups() if not ours],
-            "the parameters' values": [
+            "the optimizer's settings": [f"its class is {self._parameters.optimizer._inner.__qualname__}",
+                                         *(line for line, ours in self._of_groups() if not ours)],
+            VALUES: [
                 f"bits of {self._parameters.names[p]} add up to {bits}"
                 for p, bits in zip(parameters, sums_of_bits(map(local, parameters)), strict=True)],
         }
@@ -87,7 +101,7 @@ class Agreement:
                     "gradient_predivide_factor": given.gradient_predivide_factor,
                     "sparse_as_dense": given.sparse_as_dense,
                     "backward_passes_per_step": given.backward_passes_per_step,
-                    "grad_scaler, its scale": None if scaler is None else scaler.get_scale()}
+                    "grad_scaler, its state": None if scaler is None else scaler.state_dict()}
         return [f"{key}={value}" for key, value in settings.items()]
 
     def _of_groups(self) -> list[tuple[str, bool]]:
@@ -167,12 +181,19 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _schedule(config: Config, step: int) -> list[str]:
-    """Lines about the sparsities to come: of any function, some of its values."""
+    """Lines about the sparsities to come: of a user's own function, its next values, and some beyond."""
     if isinstance(config.sparsity, Adaptive):
         return [str(config.sparsity)]
-    steps = (step, *(step + 2 ** i for i in range(20)))
-    return [*(f"step {at}: {_sparsity(config, at)}" for at in steps),
-            *([str(config.sparsity)] if isinstance(config.sparsity, (Piecewise, Ramp)) else [])]
+    known = isinstance(config.sparsity, (Piecewise, Ramp, float, int))
+    ahead = 1 if known else AHEAD
+    steps = (*range(step, step + ahead), *(step + 2 ** i for i in range(20) if 2 ** i >= ahead))
+    return [*(f"step {at}: {_sparsity(config, at)}" for at in steps), *([str(config.sparsity)] if known else [])]
+
+
+def _dense_steps(config: Config, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines about when AdamW's compressed steps begin, where the schedule does not say."""
+    says = not config.momentum_correction or _sparsity(config, 0) == 0 or any("betas" not in group for group in groups)
+    return [] if says else [str(settling(groups))]
 
 
 def _sparsity(config: Config, step: int) -> Any:

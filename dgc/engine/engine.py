@@ -166,16 +166,16 @@ class Engine:
         self._meet(step)
         self.misuse.tell_of_late_change()
         self.progress.computing_stops()
-        if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), count):
-            self._skip(step)
-            return
-        step.inverse = self.scaling.measure_inverse()
-        if self.settings.config.clips_globally:
-            if step.world.node_size > 1:
-                self.launcher.average_in_node(step)
-            step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
-        self.launcher.launch_rest(step)
         try:
+            step.inverse = self.scaling.measure_inverse()
+            if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
+                self._skip(step)
+                return
+            if self.settings.config.clips_globally:
+                if step.world.node_size > 1:
+                    self.launcher.average_in_node(step)
+                step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
+            self.launcher.launch_rest(step)
             arrive(step, self.parameters, self.applier, self.nonfinite, count)
         except (FloatingPointError, ValueError):  # on all ranks alike
             self.give_up()

@@ -13,6 +13,7 @@ from dgc.collective import Collective
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import sum_of_shards
+from dgc.engine.step import Step
 from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict
 from dgc.trace import stage
@@ -42,8 +43,17 @@ class NonFinite:
         """Whether a gradient that is not finite is an error: not where nothing is kept, nor clipped, as in Horovod."""
         return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
 
-    def all_finite(self, gradients: list[Tensor], count: Count) -> bool:
-        """Whether all gradients are finite, on all ranks: one collective, and one host-device synchronisation."""
+    def all_finite(self, gradients: list[Tensor], step: Step, count: Count) -> bool:
+        """Whether all gradients are finite, on all ranks: one collective, and one host-device synchronisation.
+
+        Args:
+            gradients: of this rank.
+            step: that they belong to, with the loss's scale.
+            count: is told of the collective.
+
+        Raises:
+            ValueError: on all ranks alike, if they have scaled their losses by different numbers.
+        """
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
         room = 1.0 if self._settings.grad_scaler is None else 2.0 ** -24
@@ -54,14 +64,20 @@ class NonFinite:
         fits = [(torch.stack(torch._foreach_norm(same, math.inf)) <= torch.finfo(dtype).max * (
             room if dtype != torch.float16 else 1.0)).all().to(device) for (_, dtype), same in by_kind.items()]
         none_is_bad = torch.stack(fits).all() if fits else torch.ones((), device=device)
-        bad = Collective("sum", 1 - none_is_bad.float().view(1))
+        scale = 1.0 if step.inverse is None else 1 / step.inverse.number
+        scales = torch.tensor([1.0, scale, scale * scale], dtype=torch.float64)
+        bad = Collective("sum", torch.cat([1 - none_is_bad.double().view(1), scales.to(device)]))
         count(bad)
         with stage("dgc::exchange"):
             total = self._settings.transport.start(bad, "dgc.finite")()
-        finite = not sum_of_shards(total, self._parameters.all()[0]).item()
-        if not finite:
+        found, n, scales_sum, squares = sum_of_shards(total, self._parameters.all()[0]).tolist()
+        if n * squares - scales_sum ** 2 > 1e-9 * n * squares:  # n^2 times their variance
+            everyones = self._settings.transport.start(Collective("gather", scales[1:2].to(device)), "dgc.scale")()
+            raise ValueError("the loss's scale must be the same on all ranks, got, rank by rank, "
+                             f"{everyones.flatten().tolist()} (load one rank's scaler.state_dict() on all)")
+        if found:
             LOG.info("step %d is skipped on all ranks: a gradient was not finite", self._parameters.step)
-        return finite
+        return not found
 
     def expect(self, name: str, verdict: PendingVerdict) -> None:
         """Remembers a verdict that is still to come."""

@@ -14,6 +14,7 @@ from dgc.config import Average, Config
 from dgc.engine.backward import backward_task, gradients_of
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.settings import Settings
+from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
 from dgc.frontends.optimizer import Shared, connect, distributed_class, pickled_parts, take_over
@@ -131,6 +132,20 @@ def _follow(optimizer: Any) -> None:
     optimizer.step = followed
 
 
+def _step_with_the_others(engine: Engine) -> None:
+    """A rank that has no more data takes the step that its hook has exchanged, as the others do in their ``step()``.
+    Torch would give it their parameters in the end, but no momentum, no squares of AdamW's, and no loss scale.
+    """
+    scaler, optimizer = engine.settings.grad_scaler, engine.parameters.optimizer
+    if scaler is not None:
+        scaler.scale(torch.zeros((), device=engine.parameters.device))  # it may never have been asked
+        scaler.unscale_(optimizer)
+    if engine.step.phase is Phase.EXCHANGED:
+        engine.applier.apply(engine.step)
+    if scaler is not None:
+        scaler.update()
+
+
 class _InDDP(Distributed):
     """The methods that differ where DDP's hook drives an optimizer."""
 
@@ -227,6 +242,8 @@ class DDPBuckets:
             if not steps:
                 raise
             self._failed = error
+        if not steps and self._failed is None:
+            _step_with_the_others(engine)
         self._hand_back(engine)
         if not steps:
             engine.give_up()

@@ -39,6 +39,13 @@ def differing(worker):
     return told[0]
 
 
+def in_adamw(odd):
+    """A schedule that is sparse from its start: it begins after 1 / (1 - b2) dense steps."""
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.95 if odd else 0.9))
+    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+
+
 def another_shape(network):
     return nn.Sequential(*network[:8], nn.Linear(40, 11))
 
@@ -60,6 +67,10 @@ def another_shape(network):
      "the schedule of the sparsity", "Piecewise(steps=(0, 392, 784,", "Piecewise(steps=(0, 391, 782,"),
     (lambda odd: train([0], dgc.Config(0.99 if odd else 0.95)),
      "the schedule of the sparsity", "step 0: 0.99", "step 0: 0.95"),
+    (lambda odd: train([0], dgc.Config(lambda step: 0.9 if step < (391 if odd else 392) else 0.99)),  # a script's own
+     "the schedule of the sparsity", "step 391: 0.99", "step 391: 0.9"),
+    (lambda odd: train([0], None, *in_adamw(odd)),
+     "the dense steps in which AdamW's denominator is found", "20", "10"),
 ])
 def test_all_ranks_are_told_in_what_they_differ(worker, section, there, here):
     error = differing(worker)
@@ -105,6 +116,21 @@ def test_what_is_only_unwise_is_one_warning_and_the_updates_agree():
     assert "the optimizer's settings. Rank 1 has: group 0: lr=0.5; rank 0 has: group 0: lr=0.25. " in message
     assert "the parameters' values. Rank 1 has: bits of 0.weight add up to" in message
     assert "dgc.broadcast_parameters(model.state_dict())" in message
+
+
+def test_another_class_of_optimizer_is_one_warning():
+    """One whose step is a script's own, say."""
+    class Mine(torch.optim.SGD):
+        pass
+
+    def worker():
+        network = model()
+        optimizer = (Mine if rank() else torch.optim.SGD)(network.parameters(), lr=0.05)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+        train([0], None, network, optimizer)
+
+    with pytest.warns(UserWarning, match=r"Rank 1 has: its class is .*Mine; rank 0 has: its class is SGD\."):
+        dgc.lockstep.run(worker, 2)
 
 
 def test_settings_that_only_look_different_are_no_difference():

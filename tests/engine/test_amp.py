@@ -340,8 +340,29 @@ def test_scales_that_differ_are_told_before_anything_is_exchanged():
         network, _alive = wrapped(SPARSE, scaler)
         scaler.scale(loss(network, rank(), 0)).backward()
 
-    with pytest.raises(ValueError, match=r"Rank 1 has: grad_scaler, its scale=2048\.0; rank 0 has: .*=1024\.0"):
+    with pytest.raises(ValueError, match=r"Rank 1 has: grad_scaler, its state=.*2048\.0.*; rank 0 has: .*1024\.0"):
         dgc.lockstep.run(worker, 2)
+
+
+def test_scales_that_part_later_are_told_too():
+    """What travels dense would be added up with other scales than it is divided by."""
+    told = []
+
+    def worker():
+        scaler = scaler_of(2.0 ** 10)
+        network, optimizer = wrapped(SPARSE, scaler)
+        try:
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss(network, rank(), step)).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0 ** 12 if step == 1 and rank() == 1 else None)
+        except ValueError as error:
+            told.append((step, str(error)))
+
+    dgc.lockstep.run(worker, 2)
+    assert [step for step, _ in told] == [2, 2] and told[0] == told[1]
+    assert told[0][1].startswith("the loss's scale must be the same on all ranks, got, rank by rank, [1024.0, 4096.0]")
 
 
 def test_between_backward_and_step_nothing_else_is_done():

@@ -331,7 +331,17 @@ def fsdp_refusals():
     return told
 
 
-CASES = (fsdp_dense, fsdp_sparse, fsdp_conservation, fsdp_resumed, fsdp_skipped, fsdp_refusals, fsdp_saved)
+def fsdp_differing():
+    """Ranks with other shards have another config: their norms are added up, so that the others would wait."""
+    odd = torch.distributed.get_rank() % 2 == 1
+    try:
+        steps_in_shards(*in_shards(dgc.Config(0.9, min_numel=1, clip_norm=1.0 if odd else None)), range(1))
+    except ValueError as error:
+        return str(error)
+
+
+CASES = (fsdp_dense, fsdp_sparse, fsdp_conservation, fsdp_resumed, fsdp_skipped, fsdp_refusals, fsdp_saved,
+         fsdp_differing)
 
 
 @pytest.mark.parametrize("manner", ["as it comes", "AdamW", "clipped", "accumulated before", "accumulated after",
@@ -384,6 +394,12 @@ def test_a_step_that_one_shard_cannot_take_is_skipped_by_all():
     for (error, skipped, _), (scaled_error, scaled_skipped, scale) in ran("torch", 4, CASES)[fsdp_skipped]:
         assert error < 1e-6 and scaled_error < 1e-6
         assert skipped == scaled_skipped == 1 and scale == 2.0 ** 3
+
+
+def test_ranks_with_other_shards_are_compared_too():
+    assert ran("torch", 4, CASES)[fsdp_differing] == [
+        "the ranks differ in the arguments of DistributedOptimizer. Rank 1 has: clip_norm=1.0; rank 0 has: "
+        "clip_norm=None"] * 4
 
 
 def test_the_door():

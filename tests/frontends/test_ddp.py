@@ -219,17 +219,54 @@ def ddp_join():
 
 
 def ddp_join_scaled():
-    """The same with a loss scale."""
+    """The same with a loss scale, which grows and overflows meanwhile; and a step after it, in which all have data."""
     rank = find().world.rank
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
     network, optimizer = in_ddp(model(), CONFIGS["default"], scaler=scaler)
-    with network.join():
-        for step in range(2 if rank == 0 else 5):
+
+    def train(steps):
+        for step in steps:
             optimizer.zero_grad()
-            scaler.scale(loss(network, rank, step)).backward()
+            scaler.scale(loss(network, rank, step) * (1e38 if step == 4 else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
-    return flat(network)
+
+    with network.join():
+        train(range(1 if rank == 0 else 6))
+    train([9])
+    return flat(network), scaler.state_dict(), optimizer.report().skipped
+
+
+def ddp_join_state():
+    """Rank 0 has no batch, or two, the others five; then all have one: as if gradients had been zero, in parameters,
+    residuals, and the state of torch's optimizer, of which AdamW's compressed steps begin meanwhile.
+    """
+    rank, results = find().world.rank, {}
+    for few in (0, 2):
+        for inner, settings in ((torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}),
+                                (torch.optim.AdamW, {"lr": 0.01})):
+            config = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), min_numel=100)
+            network, wholes = nn.parallel.DistributedDataParallel(model()), model()
+            optimizer = inner(network.parameters(), **settings)
+            dgc.register_comm_hook(network, optimizer, config)
+            wrapped = inner(wholes.parameters(), **settings)
+            wrapped = dgc.DistributedOptimizer(wrapped, wholes.named_parameters(), config)
+
+            def train(steps, network, optimizer, few):
+                for step in steps:
+                    optimizer.zero_grad()
+                    (loss(network, rank, step) * (rank > 0 or step < few or step == 5)).backward()
+                    optimizer.step()
+
+            with network.join():
+                train(range(few if rank == 0 else 5), network, optimizer, few)
+            train([5], network, optimizer, few)
+            train(range(6), wholes, wrapped, few)
+            states = [[x for state in o.state_dict()["state"].values() for x in state.values()]
+                      for o in (optimizer, wrapped)]
+            results[few, inner.__name__] = same_end((network, optimizer), (wholes, wrapped)) and len(states[0]) == len(
+                states[1]) > 0 and all(map(torch.equal, *states))
+    return results
 
 
 def ddp_user():
@@ -400,7 +437,7 @@ def ddp_changed():
 
 CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_static_sparse, ddp_unused_scaled, ddp_join, ddp_pickled,
          ddp_scaled, ddp_unscaled, scaled, ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled,
-         ddp_user, ddp_orders, ddp_no_step)
+         ddp_join_state, ddp_user, ddp_orders, ddp_no_step)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -443,8 +480,18 @@ def test_a_rank_that_has_no_more_data_joins(size):
 
 @sizes
 def test_a_rank_joins_with_a_loss_scale(size):
-    parameters = ran("torch", size, CASES)[ddp_join_scaled]
-    assert all(torch.equal(p, parameters[0]) and p.isfinite().all() for p in parameters)
+    """Its scaler does what the others' do, so that the next step is right."""
+    results = ran("torch", size, CASES)[ddp_join_scaled]
+    for parameters, scaler, skipped in results:
+        assert torch.equal(parameters, results[0][0]) and parameters.isfinite().all()
+        assert scaler == results[0][1] and skipped == 1
+    assert results[0][1]["scale"] == 2.0 ** 12  # after 2 + 2 steps, an overflow, and 2 more
+
+
+@sizes
+def test_a_rank_that_joins_keeps_up(size):
+    for results in ran("torch", size, CASES)[ddp_join_state]:
+        assert results == dict.fromkeys([(0, "SGD"), (0, "AdamW"), (2, "SGD"), (2, "AdamW")], True)
 
 
 @sizes
