@@ -32,9 +32,9 @@ class Misuse:
         self._warned = False
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers the gradients as they are."""
+        """Remembers the gradients as they are. Views of one tensor have one version: they are not looked at."""
         for p in parameters:
-            if (g := p.grad) is not None:
+            if (g := p.grad) is not None and (g._base is None or g._base.numel() == g.numel()):
                 self._versions[p] = id(g), g._version
 
     def note_copy(self, parameter: Tensor, gradient: Tensor, copies: int) -> None:
@@ -104,11 +104,13 @@ class Misuse:
 
     def tell_of_dropped_update(self) -> None:
         """Warns that there was no step() after synchronize(): its update is dropped, as where ``p.grad`` was set to
-        None.
+        None. Where nothing is kept, so is all of the gradient, as in stock's.
         """
-        self.warn_of_loss("there was no step() after synchronize(), so the update is dropped, and what was sent for "
-                          "it is no longer in the residual; to leave out steps whose gradients are not finite, give "
-                          "Config(nonfinite='skip')")
+        if self._parameters.kept():
+            self.warn_of_loss("there was no step() after synchronize(), so the update is dropped. But u and v have "
+                              "taken the gradients in: what was not sent comes with later updates, and so does their "
+                              "momentum; to leave out steps whose gradients are not finite, give "
+                              "Config(nonfinite='skip')")
 
     def tell_of_missing_momentum(self, of_adam: bool) -> None:
         """Warns that a process goes on alone with a state whose momentum was in residuals."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression.residual import norm
+from dgc.engine.adam import BEGAN
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters
@@ -98,9 +99,11 @@ class Pending:
                 view.zero_()
 
     def tell_of_missing(self) -> None:
-        """Warns once where training goes on without its residuals."""
+        """Warns once where training goes on without its residuals. AdamW's dense steps have all in its state."""
         if self.missing:
             self.missing = False
+            if not self._parameters.kept() or self._parameters.groups[0].get(BEGAN, 0) < 0:
+                return
             warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
                  "save optimizer.residual_state_dict() on every rank, and load it there with "
                  "load_residual_state_dict()")

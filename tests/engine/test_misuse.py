@@ -87,6 +87,26 @@ def test_what_was_not_sent_yet_may_be_changed():
         in_lockstep(worker)
 
 
+def test_gradients_that_are_views_of_one_tensor_are_not_taken_for_changed():
+    """They have one version, which each backward pass moves on."""
+    def worker():
+        network, optimizer = wrapped(groups=4)
+        flat_gradient = torch.zeros(sum(p.numel() for p in network.parameters()))
+        parts = flat_gradient.split([p.numel() for p in network.parameters()])
+        for step in range(3):
+            flat_gradient.zero_()
+            for p, part in zip(network.parameters(), parts, strict=True):
+                p.grad = part.view_as(p)
+            backward(network, step)
+            optimizer.step()
+        return flat(network)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = in_lockstep(lambda: flat(train(range(3), SPARSE, weight_decay=0.0, groups=4)[0]))
+        assert all(map(torch.equal, in_lockstep(worker), expected))
+
+
 def test_a_backward_between_synchronize_and_step_is_refused():
     """It adds to an update, in which there is momentum already."""
     def worker():

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, rank, reference, train, wrapped
+from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, model, rank, reference, train, wrapped
 
 import dgc
 
@@ -183,3 +183,35 @@ def test_a_checkpoint_loaded_before_wrapping_lacks_residuals_too():
     with pytest.warns(UserWarning, match="goes on at step 3 without the residuals") as told:
         in_lockstep(worker)
     assert len(told) == 2  # each rank
+
+
+@pytest.mark.parametrize("make", [
+    lambda network: dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9),
+                                             network.named_parameters(), dgc.Config(0.9, min_numel=1 << 20)),
+    lambda network: dgc.DistributedOptimizer(torch.optim.AdamW(network.parameters()), network.named_parameters(),
+                                             dgc.Config(dgc.piecewise({0: 0.0, 99: 0.9}))),
+], ids=["nothing is compressed", "AdamW's dense steps"])
+def test_without_residuals_there_are_none_to_lack(make):
+    """All is in the state of torch's optimizer, and an update that is dropped is gone, as in stock Horovod."""
+    def worker():
+        network = model()
+        whole, optimizer = train(range(3), None, network, make(network))
+        state = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+        train(range(3, 5), None, whole, optimizer)
+        network = model()
+        again = make(network)
+        network.load_state_dict(state[0])
+        again.load_state_dict(state[1])
+        train(range(3, 5), None, network, again)
+        if not again.residual_state_dict()["v"]:
+            backward(network, 9)
+            again.synchronize()
+            again.zero_grad()
+            backward(network, 10)
+            again.synchronize()
+        return flat(network), flat(whole)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ours, expected in in_lockstep(worker):
+            assert torch.equal(ours, expected)
