@@ -56,6 +56,7 @@ class _Handler(stock.OptimizerStateHandler):
 
     def _keep(self) -> None:
         pending = engine_of(self.value).pending
+        self._lost = engine_of(self.value).ledger.lost_residuals
         self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
 
     def set_value(self, value: Any) -> None:
@@ -70,6 +71,7 @@ class _Handler(stock.OptimizerStateHandler):
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine_of(self.value).pending.load(self._residuals)
+        engine_of(self.value).ledger.lost_residuals = self._lost  # those that are gone since are counted anew
 
 
 class _ScalerHandler(stock.SamplerStateHandler):

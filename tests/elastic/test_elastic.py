@@ -130,6 +130,25 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
                 assert old.any() and torch.allclose(state[letter][name].double() / 2, old.double() / sizes[rank])
 
 
+def test_a_lost_rank_is_counted_once(monkeypatch):
+    """However often the commit is restored that still has it."""
+    pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    def worker():
+        network, optimizer = train(range(2), dgc.Config(0.9))
+        handler, engine = dgc.elastic._Handler(optimizer), engine_of(optimizer)
+        handler._residuals["size"] = 3  # of which one is gone
+        for step in range(2, 5):
+            handler.restore()
+            engine.agreement.reached = False
+            train([step], None, network, optimizer)
+        return optimizer.report().lost_residuals
+
+    with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):
+        assert dgc.lockstep.run(worker, 2) == [1, 1]
+
+
 def test_a_commit_can_be_restored_more_than_once():
     """Steps after the first time do not change it: weight decay's momentum and that of small parameters too."""
     pytest.importorskip("horovod.torch")
