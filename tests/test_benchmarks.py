@@ -222,3 +222,8 @@ def test_ideas_change_one_thing():
     values = torch.tensor([5.0, -2.0, 3.0, 1.0])
     layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], torch.float16)
     assert ideas.Cap().values(layout, torch.tensor([4]), values).tolist() == [2, -2, 2, 1]
+    across, bucket = ideas.Across(), Bucket("", like)
+    across.config, across.count = dgc.Config(0.95), ideas.selection.count
+    few = {"a": Gradient(torch.arange(2000.0).view(40, 50)), "b": Gradient(1998.5 + torch.zeros(900))}
+    _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], torch.float16), True, 0)
+    assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
