@@ -64,15 +64,15 @@ class NonFinite:
         fits = [(torch.stack(torch._foreach_norm(same, math.inf)) <= torch.finfo(dtype).max * (
             room if dtype != torch.float16 else 1.0)).all().to(device) for (_, dtype), same in by_kind.items()]
         none_is_bad = torch.stack(fits).all() if fits else torch.ones((), device=device)
-        scale = 1.0 if step.inverse is None else 1 / step.inverse.number
-        scales = torch.tensor([1.0, scale, scale * scale], dtype=torch.float64)
-        bad = Collective("sum", torch.cat([1 - none_is_bad.double().view(1), scales.to(device)]))
+        one = torch.ones((), dtype=torch.float64, device=device)
+        inverse = one if step.inverse is None else step.inverse.tensor.double()  # which is on the device by now
+        bad = Collective("sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse]))
         count(bad)
         with stage("dgc::exchange"):
             total = self._settings.transport.start(bad, "dgc.finite")()
-        found, n, scales_sum, squares = sum_of_shards(total, self._parameters.all()[0]).tolist()
-        if n * squares - scales_sum ** 2 > 1e-9 * n * squares:  # n^2 times their variance
-            everyones = self._settings.transport.start(Collective("gather", scales[1:2].to(device)), "dgc.scale")()
+        found, n, inverses, squares = sum_of_shards(total, self._parameters.all()[0]).tolist()
+        if n * squares - inverses ** 2 > 1e-9 * n * squares:  # n^2 times their variance
+            everyones = self._settings.transport.start(Collective("gather", (1 / inverse).view(1)), "dgc.scale")()
             raise ValueError("the loss's scale must be the same on all ranks, got, rank by rank, "
                              f"{everyones.flatten().tolist()} (load one rank's scaler.state_dict() on all)")
         if found:
