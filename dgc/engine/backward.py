@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -14,6 +14,8 @@ from torch.autograd.function import BackwardCFunction
 
 from dgc.compression.residual import memory_order, shaped
 from dgc.engine.buckets import DTYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Exchanging(Protocol):
@@ -71,13 +73,18 @@ class Hooks:
         """See :class:`dgc.engine.engine.GradientSource`."""
 
 
+def uncompiled(function: F) -> F:
+    """A function that Dynamo leaves alone, with all that it calls, where a compiled one calls it."""
+    return cast(F, torch.compiler.disable(function))
+
+
 def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
     """Has torch call a function when a gradient was accumulated. It takes no hook for a frozen parameter, which may
-    thaw later.
+    thaw later. Within a compiled function the backward pass runs the hook, which is not to be compiled.
     """
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(on_gradient)
+    parameter.register_post_accumulate_grad_hook(uncompiled(on_gradient))
     parameter.requires_grad_(not frozen)
 
 
@@ -114,7 +121,7 @@ def backward_task() -> int:
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Has a function called when the backward pass that runs in this thread has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    torch.autograd.Variable._execution_engine.queue_callback(uncompiled(call))
 
 
 def within_another() -> bool:

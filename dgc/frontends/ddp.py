@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.config import Average, Config
-from dgc.engine.backward import backward_task, gradients_of
+from dgc.engine.backward import backward_task, gradients_of, uncompiled
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.settings import Settings
 from dgc.engine.step import Phase
@@ -68,6 +68,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         known.progress.begin()
 
 
+@uncompiled
 def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
     """The hook that DDP calls with each of its buckets, in the same order on every rank."""
     engine = engine_of(state)

@@ -1,4 +1,4 @@
-"""A model that torch.compile has compiled trains as the plain one, to the bit, over two processes."""
+"""What torch.compile has compiled, a model or a whole step, trains as the plain one, to the bit, over two processes."""
 
 import pytest
 import torch
@@ -29,12 +29,16 @@ class Model(nn.Module):
 
 def trained(network, optimizer, runs):
     """A short training whose forward and backward passes are those of ``runs``."""
-    for step in range(4):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + find().world.rank))
+    for x in batches():
         optimizer.zero_grad()
         runs(x).square().mean().backward()
         optimizer.step()
     return network, optimizer
+
+
+def batches():
+    rank = find().world.rank
+    return [torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank)) for step in range(4)]
 
 
 def wrapping(network):
@@ -74,6 +78,52 @@ def compiled_models():
         end = trained(*made(manner, lambda module: torch.compile(module, backend=backend)))
         results[manner] = same_end(end, expected), len(graphs)
     return results
+
+
+def stepped(whole, compiling, network, optimizer, runs):
+    """The same training, with a function for backward() alone or for all of a step."""
+    def backward(x):
+        runs(x).square().mean().backward()
+
+    def step(x):
+        optimizer.zero_grad()
+        backward(x)
+        optimizer.step()
+
+    if whole:
+        step = compiling(step)
+    else:
+        backward = compiling(backward)
+    for x in batches():
+        step(x)
+    return network, optimizer
+
+
+def compiled_steps(manners):
+    """What is compiled -> whether it ends as it does uncompiled."""
+    results = {}
+    for manner in manners:
+        for whole in (False, True):
+            torch._dynamo.reset()
+            one, other = (stepped(whole, compiling, *made(manner, lambda module: module))
+                          for compiling in (torch.compile(backend="aot_eager"), lambda step: step))
+            results[manner, whole] = same_end(one, other)
+    return results
+
+
+def steps_of_both():
+    return compiled_steps(["the model", "DDP around it"])
+
+
+def steps_of_horovod():
+    return compiled_steps(["the model"])
+
+
+@pytest.mark.parametrize(("launcher", "steps"), [("torch", steps_of_both), ("horovod", steps_of_horovod)])
+def test_a_compiled_step(launcher, steps):
+    """Dynamo would trace what a gradient's hook calls, and step(): it fails at that."""
+    for results in ran(launcher, 2, (steps,))[steps]:
+        assert results and all(results.values()), results
 
 
 @pytest.mark.parametrize("manner", MANNERS)
