@@ -55,8 +55,11 @@ class _Handler(stock.OptimizerStateHandler):
         self._keep()
 
     def _keep(self) -> None:
-        pending = engine_of(self.value).pending
-        self._lost = engine_of(self.value).ledger.lost_residuals
+        engine = engine_of(self.value)
+        if engine.step.waits_for_update and engine.settings.exchanges:
+            raise RuntimeError("state.commit() must be called after step(), got a call between backward() and step(), "
+                               "when u and v lack what is on its way")
+        pending, self._lost = engine.pending, engine.ledger.lost_residuals
         self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
 
     def set_value(self, value: Any) -> None:

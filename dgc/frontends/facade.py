@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dgc.config import Config
 from dgc.engine.adam import restore_counts
-from dgc.engine.backward import uncompiled
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
@@ -41,8 +40,7 @@ class _OfEngine(Generic[T]):
 
 class Distributed(torch.optim.Optimizer):
     """The type of what :func:`dgc.DistributedOptimizer` returns: a torch optimizer with these methods. Its class is
-    made at run time and inherits from the wrapped optimizer's. Those of a training step may be called within what
-    torch.compile compiles, which then leaves them, and all that they call, alone.
+    made at run time and inherits from the wrapped optimizer's.
     """
 
     _inner: type[torch.optim.Optimizer]
@@ -70,7 +68,6 @@ class Distributed(torch.optim.Optimizer):
 
     # -- Horovod's -------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def synchronize(self) -> None:
         """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
         engine = engine_of(self)
@@ -95,12 +92,10 @@ class Distributed(torch.optim.Optimizer):
         if 0 not in engine.step.delays.values():  # else its bucket would be complete a second time
             engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
 
-    @uncompiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
         return engine_of(self).take_step(closure)
 
-    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
         engine = engine_of(self)
@@ -111,7 +106,6 @@ class Distributed(torch.optim.Optimizer):
 
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
-    @uncompiled
     def flush(self) -> None:
         """Sends what is pending in v, on all ranks, and applies it at the current learning rate. Call it on all of
         them, before evaluating or at the end of training.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config
-from dgc.engine.backward import Hooks
+from dgc.engine.backward import Hooks, uncompiled
 from dgc.engine.engine import Engine, GradientSource, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
@@ -129,7 +129,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], setting
 def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: type[Distributed]) -> type[Any]:
     """A class that inherits from an optimizer's and has the methods of :class:`dgc.frontends.facade.Distributed` and of
     a subclass. They are merged into one class, so that its ``super()`` is the optimizer's, as Horovod's functions
-    expect.
+    expect. A compiled function may call those of a training step.
 
     Args:
         inner: the optimizer's class.
@@ -137,6 +137,7 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
         methods: the subclass.
     """
     members = {**vars(Distributed), **vars(methods)}
+    members.update({name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")})
     return type(inner.__name__, (inner,), {**members, "__module__": module, "_inner": inner})
 
 

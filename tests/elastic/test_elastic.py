@@ -169,3 +169,22 @@ def test_a_commit_can_be_restored_more_than_once():
             assert all(torch.equal(now[letter][name], x) for letter in "uv" for name, x in pending[letter].items())
 
     dgc.lockstep.run(worker, 2)
+
+
+def test_a_commit_within_a_step_is_refused():
+    """v would lack what is on its way, and have the rest of a gradient that comes again."""
+    pytest.importorskip("horovod.torch")
+
+    def worker():
+        network, optimizer = train(range(2), dgc.Config(0.95))
+        handler = dgc.elastic._Handler(optimizer)
+        kept = handler._residuals
+        loss(network, 0, 2).backward()
+        with pytest.raises(RuntimeError, match="must be called after step"):
+            handler.save()
+        assert handler._residuals is kept
+        optimizer.step()
+        handler.save()
+        assert handler._residuals is not kept
+
+    dgc.lockstep.run(worker, 2)
