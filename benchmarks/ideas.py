@@ -234,6 +234,7 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
          seed: Annotated[int, typer.Option(min=0)] = 0,
          epochs: Annotated[int, typer.Option(min=1)] = 5,
+         factor_masking: Annotated[bool, typer.Option(help="Of the training that the idea changes.")] = True,
          checkpoints: Annotated[pathlib.Path | None, typer.Option(help="Folder; it goes on from there.")] = None,
          out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the result.")] = None) -> None:
     """Trains with one thing changed."""
@@ -242,8 +243,8 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
     study = experiments.BUDGETS["cpu"].cifar10
     warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]  # as in the momentum table
     row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity)
-    cifar10.main(**{**row.options, "prepay": chosen.prepays, "data": data, "checkpoints": checkpoints,
-                    "resume": checkpoints is not None, "out": out})
+    cifar10.main(**{**row.options, "prepay": chosen.prepays, "factor_masking": factor_masking, "data": data,
+                    "checkpoints": checkpoints, "resume": checkpoints is not None, "out": out})
     if out:
         out.write_text(json.dumps({"idea": idea, **json.loads(out.read_text())}, indent=1) + "\n")
 

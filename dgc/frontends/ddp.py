@@ -58,7 +58,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
     else:
         config, grad_scaler = _checked_again(known.settings, config, grad_scaler)
     _check_parameters(ddp_model, optimizer)
-    ddp_model.register_comm_hook(optimizer, uncompiled(exchange))  # first of all, as it may refuse
+    ddp_model.register_comm_hook(optimizer, exchange)  # first of all, as it may refuse
     if known is None:
         _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler)
     else:
@@ -68,6 +68,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         known.progress.begin()
 
 
+@uncompiled
 def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
     """The hook that DDP calls with each of its buckets, in the same order on every rank."""
     engine = engine_of(state)
