@@ -27,7 +27,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "elastic": {"engine"},
     "integrations": {"config", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
-    "planning": LEAVES | {"compression", "drawing", "engine"},
+    "planning": LEAVES | {"compression", "drawing", "engine", "schedule"},
     "tune": {"config", "drawing", "schedule", "transport"},
     "doctor": {"config", "compression", "frontends"},
     "cli": LEAVES | {"drawing", "extras", "schedule", "planning", "tune", "doctor"},

@@ -11,13 +11,16 @@ from dgc.config import UNMASKED, Config
 from dgc.cost import Cluster
 from dgc.planning.models import Shape
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
+from dgc.schedule import Piecewise, piecewise, warmup
 
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 ADAMW = 0.99  # the largest sparsity at which a training with AdamW was measured
+START = 0.75  # where the paper's warm-up begins
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
-MOST_WAIT = 0.11  # of a training, that an entry may wait where the number of steps is known
+MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
+WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
 # Waits as a share of all steps, and what the nearest that was measured cost at 99.9 % (docs/results/accuracy.md).
 LOST = ((0.02, "The paper lost nothing with such a share."),
         (0.11, "With a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
@@ -44,6 +47,7 @@ class Advice(NamedTuple):
     above: float | None  # and from which on; None: however slow it is
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
     reduce_from: int | None  # nodes, from which on the reduce exchange is faster than an all-gather by 2 %; None: never
+    whole: float | None  # times as fast as dense, over all steps; None: their number is not known
     words: tuple[str, ...]
 
 
@@ -95,7 +99,9 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     faster = other if NEARLY * other.step_seconds < (dgc if pays else dense).step_seconds else None
     reduce_from = _reduce_from(cluster, dgc.method.exchange.hierarchical,
                                lambda on, m: with_dgc(on, m, sparsity).step_seconds)
-    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, ())
+    whole = _whole(steps, _schedule(sparsity, steps, optimizer)[1], dense.step_seconds,
+                   lambda s: with_dgc(cluster, dgc.method, s).step_seconds)
+    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, whole, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, sparsity == max(sparsities), steps, optimizer)))
 
 
@@ -105,18 +111,44 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
         (steps is None or 1 / (1 - s) <= MOST_WAIT * steps) and (optimizer == "sgd" or s <= ADAMW)))
 
 
-def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optimizer) -> str:
-    """The line of Python to paste."""
-    end = "" if sparsity == 0.999 else f", end={sparsity:g}"
-    schedule = f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})" if sparsity > 0.75 else f"{sparsity:g}"
+def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Piecewise]:
+    """The schedule: as Python to paste, and itself. Without ``steps`` an epoch of it is one step."""
     if optimizer == "adamw":
         dense = max(1, steps // 10) if steps else DENSE
-        rises = f"{dense}: 0.9, {2 * dense}: {sparsity:g}" if sparsity > 0.9 else f"{dense}: {sparsity:g}"
-        schedule = f"dgc.piecewise({{0: 0.0, {rises}}})"
+        points = {0: 0.0, dense: min(0.9, sparsity), 2 * dense: sparsity}
+        if sparsity <= 0.9:
+            del points[2 * dense]
+        return f"dgc.piecewise({points})", piecewise(points)
+    if sparsity <= START:
+        return f"{sparsity:g}", piecewise({0: sparsity})
+    end = "" if sparsity == 0.999 else f", end={sparsity:g}"
+    if steps is None:
+        return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})", _warmup(4, 1, sparsity)
+    return f"dgc.warmup({WARMUP}, stages=4, steps_per_epoch={steps}{end})", _warmup(WARMUP, steps, sparsity)
+
+
+def _warmup(epochs: float, steps: int, end: float) -> Piecewise:
+    made = warmup(epochs, stages=4, steps_per_epoch=steps, start=START, end=end)
+    assert isinstance(made, Piecewise)
+    return made
+
+
+def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optimizer) -> str:
+    """The line of Python to paste."""
+    schedule = _schedule(sparsity, steps, optimizer)[0]
     masking = ", factor_masking=False" if sparsity <= UNMASKED else ""
     exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
     return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
+
+
+def _whole(steps: int | None, schedule: Piecewise, dense: float, seconds: Callable[[float], float]) -> float | None:
+    """How many times as fast all of a training is: ``dense`` and ``seconds``, by sparsity, are of a step."""
+    if steps is None:
+        return None
+    ends = (*schedule.steps[1:], steps)
+    lasts = [max(0, min(end, steps) - begin) for begin, end in zip(schedule.steps, ends, strict=True)]
+    return dense * steps / sum(n * seconds(s) for n, s in zip(lasts, schedule.sparsities, strict=True) if n)
 
 
 def _turn(holds: Callable[[float], bool], here: float, up: bool) -> tuple[float, float] | None:
@@ -185,6 +217,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                + ("." if largest else
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     if advice.pays:
+        if advice.whole:
+            yield f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense."
         yield from _of_reduce(advice)
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:

@@ -50,7 +50,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the default one, and advice which sparsity to choose.
-        steps: of the training, so that a sparsity is advised at which an entry waits for no more than a ninth of it.
+        steps: of the training, so that a sparsity is advised at which an entry waits for no more than a tenth of it.
         optimizer: with AdamW, no more is advised than was measured with it.
 
     Raises:

@@ -214,9 +214,9 @@ def test_how_long_an_entry_waits_is_told(steps, words):
 
 
 @pytest.mark.parametrize(("steps", "sparsity"), [
-    (None, 0.999), (64_000, 0.999), (9_750, 0.999), (5_000, 0.99), (1_000, 0.99), (500, 0.9), (10, 0.9)])
+    (None, 0.999), (64_000, 0.999), (10_000, 0.999), (9_999, 0.99), (1_000, 0.99), (999, 0.9), (10, 0.9)])
 def test_a_short_training_is_advised_to_send_more(steps, sparsity):
-    """Where an entry would wait for more than a ninth of it; the sparsity that is given is kept."""
+    """Where an entry would wait for more than a tenth of it; the sparsity that is given is kept."""
     shapes = plan.load("resnet50").shapes
     told = plan.advise(shapes, cluster(4, network="1gbit"), 0.01, local=FREE, steps=steps)
     assert told.sparsity == sparsity
@@ -238,6 +238,22 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     assert report.advice.sparsity <= 0.99 and "With AdamW, a transformer" in words and "ResNet-20" not in words
     line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)
     assert eval(line).sparsity_at(10**6) == report.advice.sparsity
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("steps", [1, 7, 500, 5_000, 20_000])
+def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, optimizer):
+    """Each of its steps is predicted at the sparsity that the line's schedule has there."""
+    shapes, on = plan.load("resnet50").shapes, cluster(4)
+    told = plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"], steps=steps, optimizer=optimizer)
+    words = " ".join(told.words)
+    config = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc})
+    of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, dgc.Config(s), plan.LOCAL["gpu"]).step_seconds
+          for s in {config.sparsity_at(step) for step in range(steps)}}
+    took = sum(of[config.sparsity_at(step)] for step in range(steps))
+    assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
+    assert f"Over all {steps:,} steps, the warm-up among them, it is {told.whole:.3g} times" in words
+    assert plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"], optimizer=optimizer).whole is None
 
 
 def test_who_clips_loses_the_overlap_of_dgc_alone():
