@@ -240,17 +240,18 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     assert eval(line).sparsity_at(10**6) == report.advice.sparsity
 
 
+@pytest.mark.parametrize("config", [None, dgc.Config(0.99)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("steps", [1, 7, 500, 5_000, 20_000])
-def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, optimizer):
+def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, optimizer, config):
     """Each of its steps is predicted at the sparsity that the line's schedule has there."""
     shapes, on = plan.load("resnet50").shapes, cluster(4)
-    told = plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"], steps=steps, optimizer=optimizer)
+    told = plan.advise(shapes, on, 0.25, config, plan.LOCAL["gpu"], steps=steps, optimizer=optimizer)
     words = " ".join(told.words)
-    config = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc})
+    line = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc})
     of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, dgc.Config(s), plan.LOCAL["gpu"]).step_seconds
-          for s in {config.sparsity_at(step) for step in range(steps)}}
-    took = sum(of[config.sparsity_at(step)] for step in range(steps))
+          for s in {line.sparsity_at(step) for step in range(steps)}}
+    took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
     assert f"Over all {steps:,} steps, the warm-up among them, it is {told.whole:.3g} times" in words
     assert plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"], optimizer=optimizer).whole is None
