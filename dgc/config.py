@@ -32,8 +32,8 @@ class Config:
             threshold that a sample of the entries gives (paper, section 5), ``"exact"`` at all of them.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
             Needs ``torch.optim.SGD``, or ``AdamW``, whose gradients then travel dense until its denominator is known
-            (docs/method.md). Off: plain accumulation, for any optimizer, which then sees the
-            averaged sparse gradient and applies its own momentum to it.
+            (docs/method.md). Off: plain accumulation, for SGD and any optimizer but AdamW (and Adam without weight
+            decay), which then sees the averaged sparse gradient and applies its own momentum to it.
         factor_masking: what becomes of u where an entry was sent. True: it is set to zero (paper, section 3.3). Made
             for 99.9 %: the denser what is sent, the more of the momentum that takes away, at 90 % and momentum 0.9
             three quarters of a step. False: it is left as it is, and goes on a whole wait too late. "prepay": what it

@@ -90,11 +90,13 @@ def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute, optimizer
     for network in ("1gbit", "10gbit", "25gbit"):
         cluster = Cluster(8, 1, planning.NETWORKS[network], planning.INSIDE["pcie"])
         advice = planning.advise(planning.load(model).shapes, cluster, compute, local=planning.LOCAL["gpu"],
-                                 optimizer=optimizer)
+                                 steps=20_000, optimizer=optimizer)
         row = re.search(rf"^\| {network[:-4]} Gbit/s \|.*$", README, re.MULTILINE)[0].strip("|").split("|")[column]
         faster = advice.dense.step_seconds / advice.dgc.step_seconds
         assert float(re.search(r"([\d.]+) times", row)[1]) == pytest.approx(faster, rel=0.025)
-        assert ("**no**" in row) == (not advice.pays)
+        assert ("**no**" in row) == (not advice.pays) == ("training" not in row)
+        if advice.pays:
+            assert float(re.search(r"the training ([\d.]+)", row)[1]) == pytest.approx(advice.whole, rel=0.025)
 
 
 

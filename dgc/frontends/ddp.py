@@ -29,7 +29,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        dgc.register_comm_hook(model, optimizer, dgc.Config())
+        dgc.register_comm_hook(model, optimizer, dgc.Config(dgc.warmup(epochs=4, steps_per_epoch=len(loader))))
 
     The script stays as it is. The optimizer is changed in place: it has ``residual_state_dict``, ``flush`` and
     ``report`` from then on, and momentum and weight decay go as in :func:`dgc.DistributedOptimizer`. After
@@ -41,8 +41,8 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
 
     Args:
         ddp_model: wraps the model; no hook may be registered with it yet.
-        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD`` or
-            ``AdamW``, or any other (but LBFGS) with ``momentum_correction=False``.
+        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD``,
+            ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS, with ``momentum_correction=False``.
         config: None means ``Config()``, 99.9 % without warm-up.
         grad_scaler: as for :func:`dgc.DistributedOptimizer`.
 

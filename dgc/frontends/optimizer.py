@@ -52,7 +52,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     With a single process, or outside the process set, it is the plain optimizer.
 
     Args:
-        optimizer: ``torch.optim.SGD`` or ``AdamW``, or any other (but LBFGS) with ``momentum_correction=False``.
+        optimizer: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS, with
+            ``momentum_correction=False``.
         named_parameters: usually ``model.named_parameters()``. Names key the residuals; without them they are made up
             from the order of the parameters.
         compression: a :class:`dgc.Config`; None means ``Config()``, 99.9 % without warm-up. With
