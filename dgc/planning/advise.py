@@ -218,7 +218,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                   f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     if advice.pays:
         if advice.whole:
-            yield f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense."
+            yield (f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense"
+                   + ("." if advice.whole >= WORTH else ": for this training it is not worth it."))
         yield from _of_reduce(advice)
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:

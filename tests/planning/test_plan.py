@@ -254,6 +254,7 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
     assert f"Over all {steps:,} steps, the warm-up among them, it is {told.whole:.3g} times" in words
+    assert ("not worth it" in words) == (told.whole < plan.WORTH)
     assert plan.advise(shapes, on, 0.25, local=plan.LOCAL["gpu"], optimizer=optimizer).whole is None
 
 
