@@ -1,5 +1,6 @@
 import pickle
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,14 @@ def test_a_warm_up_rises_from_start_to_end(start, end, epochs, steps, per_step):
         assert values[0] == pytest.approx(start)
     assert values == sorted(values) and values[-1] == end and values[-2] == end
     assert all(0 <= value < 1 for value in values)
+
+
+def test_steps_may_be_numpys():
+    """And the schedule is the same: ranks compare what it prints."""
+    ours, theirs = ([dgc.warmup(4, steps_per_epoch=of(391)), dgc.warmup(of(2), stages=of(4), steps_per_epoch=of(9)),
+                     dgc.warmup(2, steps_per_epoch=of(9), per_step=True), dgc.piecewise({of(0): 0.5, of(7): 0.9}),
+                     dgc.dense_until(of(3))] for of in (int, numpy.int64))
+    assert ours == theirs and repr(ours) == repr(theirs)
 
 
 def test_a_warm_up_may_fall_and_be_shorter_than_an_epoch():

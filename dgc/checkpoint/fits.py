@@ -18,6 +18,8 @@ from dgc.engine.adaptive import KEYS, SPARSITY
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 
+OTHER_CONFIG = " (was it saved with another Config, such as another min_numel or momentum_correction?)"
+
 
 def engine_or_none(optimizer: Any) -> Engine | None:
     """Ours; None of Horovod's own optimizer, which keeps no residuals."""
@@ -92,7 +94,7 @@ def check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
     if given.keys() != expected.keys():
         lacking, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
         raise ValueError(f"{what} must have the same names, got none for {lacking} and unknown {unknown}"
-                         + _of_wrapper(given.keys(), expected.keys()))
+                         + (OTHER_CONFIG if what in ("u", "v") else _of_wrapper(given.keys(), expected.keys())))
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor):
             check_like(f"{what}: {name}", given[name], tensor, name in of_any_shape)

@@ -220,7 +220,7 @@ class Engine:
                 loss = closure()
         if not self.source.has_step(self):
             return loss
-        if self.settings.exchanges:
+        if self.settings.exchanges or (self.step.exchanged and self.settings.config.clip_norm is not None):
             self.misuse.refuse_scaler(self.step)
         if self.synchronizes:
             if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's

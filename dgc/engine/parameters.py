@@ -148,6 +148,8 @@ class Parameters:
         cannot find out for themselves.
         """
         groups = self.group_of()
+        if STEP not in self.groups[0]:
+            raise RuntimeError("param_groups must stay in their order, got another group as the first one")
         if groups.keys() != self.bucket_of.keys():
             added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self.bucket_of]
             taken = [name for p, name in self.names.items() if p not in groups]

@@ -204,10 +204,12 @@ class DDPBuckets:
             self._begin_pass(engine)
         self._futures.append((future, buffer, parameters))
         try:
-            for p, g in zip(parameters, gradients_of(bucket, parameters), strict=True):
+            used = [(p, g) for p, g in zip(parameters, gradients_of(bucket, parameters), strict=True)
+                    if p.requires_grad]  # the others were frozen since the model was wrapped; theirs are zeros
+            for p, g in used:
                 self._lent.append((p, p.grad))
                 p.grad = g
-            for p in parameters:
+            for p, _ in used:
                 engine.arrived(p)
             if bucket.is_last() or (unnumbered and not self._missing(engine)):
                 self._end_pass(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
@@ -189,9 +190,10 @@ class Distributed(torch.optim.Optimizer):
         hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with gradients of zero. It
         makes them where the state is empty, which ours never is.
         """
-        engine = engine_of(self)
+        engine, caller = engine_of(self), sys._getframe(1).f_code.co_name
         fresh = engine.parameters.groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
-        if fresh and engine.applier.adds and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE:
+        if (fresh and engine.applier.adds and caller == "broadcast_optimizer_state"
+                and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE):
             for parameter in engine.parameters.all():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -171,8 +171,9 @@ def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
 
 
 def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-    """Gives a copy what its original had."""
+    """Gives a copy what its original had, until another training is loaded into it."""
     optimizer.load_residual_state_dict(residuals)
+    engine_of(optimizer).pending.loaded = False
     engine_of(optimizer).parameters.load_sparse_names(sparse)
 
 

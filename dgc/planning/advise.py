@@ -190,7 +190,7 @@ def _reduce_from(cluster: Cluster, hierarchical: bool, seconds: Callable[[Cluste
 
 def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, steps: int | None,
            optimizer: Optimizer) -> Iterable[str]:
-    dense, dgc, sparsity = advice.dense, advice.dgc, advice.sparsity
+    dense, dgc = advice.dense, advice.dgc
     if cluster.workers == 1:
         yield "One worker exchanges nothing: there is nothing to compress."
         return
@@ -213,14 +213,7 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
         end = "as far as was looked" if advice.below >= MOST else f"and not {'outside' if begin else 'above'}"
         yield f"On this cluster it pays {begin}up to {bits(advice.below)} between nodes, {end}."
     if advice.pays:
-        yield (f"Recommended: {_config(dgc.method, sparsity, steps, optimizer)}"
-               + ("." if largest else
-                  f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
-    if advice.pays:
-        if advice.whole:
-            yield (f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense"
-                   + ("." if advice.whole >= WORTH else ": for this training it is not worth it."))
-        yield from _of_reduce(advice)
+        yield from _recommended(advice, largest, steps, optimizer)
     lost = dgc.step_seconds - compute
     if advice.pays and lost > 0.2 * compute:
         yield (f"Even so {100 * lost / dgc.step_seconds:.0f} % of a step is not computation: a larger batch a worker, "
@@ -231,6 +224,16 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
                "than the CPU core that is assumed by default (--worker gpu, --compress-ns).")
     yield "This is about time. Whether accuracy holds is for a trial to tell" + (
         ": the method was made for SGD." if optimizer == "sgd" else f", beside dense training. {LOST_ADAMW}")
+
+
+def _recommended(advice: Advice, largest: bool, steps: int | None, optimizer: Optimizer) -> Iterable[str]:
+    sparsity = advice.sparsity
+    yield (f"Recommended: {_config(advice.dgc.method, sparsity, steps, optimizer)}" + ("." if largest else
+           f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
+    if advice.whole:
+        yield (f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense"
+               + ("." if advice.whole >= WORTH else ": for this training it is not worth it."))
+    yield from _of_reduce(advice)
 
 
 def _of_reduce(advice: Advice) -> Iterable[str]:

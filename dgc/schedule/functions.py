@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from dgc.config import check_sparsity
 
@@ -61,12 +62,12 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
         ValueError: no point at step 0, a negative step, or a sparsity outside [0, 1).
     """
     for step, sparsity in points.items():
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, Integral) or step < 0:  # numpy's, too
             raise ValueError(f"piecewise: steps must be integers >= 0, got {step!r}")
         check_sparsity(sparsity, f"piecewise: the sparsity from step {step} on")
     if 0 not in points:
         raise ValueError(f"piecewise: the points must say what holds at step 0, got {dict(points)!r}")
-    steps = tuple(sorted(points))
+    steps = tuple(sorted(map(int, points)))
     return Piecewise(steps, tuple(float(points[step]) for step in steps))
 
 
@@ -80,7 +81,7 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     Raises:
         TypeError, ValueError: ``step`` is no int >= 0, or ``then`` no number in [0, 1).
     """
-    if not isinstance(step, int) or step < 0:
+    if not isinstance(step, Integral) or step < 0:
         raise ValueError(f"dense_until: step must be an integer >= 0, got {step!r}")
     return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
 
@@ -108,9 +109,9 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
     if not (math.isfinite(epochs) and epochs >= 0):
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
-    if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
+    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
         raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
-    if stages is not None and (not isinstance(stages, int) or stages < 1):
+    if stages is not None and (not isinstance(stages, Integral) or stages < 1):
         raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
     if stages is not None and per_step:
         raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")

@@ -134,6 +134,32 @@ def test_one_process_clips_what_the_scale_does_not_change():
     dgc.lockstep.run(worker, 1)
 
 
+def test_one_process_that_clips_must_be_given_the_scaler_that_scaled_what_it_clipped():
+    """synchronize() would clip the scaled gradient: among several ranks that is an error, too. Where step() clips there
+    is no scale left.
+    """
+    def one_step(scaler=None, synchronizes=False):
+        network, optimizer = wrapped(dgc.Config(0.9, clip_norm=0.1))
+        if scaler is None:
+            loss(network, 0, 0).backward()
+            optimizer.step()
+            return flat(network)
+        scaler.scale(loss(network, 0, 0)).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
+            scaler.step(optimizer)
+        return flat(network)
+
+    def worker():
+        torch.testing.assert_close(one_step(scaler_of()), one_step(), rtol=1e-6, atol=1e-6)
+        with pytest.raises(RuntimeError, match="grad_scaler must be the GradScaler whose step"):
+            one_step(scaler_of(), synchronizes=True)
+
+    dgc.lockstep.run(worker, 1)
+
+
 def test_two_passes():
     """The exchange begins when the second has ended."""
     def worker():

@@ -161,3 +161,17 @@ def test_more_entries_than_positions_are_refused_or_divided():
     large = [nn.Parameter(torch.empty(1 << 15, 1 << 15, device="meta")) for _ in range(3)]
     packed = pack(large, {p: str(i) for i, p in enumerate(large)}, 1, 0)
     assert [names for names, _ in packed] == [["2"], ["1"], ["0"]]
+
+
+def test_param_groups_in_another_order_are_refused():
+    """The first one has the step."""
+    def worker():
+        network = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD([{"params": [network.weight]}, {"params": [network.bias], "lr": 0.01}], 0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+        optimizer.param_groups.reverse()
+        with pytest.raises(RuntimeError, match="param_groups must stay in their order"):
+            network(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+
+    dgc.lockstep.run(worker, 2)

@@ -215,3 +215,21 @@ def test_without_residuals_there_are_none_to_lack(make):
         warnings.simplefilter("error")
         for ours, expected in in_lockstep(worker):
             assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_another_training_that_is_loaded_into_a_copy_begins_without_residuals(copied):
+    """As in the optimizer that was copied: they are of a training that is gone."""
+    def worker():
+        network, optimizer = wrapped(SPARSE)
+        fresh = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
+        train(range(3), None, network, optimizer)
+        network, optimizer = copied((network, optimizer))
+        residuals = optimizer.residual_state_dict()
+        kept = sum(x.abs().sum() for x in residuals["v"].values())
+        network.load_state_dict(fresh[0])
+        optimizer.load_state_dict(fresh[1])
+        return kept, [x.any() for letter in "uv" for x in optimizer.residual_state_dict()[letter].values()]
+
+    for kept, left in in_lockstep(worker):
+        assert kept > 0 and left and not any(left)

@@ -443,6 +443,23 @@ def state_broadcast_after_steps(wrap):
 
 
 @behaviour
+def state_asked_for_on_one_rank(wrap):
+    """Before the first step, to save it; the embedding's gradients are sparse all the same."""
+    torch.manual_seed(0)
+    model = nn.Embedding(50, 30, sparse=True)
+    optimizer = wrap(sgd(model), model.named_parameters())
+    if hvd.rank() == 0:
+        optimizer.state_dict()
+    seen = []
+    for _ in range(2):
+        model(torch.arange(4) + 2 * hvd.rank()).square().sum().backward()
+        seen.append(model.weight.grad.is_sparse)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"alike": seen, "close": [flat(model)]}
+
+
+@behaviour
 def state_loaded_into_another(wrap):
     model = network()
     optimizer = wrap(sgd(model, momentum=0.9), model.named_parameters())

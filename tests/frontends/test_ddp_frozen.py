@@ -1,0 +1,41 @@
+"""The hook of DistributedDataParallel, and parameters that are frozen after it was registered."""
+
+import pytest
+import torch
+from launch import ran
+from laws import flat
+from torch import nn
+
+import dgc
+
+OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+              "AdamW": lambda p: torch.optim.AdamW(p, 0.01)}
+SCHEDULES = {"dense": 0.0, "compressed": 0.99, "dense first": dgc.piecewise({0: 0.0, 3: 0.9})}
+
+
+def frozen_later():
+    """Optimizer, schedule -> whether the frozen layer stays where it is, and the other one goes on."""
+    results = {}
+    for kind, make in OPTIMIZERS.items():
+        for name, sparsity in SCHEDULES.items():
+            torch.manual_seed(0)
+            network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+            model = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
+            optimizer = make(network.parameters())
+            dgc.register_comm_hook(model, optimizer, dgc.Config(sparsity))
+            for step in range(12):
+                if step == 5:
+                    network[0].requires_grad_(False)
+                    frozen, other = flat(network[0]).clone(), flat(network[2]).clone()
+                optimizer.zero_grad()
+                model(torch.randn(8, 32)).square().mean().backward()
+                optimizer.step()
+            results[kind, name] = torch.equal(flat(network[0]), frozen), torch.equal(flat(network[2]), other)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_parameter_that_is_frozen_later_stays_where_it_is(size):
+    """As in plain DDP: no momentum, no weight decay, and nothing that was pending."""
+    expected = {(kind, name): (True, False) for kind in OPTIMIZERS for name in SCHEDULES}
+    assert ran("torch", size, (frozen_later,))[frozen_later] == [expected] * size
