@@ -94,7 +94,7 @@ def check_same(what: str, given: Mapping[str, Any], expected: Mapping[str, Any],
     if given.keys() != expected.keys():
         lacking, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
         raise ValueError(f"{what} must have the same names, got none for {lacking} and unknown {unknown}"
-                         + (OTHER_CONFIG if what in ("u", "v") else _of_wrapper(given.keys(), expected.keys())))
+                         + (_of_wrapper(given.keys(), expected.keys()) or OTHER_CONFIG * (what in ("u", "v"))))
     for name, tensor in expected.items():
         if isinstance(tensor, Tensor):
             check_like(f"{what}: {name}", given[name], tensor, name in of_any_shape)

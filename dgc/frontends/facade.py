@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dgc.config import Config
 from dgc.engine.adam import restore_counts
+from dgc.engine.backward import frames
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
@@ -190,10 +190,10 @@ class Distributed(torch.optim.Optimizer):
         hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with gradients of zero. It
         makes them where the state is empty, which ours never is.
         """
-        engine, caller = engine_of(self), sys._getframe(1).f_code.co_name
+        engine = engine_of(self)
         fresh = engine.parameters.groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
-        if (fresh and engine.applier.adds and caller == "broadcast_optimizer_state"
-                and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE):
+        if (fresh and engine.applier.adds and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE
+                and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())):
             for parameter in engine.parameters.all():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -172,9 +172,10 @@ def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
 
 def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
     """Gives a copy what its original had, until another training is loaded into it."""
+    engine = engine_of(optimizer)
     optimizer.load_residual_state_dict(residuals)
-    engine_of(optimizer).pending.loaded = False
-    engine_of(optimizer).parameters.load_sparse_names(sparse)
+    engine.pending.loaded = False
+    engine.parameters.load_sparse_names(sparse)
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
         (steps is None or 1 / (1 - s) <= MOST_WAIT * steps) and (optimizer == "sgd" or s <= ADAMW)))
 
 
-def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Piecewise]:
-    """The schedule: as Python to paste, and itself. Without ``steps`` an epoch of it is one step."""
+def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Piecewise | None]:
+    """The schedule: as Python to paste, and itself; None where that depends on a number of steps that is not known."""
     if optimizer == "adamw":
         dense = max(1, steps // 10) if steps else DENSE
         points = {0: 0.0, dense: min(0.9, sparsity), 2 * dense: sparsity}
@@ -123,14 +123,10 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
         return f"{sparsity:g}", piecewise({0: sparsity})
     end = "" if sparsity == 0.999 else f", end={sparsity:g}"
     if steps is None:
-        return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})", _warmup(4, 1, sparsity)
-    return f"dgc.warmup({WARMUP}, stages=4, steps_per_epoch={steps}{end})", _warmup(WARMUP, steps, sparsity)
-
-
-def _warmup(epochs: float, steps: int, end: float) -> Piecewise:
-    made = warmup(epochs, stages=4, steps_per_epoch=steps, start=START, end=end)
-    assert isinstance(made, Piecewise)
-    return made
+        return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})", None
+    made = warmup(WARMUP, stages=4, steps_per_epoch=steps, end=sparsity)
+    assert isinstance(made, Piecewise)  # as it has stages
+    return f"dgc.warmup({WARMUP}, stages=4, steps_per_epoch={steps}{end})", made
 
 
 def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optimizer) -> str:
@@ -142,9 +138,10 @@ def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optim
     return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
 
 
-def _whole(steps: int | None, schedule: Piecewise, dense: float, seconds: Callable[[float], float]) -> float | None:
+def _whole(steps: int | None, schedule: Piecewise | None, dense: float,
+           seconds: Callable[[float], float]) -> float | None:
     """How many times as fast all of a training is: ``dense`` and ``seconds``, by sparsity, are of a step."""
-    if steps is None:
+    if steps is None or schedule is None:
         return None
     ends = (*schedule.steps[1:], steps)
     lasts = [max(0, min(end, steps) - begin) for begin, end in zip(schedule.steps, ends, strict=True)]
