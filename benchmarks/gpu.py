@@ -156,7 +156,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
     from dgc.compression.kernels import cuda
 
     there = torch.device(device)
-    if there.type == "cuda":
+    if there.index is not None:
         torch.cuda.set_device(there)  # whose stream is timed
     cases: dict[str, Shapes] = {"ResNet-50, 161 tensors": resnet50(), "flat, 25 M": [(25_000_000,)],
                                 "flat, 200 M": [(200_000_000,)]}

@@ -172,7 +172,8 @@ class Unasked(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         counted = func.overloadpacket is aten.repeat_interleave and "output_size" not in (kwargs or {})
         chosen = func.overloadpacket is aten.index and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if counted or chosen or func.overloadpacket in OPERATIONS:
+        looks = func.overloadpacket is aten.segment_reduce and not (kwargs or {}).get("unsafe")
+        if counted or chosen or looks or func.overloadpacket in OPERATIONS:
             self.refuse(func, args[0])
         return func(*args, **(kwargs or {}))
 

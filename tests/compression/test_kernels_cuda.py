@@ -231,6 +231,14 @@ def finished(paths, result, buckets):
             paths[rank].send(torch.stack(list(marks.values())))
         except FloatingPointError as error:
             ends[rank] = error
+    late = {rank: verdict for rank, end in ends.items() if isinstance(end, StopIteration)
+            and (verdict := getattr(end.value, "verdict", None)) is not None and verdict.not_finite}
+    asking = {rank: verdict.blame() for rank, verdict in late.items()}  # a device that runs ahead tells afterwards
+    answers = [next(path).tensor for path in asking.values()]
+    for rank, path in asking.items():
+        with pytest.raises(StopIteration) as blame:
+            path.send(torch.stack(answers))
+        ends[rank] = late[rank].error(blame.value.value)
     return [settled(ends[rank], bucket) for rank, bucket in enumerate(buckets)]
 
 
