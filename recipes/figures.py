@@ -99,21 +99,23 @@ def sparsity(recipe: Recipe, cells: Mapping[float, Mapping[float, Mapping[int, R
     drawing.save(figure, out)
 
 
-def by_bytes(recipe: Recipe, dense: Result, lines: Mapping[str, Mapping[float, Result]], out: Path) -> None:
-    """What is lost against dense training, by the bytes of all of it: a line for each exchange, a dot for each
-    sparsity. Only what has results.
+def by_bytes(measure: str, points: Mapping[str, Mapping[float, tuple[float, float]]], out: Path, title: str) -> None:
+    """What is lost against dense training, by the bytes of all of it.
+
+    Args:
+        measure: what is lost of.
+        points: a line for each exchange, a dot for each sparsity: how many times fewer bytes, and points.
     """
     figure, axes = drawing.panels(height=3.8)
-    points = {name: {sparsity: (report.ratios(result)[0], measured(result) - measured(dense))
-                     for sparsity, result in sorted(line.items())} for name, line in lines.items()}
-    ratios = [x for line in points.values() for x, _ in line.values()]
+    lines = {name: dict(sorted(line.items())) for name, line in points.items()}
+    ratios = [x for line in lines.values() for x, _ in line.values()]
     right = 1.4 * max(ratios)
     axes.axhline(0, color=drawing.DENSE)
     drawing.log_axis(axes, "x", [n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if min(ratios) / 2 < n < right])
     axes.set(xlabel="times fewer bytes than dense, over all of training", xlim=(min(ratios) / 1.4, right),
-             ylabel=f"{recipe.title}, difference (points)", title="A dot is a sparsity, with one seed")
+             ylabel=f"{measure}, difference (points)", title=title)
     ends = [("dense", (right, 0.0), drawing.DENSE)]
-    for (name, line), colour in zip(points.items(), (drawing.DGC, *drawing.MUTED), strict=False):
+    for (name, line), colour in zip(lines.items(), (drawing.DGC, *drawing.MUTED), strict=False):
         axes.plot(*zip(*line.values(), strict=True), "o-", color=colour)
         for sparsity, point in line.items():
             axes.annotate(f"{100 * sparsity:.5g} %", point, (6, 9), textcoords="offset points", color=colour)

@@ -208,7 +208,9 @@ def draw_bytes(budget: Budget, done: Mapping[str, Result]) -> str:
     dense, exchanges = lines["dense"].get(0.0), {name: line for name, line in lines.items() if name != "dense" and line}
     if dense is None or not exchanges:
         return ""
-    figures.by_bytes(recipe, dense, exchanges, budget.figures / f"{study.name}.png")
+    points = {name: {sparsity: (report.ratios(result)[0], report.measured(result) - report.measured(dense))
+                     for sparsity, result in line.items()} for name, line in exchanges.items()}
+    figures.by_bytes(recipe.title, points, budget.figures / f"{study.name}.png", "A dot is a sparsity, with one seed")
     rows = [[name, f"{100 * sparsity:.5g} %" if sparsity else "", report.shown(result),
              f"{report.measured(result) - report.measured(dense):+.2f}" if sparsity else "",
              f"{report.mean_bytes(result):,.0f}", *map(report.times, report.ratios(result))]

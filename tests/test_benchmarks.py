@@ -227,17 +227,3 @@ def test_ideas_change_one_thing():
     few = {"a": Gradient(torch.arange(2000.0).view(40, 50)), "b": Gradient(1998.5 + torch.zeros(900))}
     _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], torch.float16), True, 0)
     assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
-
-
-def test_rounds_compare_seed_by_seed():
-    """A seed without an all-gather of its own is shown, and in no difference."""
-    import rounds
-
-    def result(wide, seed, accuracy, mean=False, workers=16):
-        return {"wide": wide, "mean": mean, "workers": workers, "settings": {"seed": seed}, "accuracy": accuracy}
-
-    shown = rounds.table([result(0, 0, 80.0), result(0, 1, 82.0), result(4, 1, 81.0), result(4, 0, 80.5),
-                          result(4, 0, 83.0, mean=True), result(4, 2, 70.0, mean=True), result(3, 0, 75.0, workers=4)])
-    assert [list(column.cells) for column in shown.columns] == [
-        ["all-gather", "reduce, 3 k and 3 k", "reduce, 4 k and 4 k", "the mean's own largest 4 k"],
-        ["", "75.00 %", "", ""], ["80.00 %, 82.00 %", "", "80.50 %, 81.00 %, -0.25", "83.00 %, 70.00 %, +3.00"]]

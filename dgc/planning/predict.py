@@ -63,8 +63,8 @@ DGC, CPU = Config(), Local()
 # What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each entry of the gradient,
 # and for each of its own region. On a CPU core, 4 to 64 workers (benchmarks/results/owners.json).
 REDUCE, OWNED = 0.2, 3.7
-# A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100 takes as long for a ResNet-50's
-# tensors, and a quarter of it for one large one (benchmarks/results/gpu.json).
+# A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100 takes as long for a
+# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json).
 LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, convert=0.0)}
 
 

@@ -1,0 +1,207 @@
+"""The package's exchanges for all N workers at once, in (N, n) tensors: u and v of every worker, and what they send.
+
+They equal the package's own, to rounding (tests/benchmarks/test_crowd.py), but in what nobody has here: choices other
+than its 3 k entries a round, and the bound, where the mean of all v chooses, which no worker knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dgc import cost
+from dgc.collective import World
+from dgc.compression import select
+from dgc.compression.regions import Plan
+from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.wire import Layout, exponents, scaled
+from dgc.config import Masking
+from dgc.paths.choice import choose
+
+Kind = Literal["allgather", "reduce", "mean"]
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Nesterov's, and what becomes of the velocity of an entry that is sent (``dgc.Config``'s ``factor_masking``)."""
+
+    m: float
+    masking: Masking
+
+
+class Residuals:
+    """u and v of all workers, each (N, n).
+
+    Args:
+        bucket: the compressed parameters, as one of the package's buckets; its own u and v are not used.
+        workers: N.
+        momentum: see there.
+    """
+
+    def __init__(self, bucket: Bucket, workers: int, momentum: Momentum):
+        self.u, self.v = torch.zeros(2, workers, bucket.numel, device=bucket.v.device)
+        self.momentum = momentum
+        self.fresh = self.v  # what the last step has added to v
+
+    def accumulate(self, g: Tensor) -> None:
+        """Adds all workers' gradients, (N, n), into u and v (paper, appendix B)."""
+        m = self.momentum.m
+        self.u.mul_(m).add_(g)
+        self.fresh = g + self.u * m
+        self.v += self.fresh
+
+    def prepay(self, index: Tensor, valid: Tensor) -> None:
+        """As :meth:`dgc.compression.residual.Bucket.prepay`, for each worker's own entries, (N, K)."""
+        m = self.momentum.m
+        c, least = Gradient(index, m, True).to_come, 1 + 3 * m
+        u, v = self.u.gather(1, index), self.v.gather(1, index)
+        waited, owed = v.abs() - least * u.abs(), c * u
+        valid, whole, part = valid & (waited > 0), waited >= owed.abs(), torch.copysign(waited, u)
+        self.v.scatter_add_(1, index, torch.where(valid, torch.where(whole, owed, part), 0))
+        self.u.scatter_add_(1, index, -torch.where(valid, torch.where(whole, u, part / c), 0))
+
+    def take(self, index: Tensor, sent: Tensor) -> Tensor:
+        """Takes what is sent out of v: each worker's own entries, (N, K), and 0 where nothing is sent. Returns the sum
+        over workers, (n,).
+        """
+        taken = torch.zeros_like(self.v).scatter_add_(1, index, sent)
+        self.v -= taken
+        if self.momentum.masking is True:
+            self.u.masked_fill_(taken != 0, 0)
+        return taken.sum(0)
+
+
+class Exchange:
+    """One exchange at one sparsity.
+
+    Args:
+        bucket, workers: as of :class:`Residuals`.
+        kind: "mean" is the bound.
+        sparsity: of an all-gather's message.
+        wide: times its entries that the other kinds have; the package's own number is ``dgc.cost.WIDE``.
+
+    Attributes:
+        dense: the same entries travel as one dense sum, which is fewer bytes.
+        nbytes: that a worker sends; none of the bound.
+    """
+
+    nbytes: float = 0
+
+    def __init__(self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = cost.WIDE):
+        self.workers, self.bucket, self.kind = workers, bucket, kind
+        self.own = torch.arange(workers, device=bucket.v.device)[:, None]
+        counts = [select.count(sparsity, n) for n in bucket.numels]
+        if kind != "allgather":
+            counts = [min(n, wide * k) for n, k in zip(bucket.numels, counts, strict=True)]
+        self.layout, self.dense = Layout(bucket, counts, torch.float16), False
+        self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
+        if kind == "allgather":
+            _, self.dense = choose(kind, self.layout, World(0, workers))
+            self.nbytes = (workers - 1) * self.layout.nbytes
+        elif kind == "reduce":
+            self.plan = Plan(self.layout, workers, 0)
+            rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
+            self.dense = 2 * self.layout.sizes.dense < rows * workers  # as dgc.cost.sends_dense has it
+            self.nbytes = (workers - 1) * rows
+            self._deal_out()
+        if self.dense:
+            self.nbytes = cost.port_bytes(cost.ring(self.layout.sizes.dense, workers, 1))
+
+    def _deal_out(self) -> None:
+        """Whose every entry is, and each owner's entries."""
+        regions, parameters, device = self.plan.regions, len(self.bucket.numels), self.bucket.v.device
+        self.owner = regions.owner(torch.arange(self.bucket.numel, device=device))  # int64 (n,)
+        of = torch.repeat_interleave(torch.tensor(self.bucket.numels, device=device))
+        self.group = self.owner * parameters + of  # an owner's part of a parameter
+        self.group_size = torch.bincount(self.group, minlength=self.workers * parameters).clamp_(min=1)
+        local = torch.arange(regions.size, device=device)
+        places = torch.stack([regions.index(w, local) for w in range(self.workers)])
+        self.region = torch.where(places < self.bucket.numel, places, self.bucket.numel)  # (N, R); n: there is no such
+
+    def __call__(self, residuals: Residuals) -> Tensor:
+        """Takes what is sent in a step, and returns the average, (n,)."""
+        if self.kind == "mean":
+            total = self._mean(residuals)
+        elif self.dense:
+            total = self._chosen(residuals, rounded=False)
+        elif self.kind == "allgather":
+            total = self._chosen(residuals, rounded=True)
+        else:
+            total = self._at_owners(residuals)
+        return total / self.workers
+
+    def _largest(self, v: Tensor) -> Tensor:
+        """(rows, K): the largest entries of each parameter, by its own k."""
+        parts = zip(v.split(self.bucket.numels, dim=1), self.layout.counts, self.bucket.offsets, strict=True)
+        return torch.cat([part.abs().topk(k, dim=1, sorted=False).indices + offset for part, k, offset in parts], 1)
+
+    def _chosen(self, residuals: Residuals, rounded: bool) -> Tensor:
+        """Each worker's own largest entries, to all."""
+        index = self._largest(residuals.v)
+        valid = torch.ones_like(index, dtype=torch.bool)
+        if residuals.momentum.masking == "prepay":
+            residuals.prepay(index, valid)
+        sent = residuals.v.gather(1, index)
+        if rounded:
+            count = len(self.bucket.numels)
+            sent = as_read(sent, self.own * count + self.parameter, self.workers * count)
+        return residuals.take(index, sent)
+
+    def _mean(self, residuals: Residuals) -> Tensor:
+        """The largest entries of the sum of all v, of all workers."""
+        index = self._largest(residuals.v.sum(0, keepdim=True)).expand(self.workers, -1)
+        if residuals.momentum.masking == "prepay":
+            residuals.prepay(index, torch.ones_like(index, dtype=torch.bool))
+        return residuals.take(index, residuals.v.gather(1, index))
+
+    def _at_owners(self, residuals: Residuals) -> Tensor:
+        """Both rounds of the reduce exchange (``dgc/paths/owners.py``)."""
+        v, n = residuals.v, self.workers
+        index = self._largest(torch.where(self.owner == self.own, residuals.fresh, v))
+        row = self.owner[index]
+        row = self._fitting(torch.where(row == self.own, n, row), v.gather(1, index))
+        if residuals.momentum.masking == "prepay":
+            residuals.prepay(index, row < n)
+        sent = torch.where(row < n, v.gather(1, index), 0)
+        sent = as_read(sent, self.own * (n + 1) + row, n * (n + 1))
+        arrived = residuals.take(index, sent)
+        v.scatter_add_(0, self.owner[None], arrived[None])
+
+        sums = v.gather(0, self.owner[None])[0].abs()
+        means = v.new_zeros(len(self.group_size)).index_add_(0, self.group, sums) / self.group_size
+        scores = sums / means.clamp(min=torch.finfo(v.dtype).tiny)[self.group]
+        padded = torch.cat([scores, scores.new_full((1,), -1)])[self.region]
+        kept = self.region.gather(1, padded.topk(self.plan.to_all.slots, dim=1, sorted=False).indices)
+        valid, kept = kept < len(sums), kept.clamp(max=len(sums) - 1)
+        valid &= v.gather(1, kept) != 0
+        if residuals.momentum.masking == "prepay":
+            residuals.prepay(kept, valid)
+        passed = torch.where(valid, v.gather(1, kept), 0)
+        return residuals.take(kept, as_read(passed, self.own.expand_as(kept), n))
+
+    def _fitting(self, row: Tensor, values: Tensor) -> Tensor:
+        """As ``dgc.compression.kernels.owners_plain`` has it: (N, K), without those for which a row has no slot."""
+        n, count = self.workers, len(self.bucket.numels)
+        size = torch.where(row < n, values.abs(), 0)
+        of = (self.own * count + self.parameter).flatten()
+        total, number = size.new_zeros(2, n * count)
+        total = total.index_add_(0, of, size.flatten())
+        number = number.index_add_(0, of, (size > 0).to(size).flatten())
+        mean = (total / number.clamp(min=1))[of].view_as(size)
+        smallness = 1 / (1 + size / mean.clamp(min=torch.finfo(size.dtype).tiny))
+        order = (row + 0.5 * smallness.double()).sort(dim=1, stable=True)
+        edges = torch.arange(n + 1, device=row.device).double().expand(n, -1).contiguous()
+        first = torch.searchsorted(order.values, edges)
+        place = torch.arange(row.shape[1], device=row.device) - first.gather(1, row.gather(1, order.indices))
+        place = torch.empty_like(place).scatter_(1, order.indices, place)
+        return torch.where(place < self.plan.to_owners.slots, row, n)
+
+
+def as_read(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """What receivers read of values, (N, K), which travel in float16 with one exponent for each group of them."""
+    flat, group = values.flatten(), group.flatten()
+    exponent = exponents(flat, group, groups)[group]
+    return scaled(scaled(flat, -exponent, torch.float64).to(torch.float16), exponent, values.dtype).view_as(values)
