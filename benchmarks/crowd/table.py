@@ -82,9 +82,9 @@ def of_bytes(results: list[Result], figure: Path | None = None) -> str:
         rows.append([title((row[0], 3, *row[2:])), f"{100 * row[2]:.5g} %" if row[0] != "dense" else "", f"{shown} %",
                      f"{less:+.2f}" if row[0] != "dense" else "", f"{sent:,.0f}", f"{whole / sent:.1f} x"])
         if row[3]:
-            points.setdefault(title((row[0], 3, *row[2:])), {})[row[2]] = whole / sent, less
+            points.setdefault(title((row[0], 3, row[2], False)).partition(",")[0], {})[row[2]] = whole / sent, less
     if figure:
-        figures.by_bytes("validation accuracy", points, figure, "A dot is a sparsity, the mean of its seeds")
+        figures.by_bytes("validation accuracy", points, figure, "A dot is a sparsity, prepaid, the mean of its seeds")
     return report.markdown(["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows)
 
 
