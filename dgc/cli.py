@@ -188,11 +188,17 @@ def plan(
     with usage("--compute"), one_thread():
         report = planning.plan(loaded, Cluster(nodes, gpus, between, within), compute, config, local,
                                "dense" if clips and overlap else overlap, steps, optimizer)
-    if png:
-        planning.draw(report, png)
     if as_json:
         print(json.dumps(report.json(), indent=1))
-        return
+    else:
+        _show(report)
+    if png:
+        planning.draw(report, png)  # last, as it may fail
+        if not as_json:
+            console().print(f"Picture: {png}", highlight=False)
+
+
+def _show(report: planning.Plan) -> None:
     out = console()
     out.print(_here(report), _scaling(report))
     if report.advice.pays and report.sparsity != report.advice.sparsity:
@@ -201,8 +207,6 @@ def plan(
                   f"--sparsity {advised:g} gives tables.", highlight=False)
     for sentence in report.advice.words:
         out.print(sentence, highlight=False)
-    if png:
-        out.print(f"Picture: {png}", highlight=False)
 
 
 def link(text: str, presets: dict[str, Link]) -> Link:
@@ -325,11 +329,11 @@ def schedule(
         total += sent_at[value]
         rows.append({"step": step, "sparsity": value, "bytes": sent_at[value], "total_bytes": total,
                      "of_dense": total / (dense * (step + 1))})
-    if png:
-        _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)
     if as_json:
         print(json.dumps({"expression": expression, "schedule": repr(chosen), "model": model, "workers": workers,
                           "dense_bytes": dense, "steps": rows}, indent=1))
+        if png:
+            _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)
         return
     out = console()
     out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
@@ -338,6 +342,7 @@ def schedule(
     if loaded.caveat:
         out.print(loaded.caveat, highlight=False)
     if png:
+        _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)  # last, as it may fail
         out.print(f"Picture: {png}", highlight=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -112,6 +113,8 @@ class Config:
             raise ValueError(f"Config: hierarchical must be True, False or 'auto', got {self.hierarchical!r}")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
+        if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))
         if self.clip_per_tensor and self.clip_norm is None:
             raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
         if self.apply_directly and not self.momentum_correction:
@@ -143,7 +146,7 @@ class Config:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) > 0
 
 
 def check_sparsity(value: float, where: str) -> float:

@@ -46,6 +46,14 @@ def test_plan_as_json_and_picture(tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("command", [PLAN, ("schedule", "0.9", "--model", "resnet110")])
+@pytest.mark.parametrize("how", [(), ("--json",)])
+def test_what_was_found_comes_before_a_picture_that_cannot_be_written(command, how, tmp_path):
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(cli.app, [*map(str, command), *how, "--png", str(tmp_path / "file" / "plan.png")])
+    assert isinstance(done.exception, OSError) and "resnet110" in done.output.lower()
+
+
 def test_gpus_compress_faster():
     slow, fast = (json.loads(invoke(*PLAN, "--json", "--worker", worker))["advice"]["dgc"]["step_seconds"]
                   for worker in ("cpu", "gpu"))

@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,11 @@ def test_frozen_and_picklable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.sparsity = 0.5
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_numbers_may_be_numpys():
+    config = dgc.Config(np.float64(0.99), clip_norm=np.float32(0.5))
+    assert config == dgc.Config(0.99, clip_norm=0.5) and type(config.clip_norm) is float
 
 
 def test_a_schedule_is_refused_when_its_value_appears():

@@ -68,10 +68,13 @@ class Applier:
             _default(state, "momentum_buffer", parameter if remembers else None)
 
     def _move_into_u(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share."""
+        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share. It
+        has weight decay's in it: a buffer of that, which plain SGD does not know, is from before.
+        """
         kept, momentum = self._parameters.bucket_of[parameter].kept, state.pop("momentum_buffer", None)
         if momentum is None:
             return
+        state.pop("decay_buffer", None)
         assert kept is not None and kept.u is not None
         share = sign(group) / (1 if self._settings.average else self._settings.world.size)
         kept.views(kept.u)[self._parameters.names[parameter]].copy_(local(momentum)).mul_(share)

@@ -34,6 +34,20 @@ def test_earlier_state_comes_along():
     assert sorted(calls) == [0, 1]
 
 
+def test_a_decay_buffer_from_before_a_time_with_plain_sgd_is_not_applied_again():
+    """Plain SGD keeps what it does not know; its own momentum has that of weight decay in it."""
+    def worker():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        loss(network, 0, 0).backward()
+        inner.step()
+        inner.state[network[6].weight]["decay_buffer"] = torch.ones_like(network[6].weight)
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), SPARSE)
+        assert not optimizer.state[network[6].weight]["decay_buffer"].any()
+
+    in_lockstep(worker)
+
+
 def contents(optimizer):
     return {key: {name: type(value) for name, value in state.items()}
             for key, state in optimizer.state_dict()["state"].items()}
