@@ -1,6 +1,6 @@
 """Every training of the tables of exchanges, several at a time on one GPU, and these tables.
 
-    python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet: 17 s a run on an H100
+    python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet
     python benchmarks/crowd/all.py                            # only the tables
 """
 
@@ -23,7 +23,7 @@ from crowd import table, train
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "crowd"
 WIDES = 3, 1, 2, 4, 8
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, "-nomasking": {"factor_masking": False}, "-prepay": {"prepay": True}}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, "-prepay": {"prepay": True}}
 
 MANY = ("99.9", ""), ("99.9", "-prepay"), ("99", "-prepay"), ("97", "-prepay"), ("90", "-prepay")
 Runs = dict[str, dict[str, Any]]  # name -> options of train.py
@@ -40,7 +40,7 @@ def of_exchanges(seed: int) -> Runs:
 
 
 def of_bytes(seed: int) -> Runs:
-    """32 workers and 1,200 steps: 25 epochs, each worker with 32 images a step. By sparsity, exchange and momentum."""
+    """32 workers and 1,075 steps: 25 epochs, each worker with 32 images a step. By sparsity, exchange and momentum."""
     common = {"workers": 32, "batch_size": 32, "epochs": 25, "warmup_epochs": 2.0, "validate": True, "seed": seed}
     runs: Runs = {f"many-dense-{seed}": {"exchange": "dense", **common}}
     for exchange in ("allgather", "reduce"):

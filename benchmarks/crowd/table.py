@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Mapping
@@ -28,14 +29,15 @@ Seeds = dict[int, Result]
 def key(result: Result) -> tuple[Any, ...]:
     """What tells a row: all but workers and seed."""
     s = result["settings"]
-    return s["exchange"], 0 if s["exchange"] in ("dense", "allgather") else s["wide"], s["sparsity"], s["prepay"]
+    wide = 0 if s["exchange"] in ("dense", "allgather") else s["wide"]
+    return s["exchange"], wide, s["sparsity"], s["prepay"], s["factor_masking"]
 
 
 def title(row: tuple[Any, ...]) -> str:
-    exchange, wide, _, prepay = row
+    exchange, wide, _, prepay, masked = row
     names = {"dense": "dense", "allgather": "all-gather", "reduce": f"reduce, {wide} k and {wide} k",
              "mean": f"the bound: the mean's largest {wide} k"}
-    return names[exchange] + (", prepaid" if prepay else "")
+    return names[exchange] + (", prepaid" if prepay else "" if masked else ", without masking")
 
 
 def of_exchanges(results: list[Result]) -> str:
@@ -49,12 +51,12 @@ def of_exchanges(results: list[Result]) -> str:
     order = ["dense", "allgather", "reduce", "mean"]
     rows = []
     for row in sorted(found, key=lambda row: (order.index(row[0]), row[3], row[1])):
-        base = found.get(("allgather", 0, row[2], False), {})
+        base = found.get(("allgather", 0, row[2], False, True), {})
         cells = []
         for n in crowds:
             seeds = found[row].get(n, {})
             pairs = [r["accuracy"] - base[n][seed]["accuracy"] for seed, r in seeds.items() if seed in base.get(n, {})]
-            apart = f", {statistics.mean(pairs):+.2f}" if pairs and row[:1] + row[3:] != ("allgather", False) else ""
+            apart = f", {statistics.mean(pairs):+.2f}" if pairs and found[row] is not base else ""
             cells.append(", ".join(f"{r['accuracy']:.2f}" for r in seeds.values()) + (f" %{apart}" if seeds else ""))
         rows.append([title(row), *cells, messages(row, crowds[-1]) if row[0] in ("allgather", "reduce") else ""])
     return report.markdown(["", *(f"{n} workers" for n in crowds), f"messages that one of {crowds[-1]} sends"], rows)
@@ -72,17 +74,20 @@ def of_bytes(results: list[Result], figure: Path | None = None) -> str:
     found: dict[tuple[Any, ...], Seeds] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
         found.setdefault(key(r), {})[r["settings"]["seed"]] = r
-    dense = next(seeds for row, seeds in found.items() if row[0] == "dense")
-    whole, rows, points = nbytes(dense[0]), [], dict[str, dict[float, tuple[float, float]]]()
+    dense = next((seeds for row, seeds in found.items() if row[0] == "dense"), dict[int, Result]())
+    if not dense:
+        return ""
+    whole, rows, points = nbytes(dense[min(dense)]), [], dict[str, dict[float, tuple[float, float]]]()
     for row in sorted(found, key=lambda row: (row[0] != "dense", row[0], -row[2], row[3])):
         seeds = found[row]
-        less = statistics.mean(r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense)
-        sent = nbytes(seeds[0])
+        pairs = [r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense]
+        less, sent = statistics.mean(pairs) if pairs else math.nan, nbytes(seeds[min(seeds)])
         shown = ", ".join(f"{r['accuracy']:.2f}" for r in seeds.values())
         rows.append([title((row[0], 3, *row[2:])), f"{100 * row[2]:.5g} %" if row[0] != "dense" else "", f"{shown} %",
                      f"{less:+.2f}" if row[0] != "dense" else "", f"{sent:,.0f}", f"{whole / sent:.1f} x"])
         if row[3]:
-            points.setdefault(title((row[0], 3, row[2], False)).partition(",")[0], {})[row[2]] = whole / sent, less
+            name = title((row[0], 3, row[2], False, True)).partition(",")[0]
+            points.setdefault(name, {})[row[2]] = whole / sent, less
     if figure:
         figures.by_bytes("validation accuracy", points, figure, "A dot is a sparsity, prepaid, the mean of its seeds")
     return report.markdown(["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows)

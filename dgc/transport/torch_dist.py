@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,28 @@ from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import Wait
 
-# After a collective a thread of gloo's lets go of its tensors, for which it needs the interpreter's lock. If it still
-# waits for that when the interpreter ends, it aborts the process: "terminate called without an active exception".
-atexit.register(time.sleep, 0.05)
+
+@atexit.register
+def _let_go() -> None:
+    """Waits, a second at most, until no other thread is running. After a collective a thread of gloo's lets go of its
+    tensors, for which it needs the interpreter's lock. If it still waits for that when the interpreter ends, it aborts
+    the process: "terminate called without an active exception".
+    """
+    end = time.monotonic() + 1.0
+    time.sleep(0.05)
+    while _others_run() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process is running, or would be if there were a processor. Known on Linux."""
+    own = threading.get_native_id()
+    with suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            if int(task.name) != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
