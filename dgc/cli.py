@@ -332,18 +332,17 @@ def schedule(
     if as_json:
         print(json.dumps({"expression": expression, "schedule": repr(chosen), "model": model, "workers": workers,
                           "dense_bytes": dense, "steps": rows}, indent=1))
-        if png:
-            _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)
-        return
-    out = console()
-    out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
-    out.print(f"{_size(total)} in all, {dense * steps / total:,.1f} times fewer than {_size(dense * steps)} of dense "
-              "float32.", highlight=False)
-    if loaded.caveat:
-        out.print(loaded.caveat, highlight=False)
+    else:
+        out = console()
+        out.print(_schedule_table(rows, dense, f"{expression}: {model}, {workers} workers, {steps:,} steps"))
+        out.print(f"{_size(total)} in all, {dense * steps / total:,.1f} times fewer than {_size(dense * steps)} of "
+                  "dense float32.", highlight=False)
+        if loaded.caveat:
+            out.print(loaded.caveat, highlight=False)
     if png:
         _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)  # last, as it may fail
-        out.print(f"Picture: {png}", highlight=False)
+        if not as_json:
+            console().print(f"Picture: {png}", highlight=False)
 
 
 def _sent(shapes: tuple[planning.Shape, ...], sparsity: float, workers: int) -> float:

@@ -111,10 +111,11 @@ class Config:
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
             raise ValueError(f"Config: hierarchical must be True, False or 'auto', got {self.hierarchical!r}")
-        if self.clip_norm is not None and not _is_positive(self.clip_norm):
-            raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
-        if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
-            object.__setattr__(self, "clip_norm", float(self.clip_norm))
+        if self.clip_norm is not None:
+            if not _is_positive(self.clip_norm):
+                raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
+            if not isinstance(self.clip_norm, int):  # it may be numpy's
+                object.__setattr__(self, "clip_norm", float(self.clip_norm))
         if self.clip_per_tensor and self.clip_norm is None:
             raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
         if self.apply_directly and not self.momentum_correction:

@@ -42,6 +42,14 @@ def loaded(data: str | None, cache: Path) -> Any:
     return load(find_data(data, cache))
 
 
+def held_out(images: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Images to train on, and the last tenth to choose by, which are as mixed as the others: the files have the classes
+    in a random order.
+    """
+    kept = len(images) * 9 // 10
+    return (images[:kept], labels[:kept]), (images[kept:], labels[kept:])
+
+
 def normalised(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
     return (images.float() - mean) / std
@@ -113,6 +121,11 @@ def config(a: Any, steps: int) -> dgc.Config:
                       hierarchical=a.hierarchical)
 
 
+def turns(epochs: int) -> list[int]:
+    """The epochs after which the learning rate is divided by 10: the paper's, in proportion."""
+    return [max(1, round(epochs * e / 164)) for e in (81, 122)]
+
+
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
     """Top-1 on these images, in per cent."""
     model.eval()
@@ -130,9 +143,8 @@ def train(a: Any) -> dict[str, Any]:
     rank, size, launcher = job.connect()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, (images, labels), (test_images, test_labels) = loaded(a.data, a.cache)
-    if a.validate:  # which are as mixed as the others: the files have the classes in a random order
-        kept = len(images) * 9 // 10
-        images, labels, test_images, test_labels = images[:kept], labels[:kept], images[kept:], labels[kept:]
+    if a.validate:
+        (images, labels), (test_images, test_labels) = held_out(images, labels)
     count, = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
         raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")
@@ -147,7 +159,7 @@ def train(a: Any) -> dict[str, Any]:
 
     optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [max(1, round(a.epochs * e / 164)) for e in (81, 122)])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, turns(a.epochs))
 
     now = job.training(a, dataset, size, steps)
     history = job.resume(a, now, model, optimizer, scheduler) if a.resume else []

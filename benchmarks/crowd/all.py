@@ -18,14 +18,15 @@ import typer
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import job
+
 from crowd import table, train
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "crowd"
 WIDES = 3, 1, 2, 4, 8
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, "-prepay": {"prepay": True}}
-
-MANY = ("99.9", ""), ("99.9", "-prepay"), ("99", "-prepay"), ("97", "-prepay"), ("90", "-prepay")
+MANY = ("99.9", False), ("99.9", True), ("99", True), ("97", True), ("90", True)  # sparsity, and whether it is prepaid
 Runs = dict[str, dict[str, Any]]  # name -> options of train.py
 
 
@@ -44,9 +45,9 @@ def of_bytes(seed: int) -> Runs:
     common = {"workers": 32, "batch_size": 32, "epochs": 25, "warmup_epochs": 2.0, "validate": True, "seed": seed}
     runs: Runs = {f"many-dense-{seed}": {"exchange": "dense", **common}}
     for exchange in ("allgather", "reduce"):
-        for percent, variant in MANY:
-            runs[f"many-{exchange}-{percent}{variant}-{seed}"] = {
-                "exchange": exchange, "sparsity": float(percent) / 100, **VARIANTS[variant], **common}
+        for percent, prepay in MANY:
+            runs[f"many-{exchange}-{percent}{'-prepay' if prepay else ''}-{seed}"] = {
+                "exchange": exchange, "sparsity": float(percent) / 100, "prepay": prepay, **common}
     return runs
 
 
@@ -71,9 +72,10 @@ def main(data: Annotated[str | None, typer.Option(help=(
     end = time.monotonic() + 60 * minutes
     left = {name: options for name, options in all_runs().items() if re.search(only, name)
             and not (results / f"{name}.json").exists()}
+
     def named(name: str) -> Generator[None, None, float]:
         result = yield from train.training(train.options({**left[name], "data": data}))
-        train.write(results / f"{name}.json", result)
+        job.write(results / f"{name}.json", result)
         tqdm.write(f"{name}: {result['accuracy']:.2f} %")
         return result["accuracy"]
 

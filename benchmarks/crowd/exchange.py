@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.collective import World
+from dgc.collective import World, dense_bytes
 from dgc.compression import select
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
@@ -108,7 +108,7 @@ class Exchange:
             self.nbytes = (workers - 1) * rows
             self._deal_out()
         if self.dense:
-            self.nbytes = cost.port_bytes(cost.ring(self.layout.sizes.dense, workers, 1))
+            self.nbytes = dense_bytes(bucket.numel, workers)
 
     def _deal_out(self) -> None:
         """Whose every entry is, and each owner's entries."""

@@ -6,10 +6,9 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import cifar10
@@ -20,74 +19,88 @@ import report
 import dgc
 from crowd import train
 from crowd.exchange import Exchange
-from dgc import cost
+from dgc.collective import dense_bytes
+from dgc.compression.residual import Bucket
 
 Result = dict[str, Any]
 Seeds = dict[int, Result]
 
 
-def key(result: Result) -> tuple[Any, ...]:
-    """What tells a row: all but workers and seed."""
+class Row(NamedTuple):
+    """What tells a row of a table: all but workers and seed."""
+
+    exchange: str
+    wide: int  # 0 where there is no such choice
+    sparsity: float
+    prepay: bool
+    masked: bool
+
+    def __str__(self) -> str:
+        names = {"dense": "dense", "allgather": "all-gather", "reduce": f"reduce, {self.wide} k and {self.wide} k",
+                 "mean": f"the bound: the mean's largest {self.wide} k"}
+        return names[self.exchange] + (", prepaid" if self.prepay else "" if self.masked else ", without masking")
+
+
+def row_of(result: Result) -> Row:
     s = result["settings"]
     wide = 0 if s["exchange"] in ("dense", "allgather") else s["wide"]
-    return s["exchange"], wide, s["sparsity"], s["prepay"], s["factor_masking"]
+    return Row(s["exchange"], wide, s["sparsity"], s["prepay"], s["factor_masking"])
 
 
-def title(row: tuple[Any, ...]) -> str:
-    exchange, wide, _, prepay, masked = row
-    names = {"dense": "dense", "allgather": "all-gather", "reduce": f"reduce, {wide} k and {wide} k",
-             "mean": f"the bound: the mean's largest {wide} k"}
-    return names[exchange] + (", prepaid" if prepay else "" if masked else ", without masking")
+@cache
+def network() -> tuple[Bucket, int]:
+    """What travels compressed of the network, and all of its entries."""
+    model = cifar10.resnet(20)
+    return train.compressed(model), sum(p.numel() for p in model.parameters())
 
 
 def of_exchanges(results: list[Result]) -> str:
     """Exchange -> workers: each seed's accuracy, and the mean difference to the all-gather's same seeds; and the bytes
     that a worker of 64 sends in a step after the warm-up, in messages of an all-gather.
     """
-    found: dict[tuple[Any, ...], dict[int, Seeds]] = {}
+    found: dict[Row, dict[int, Seeds]] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
-        found.setdefault(key(r), {}).setdefault(r["settings"]["workers"], {})[r["settings"]["seed"]] = r
+        found.setdefault(row_of(r), {}).setdefault(r["settings"]["workers"], {})[r["settings"]["seed"]] = r
     crowds = sorted({r["settings"]["workers"] for r in results})
     order = ["dense", "allgather", "reduce", "mean"]
     rows = []
-    for row in sorted(found, key=lambda row: (order.index(row[0]), row[3], row[1])):
-        base = found.get(("allgather", 0, row[2], False, True), {})
+    for row in sorted(found, key=lambda row: (order.index(row.exchange), row.prepay, row.wide)):
+        base = found.get(Row("allgather", 0, row.sparsity, False, True), {})
         cells = []
         for n in crowds:
             seeds = found[row].get(n, {})
             pairs = [r["accuracy"] - base[n][seed]["accuracy"] for seed, r in seeds.items() if seed in base.get(n, {})]
             apart = f", {statistics.mean(pairs):+.2f}" if pairs and found[row] is not base else ""
             cells.append(", ".join(f"{r['accuracy']:.2f}" for r in seeds.values()) + (f" %{apart}" if seeds else ""))
-        rows.append([title(row), *cells, messages(row, crowds[-1]) if row[0] in ("allgather", "reduce") else ""])
+        rows.append([str(row), *cells, messages(row, crowds[-1]) if row.exchange in ("allgather", "reduce") else ""])
     return report.markdown(["", *(f"{n} workers" for n in crowds), f"messages that one of {crowds[-1]} sends"], rows)
 
 
-def messages(row: tuple[Any, ...], workers: int) -> str:
-    bucket = train.compressed(cifar10.resnet(20))
-    sent, message = (Exchange(bucket, n, kind, row[2], row[1]).nbytes
-                     for n, kind in ((workers, row[0]), (2, "allgather")))
+def messages(row: Row, workers: int) -> str:
+    bucket, _ = network()
+    sent, message = (Exchange(bucket, n, kind, row.sparsity, row.wide).nbytes
+                     for n, kind in ((workers, row.exchange), (2, "allgather")))
     return f"{sent / message:.1f}"
 
 
 def of_bytes(results: list[Result], figure: Path | None = None) -> str:
     """Exchange, sparsity and momentum: accuracies, the mean difference to dense training's same seeds, and bytes."""
-    found: dict[tuple[Any, ...], Seeds] = {}
+    found: dict[Row, Seeds] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
-        found.setdefault(key(r), {})[r["settings"]["seed"]] = r
-    dense = next((seeds for row, seeds in found.items() if row[0] == "dense"), dict[int, Result]())
+        found.setdefault(row_of(r), {})[r["settings"]["seed"]] = r
+    dense = next((seeds for row, seeds in found.items() if row.exchange == "dense"), dict[int, Result]())
     if not dense:
         return ""
     whole, rows, points = nbytes(dense[min(dense)]), [], dict[str, dict[float, tuple[float, float]]]()
-    for row in sorted(found, key=lambda row: (row[0] != "dense", row[0], -row[2], row[3])):
+    for row in sorted(found, key=lambda row: (row.exchange != "dense", row.exchange, -row.sparsity, row.prepay)):
         seeds = found[row]
         pairs = [r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense]
         less, sent = statistics.mean(pairs) if pairs else math.nan, nbytes(seeds[min(seeds)])
         shown = ", ".join(f"{r['accuracy']:.2f}" for r in seeds.values())
-        rows.append([title((row[0], 3, *row[2:])), f"{100 * row[2]:.5g} %" if row[0] != "dense" else "", f"{shown} %",
-                     f"{less:+.2f}" if row[0] != "dense" else "", f"{sent:,.0f}", f"{whole / sent:.1f} x"])
-        if row[3]:
-            name = title((row[0], 3, row[2], False, True)).partition(",")[0]
-            points.setdefault(name, {})[row[2]] = whole / sent, less
+        told = ("", "") if row.exchange == "dense" else (f"{100 * row.sparsity:.5g} %", f"{less:+.2f}")
+        rows.append([str(row), told[0], f"{shown} %", told[1], f"{sent:,.0f}", f"{whole / sent:.1f} x"])
+        if row.prepay:
+            points.setdefault(str(row).partition(",")[0], {})[row.sparsity] = whole / sent, less
     if figure:
         figures.by_bytes("validation accuracy", points, figure, "A dot is a sparsity, prepaid, the mean of its seeds")
     return report.markdown(["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows)
@@ -96,20 +109,17 @@ def of_bytes(results: list[Result], figure: Path | None = None) -> str:
 def nbytes(result: Mapping[str, Any]) -> float:
     """That a worker sends in a step, the mean over all of training."""
     s, steps = train.options(result["settings"]), result["steps_per_epoch"]
-    model = cifar10.resnet(20)
-    bucket, n = train.compressed(model), sum(p.numel() for p in model.parameters())
+    bucket, n = network()
     if s.exchange == "dense":
-        return cost.port_bytes(cost.ring(4 * n, s.workers, 1))
+        return dense_bytes(n, s.workers)
     config = dgc.Config(job.schedule(s, steps, s.warmup_epochs))
     sparsities = [config.sparsity_at(step) for step in range(s.epochs * steps)]
     of = {x: Exchange(bucket, s.workers, s.exchange, x, s.wide).nbytes for x in set(sparsities)}
-    rest = cost.port_bytes(cost.ring(4 * (n - bucket.numel), s.workers, 1))
-    return rest + statistics.mean(of[x] for x in sparsities)
+    return dense_bytes(n - bucket.numel, s.workers) + statistics.mean(of[x] for x in sparsities)
 
 
 def tables(results: Mapping[str, Result], figure: Path | None = None) -> str:
     """Both, of what is done."""
-    torch.manual_seed(0)
     few = [r for name, r in results.items() if name.startswith("many")]
     rest = [r for name, r in results.items() if not name.startswith("many")]
     return "\n\n".join([*([of_exchanges(rest)] if rest else []), *([of_bytes(few, figure)] if few else [])])

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
-import platform
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -100,36 +98,36 @@ class Trainer:
         named = dict(self.crowd.model.named_parameters())
         self.bucket = compressed(self.crowd.model)
         self.compressed = self.bucket.names if a.exchange != "dense" else ()
-        self.residuals = Residuals(self.bucket, a.workers, Momentum(M, "prepay" if a.prepay else a.factor_masking))
+        self.residuals = Residuals(self.bucket, a.workers, Momentum(M, job.masking(a)))
         self.plain = {name: p for name, p in named.items() if name not in self.compressed}
         self.weights = [named[name] for name in self.compressed]
         self.buffers = [torch.zeros_like(p) for p in self.plain.values()]
         self.decays = [torch.zeros_like(p) for p in self.weights]
         self.lr = torch.full((), LR, device=device)
         self.loss = torch.zeros((), device=device)
-        self.exchanges: dict[float, Exchange] = {}
+        self.exchanges: dict[float, Exchange] = {}  # whose tensors the graphs read, so they must live as long
         self.steps: dict[float, Callable[[], Any]] = {}
         self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def step(self, sparsity: float) -> None:
         """A step on the batch that ``batches.of_step`` says."""
         if sparsity not in self.steps:
-            if self.a.exchange != "dense":
+            if self.compressed:
                 self.exchanges[sparsity] = Exchange(self.bucket, self.a.workers, self.a.exchange, sparsity, self.a.wide)
-            self.steps[sparsity] = self._captured(sparsity) if self.device.type == "cuda" else (
-                lambda: self._step(sparsity))
+            step = functools.partial(self._step, sparsity)
+            self.steps[sparsity] = self._captured(step) if self.device.type == "cuda" else step
         self.steps[sparsity]()
 
-    def _captured(self, sparsity: float) -> Callable[[], Any]:
+    def _captured(self, step: Callable[[], None]) -> Callable[[], Any]:
         """The step as a CUDA graph; what it changes is as before when it has been recorded."""
         state = [*self.crowd.model.parameters(), *self.crowd.model.buffers(), self.residuals.u, self.residuals.v,
                  *self.buffers, *self.decays, self.loss]
         before = [t.detach().clone() for t in state]
         for _ in range(2):
-            self._step(sparsity)
+            step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.memory, torch.cuda.current_stream()):
-            self._step(sparsity)
+            step()
         with torch.no_grad():
             for t, was in zip(state, before, strict=True):
                 t.copy_(was)
@@ -177,15 +175,13 @@ def training(a: Any) -> Generator[None, None, dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, (images, labels), (test_images, test_labels) = images_of(a.data, device)
     if a.validate:
-        kept = len(images) * 9 // 10
-        images, labels, test_images, test_labels = images[:kept], labels[:kept], images[kept:], labels[kept:]
+        (images, labels), (test_images, test_labels) = cifar10.held_out(images, labels)
     batches = Batches(images, labels, a.workers, a.batch_size, dataset == "cifar10")
     trainer, steps = Trainer(a, batches, device), batches.steps
     config = dgc.Config(job.schedule(a, steps, a.warmup_epochs) if a.exchange != "dense" else 0.0)
-    turns = [max(1, round(a.epochs * e / 164)) for e in (81, 122)]
     losses = []
     for epoch in range(a.epochs):
-        trainer.lr.fill_(LR * 0.1 ** sum(epoch >= turn for turn in turns))
+        trainer.lr.fill_(LR * 0.1 ** sum(epoch >= turn for turn in cifar10.turns(a.epochs)))
         of_epoch = batches.draw(a.seed, epoch)
         trainer.loss.zero_()
         for step in range(steps):
@@ -197,10 +193,9 @@ def training(a: Any) -> Generator[None, None, dict[str, Any]]:
     plain = cifar10.resnet(20).to(device)
     plain.load_state_dict(trainer.crowd.worker_0())
     top1 = cifar10.accuracy(plain, test_images, test_labels, argparse.Namespace(bf16=False))
-    return {"recipe": "cifar10", "dataset": dataset, "settings": {k: v for k, v in vars(a).items() if k not in (
-                "data", "out")}, "steps_per_epoch": steps, "accuracy": top1, "losses": torch.stack(losses).tolist(),
-            "machine": {"device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-                        "torch": torch.__version__, "python": platform.python_version()}}
+    where = {"device": torch.cuda.get_device_name()} if device.type == "cuda" else {}
+    return {"recipe": "cifar10", "dataset": dataset, "settings": job.settings(a), "steps_per_epoch": steps,
+            "accuracy": top1, "losses": torch.stack(losses).tolist(), "machine": {**job.machine(device), **where}}
 
 
 def finished(trainings: Iterable[Generator[None, None, Any]], at_once: int) -> Iterator[Any]:
@@ -229,11 +224,6 @@ def options(given: Mapping[str, Any]) -> argparse.Namespace:
     return a
 
 
-def write(out: Path, result: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main(data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
          exchange: Annotated[Literal["dense", "allgather", "reduce", "mean"], typer.Option(
              help="mean: the mean chooses, which no worker knows.")] = "allgather",
@@ -255,7 +245,7 @@ def main(data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
     result, = finished([training(a)], 1)
     print(f"{result['accuracy']:.2f} % on {result['dataset']}")
     if out:
-        write(out, result)
+        job.write(out, result)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Pictures:
         return lr, momentum
 
     def scheduler(self, sgd: Any) -> Any:
-        return MultiStepLR(sgd, [max(1, round(self.a.epochs * e / 164)) for e in (81, 122)])
+        return MultiStepLR(sgd, cifar10.turns(self.a.epochs))
 
     def batches(self, epoch: int) -> Iterator[Tensor]:
         """This rank's, of an epoch."""

@@ -35,9 +35,9 @@ def _let_go() -> None:
 def _others_run() -> bool:
     """Whether another thread of this process is running, or would be if there were a processor. Known on Linux."""
     own = threading.get_native_id()
-    with suppress(OSError):
-        for task in Path("/proc/self/task").iterdir():
-            if int(task.name) != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.parent.name) != own and stat.read_text().rpartition(")")[2].split()[0] == "R":
                 return True
     return False
 
