@@ -153,7 +153,7 @@ class Rank:
         """Of the last step: entries sent, and their energy relative to that of the exact choice."""
         entries, energy, exact = 0, 0.0, 0.0
         for bucket, _, messages in self.buckets:
-            layout = layout_of(bucket, self.config.sparsity_at(0), self.config.wire_dtype)
+            layout = layout_of(bucket, self.config.sparsity_at(0), self.config)
             index, values = layout.read(messages[-1])
             entries += len(index)
             energy += float(values.double().square().sum())

@@ -48,9 +48,11 @@ class Config:
             Off: it is added to the gradient before accumulation, as other implementations do.
         wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
-        dense_dtype: dtype in which these travel. None: their own, summed by ring allreduce. float16 or bfloat16:
-            rounded and gathered, and what rounding drops is sent with the next gradient; with more than 4 ranks,
-            where gathering would be more bytes, as None.
+        dense_dtype: dtype of the values of dense sums: of these parameters, and of all where a step of the schedule is
+            dense or a dense sum is fewer bytes (AdamW's first steps, the start of a warm-up). None: their own, summed
+            by ring allreduce. float16 or bfloat16: half the bytes of float32. Each entry is rounded, added up in
+            float32 by one rank, and the sum is rounded; what rounding drops is sent with the next gradient. Sums of
+            fewer than some ten entries a rank travel as with None, and so does ``flush()``.
         apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.

@@ -207,6 +207,7 @@ class Sizes(NamedTuple):
     numel: int = 0  # entries of the bucket
     slots: int = 0  # those that are chosen, of a worker
     width: int = 2  # bytes of one of their values in a message
+    rounded: int = 0  # bytes of a value in a dense sum that is rounded (``Config(dense_dtype=...)``); 0: it is not
 
 
 def allgather(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -329,12 +330,60 @@ class Exchange:
     def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
         """See :func:`sends_dense`."""
         contributors = n if self.hierarchical else n * g
-        summed = 2 * (contributors - 1) / contributors
+        each, dense = 2 * (contributors - 1) / contributors, _summed(sizes, contributors)
         if self.exchange == "reduce":
-            return 2 * sizes.dense < sum(_rows(sizes, contributors)) * contributors
+            return 2 * dense < sum(_rows(sizes, contributors)) * contributors
         if self.sums:
-            return summed * sizes.dense < sizes.support + summed * sizes.values
-        return 2 * sizes.dense < sizes.message * contributors
+            return each * dense < sizes.support + each * sizes.values
+        return 2 * dense < sizes.message * contributors
+
+
+# -- dense sums that are rounded ---------------------------------------------------------------------------------------
+
+NEIGHBOURS = 256  # entries that share an exponent
+
+
+def chunk(numel: int, n: int) -> int:
+    """Entries of each of the N parts of a bucket that one owner adds up, an even number."""
+    return -(-numel // (2 * n)) * 2
+
+
+def chunk_bytes(numel: int, n: int, width: int) -> int:
+    """Bytes of such a part (:class:`dgc.compression.chunks.Chunks`)."""
+    nbytes = width * chunk(numel, n) + 2 * -(-chunk(numel, n) // NEIGHBOURS)
+    return nbytes + -nbytes % 4 + 8
+
+
+def rounds(numel: int, dense: int, width: int, n: int) -> bool:
+    """Whether a sum of N contributors is rounded to so many bytes a value, 0: it is not; by none where that would be no
+    fewer bytes than ``dense``, those of the entries as they are.
+    """
+    return width > 0 and n > 1 and n * chunk_bytes(numel, n, width) < dense
+
+
+def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
+    """A ring allreduce; or, where the sum is rounded, to each worker its part of all others' entries, and its sums to
+    all, around a ring: the bytes of a ring allreduce of such values.
+    """
+    if not rounds(sizes.numel, sizes.dense, sizes.rounded, n * g):
+        return ring(sizes.dense, n, g)
+    nbytes = chunk_bytes(sizes.numel, n * g, sizes.rounded)
+    return (*_shifts(nbytes, n, g), *_some(Round(n * g - 1, nbytes, int(n > 1))))
+
+
+def hierarchical_rounded(sizes: Sizes, n: int, g: int) -> Rounds:
+    """Dense within the node; then each worker carries a g-th part of what nodes send one another, and the node puts it
+    together.
+    """
+    nbytes = chunk_bytes(sizes.numel, n, sizes.rounded)
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(2 * (n - 1), nbytes / g, g),
+                 Round(2 * (g - 1), n * nbytes / g, 0))
+
+
+def _summed(sizes: Sizes, n: int) -> float:
+    """M of a dense sum of N contributors, of which each sends 2 (N - 1) / N M."""
+    is_rounded = rounds(sizes.numel, sizes.dense, sizes.rounded, n)
+    return n * chunk_bytes(sizes.numel, n, sizes.rounded) if is_rounded else sizes.dense
 
 
 EXCHANGES: dict[str, Exchange] = {
@@ -365,7 +414,9 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
     if not chosen.sends_dense(sizes, n, g):
         return chosen.rounds(sizes, n, g)
     if not chosen.hierarchical:
-        return ring(sizes.dense, n, g)
+        return dense_sum(sizes, n, g)
+    if rounds(sizes.numel, sizes.dense, sizes.rounded, n):
+        return hierarchical_rounded(sizes, n, g)
     return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
 
 

@@ -61,6 +61,8 @@ Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
 Exchange = Annotated[Literal["allgather", "reduce", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
+DenseDtype = Annotated[Literal["float16", "bfloat16"] | None, typer.Option(
+    help="Of what travels dense; what rounding drops is kept. Default: float32.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]

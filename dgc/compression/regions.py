@@ -10,7 +10,8 @@ an owner's region. In bytes, with C stretches of 65,536 entries in a region, S s
     int32  (C)   how many entries each stretch has in this row
     value  (S)   float16, bfloat16 or float32
     int16  (S)   positions within the stretch, as unsigned numbers, ascending
-    int16  (1)   exponent: a value counts 2^exponent; or a number that says what is wrong
+    int16  (1)   exponent: a value counts 2^exponent; or a number that says what is wrong: of
+                 CORRUPT, the first count says whose row is damaged
     zeros        up to a multiple of 4
     int32  (2)   checksum, the lower half first
 """
@@ -26,12 +27,9 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.compression.wire import BLOCK, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
+from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
 
 LINE = cost.LINE
-# The exponent that says: a row that this owner was sent is damaged; its first count says whose. From here on exponents
-# tell of errors.
-CORRUPT = NONFINITE - 1
 
 
 class Regions:

@@ -30,7 +30,9 @@ from dgc.compression.residual import Bucket
 
 BLOCK = 1 << 16  # entries of a parameter that share a count
 TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
-NONFINITE = 32767  # the exponent that says: a value of this parameter was not finite
+# Exponents from CORRUPT on tell of errors: a value of this parameter was not finite; an owner was sent a damaged row.
+NONFINITE = 32767
+CORRUPT = NONFINITE - 1
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
@@ -51,13 +53,14 @@ class Layout:
         counts: k of each parameter, in the bucket's order.
         dtype: of the values.
         node_size: how many ranks send one message together; errors name them.
+        dense_dtype: of the values where all entries are summed instead; None: the residual's.
     """
 
-    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype, node_size: int = 1):
+    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype, node_size: int = 1,
+                 dense_dtype: torch.dtype | None = None):
         self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
-        self.node_size = node_size
+        self.node_size, self.dense_dtype = node_size, dense_dtype
         self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
-        self.chosen = dict(zip(self.names, self.counts, strict=True))
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
         blocks = [-(-numel // BLOCK) for numel in bucket.numels]
@@ -72,6 +75,11 @@ class Layout:
         a, b, c, d = self.ends
         return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
                         message[b:c].view(torch.int16), message[c:d].view(torch.int16))
+
+    @cached_property
+    def chosen(self) -> dict[str, int]:
+        """k of each parameter."""
+        return dict(zip(self.names, self.counts, strict=True))
 
     @cached_property
     def owner(self) -> Tensor:
@@ -117,7 +125,7 @@ class Layout:
         valid = self.uses(used)
         exponent = exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
         valid &= (exponent != NONFINITE)[self.owner]
-        coded = torch.where(valid, values.double() * _power_of_two(-exponent)[self.owner], 0).to(self.dtype)
+        coded = torch.where(valid, values.double() * power_of_two(-exponent)[self.owner], 0).to(self.dtype)
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
         into = self.sections(message)
         self.write_places(into.counts, into.positions, index, valid)
@@ -130,7 +138,8 @@ class Layout:
         """What the messages of each exchange have in bytes."""
         itemsize = self.residual.itemsize
         return cost.Sizes(itemsize * self.numel, self.nbytes, self.support.nbytes, itemsize * (self.slots + 1),
-                          self.numel, self.slots, self.dtype.itemsize)
+                          self.numel, self.slots, self.dtype.itemsize,
+                          0 if self.dense_dtype is None else self.dense_dtype.itemsize)
 
     @cached_property
     def support(self) -> Support:
@@ -247,44 +256,6 @@ class Support:
         return layout.base.index_copy(0, slot, places), layout.uses(layout.used(counts))
 
 
-class Whole:
-    """Messages of all entries of a bucket, rounded: no positions, and the rest as above.
-
-    Args:
-        bucket: whose messages.
-        dtype: of the values.
-    """
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype):
-        self.bucket, self.names, self.dtype = bucket.name, bucket.names, dtype
-        self.residual, self.device = bucket.v.dtype, bucket.v.device
-        self._ends = tuple(accumulate((dtype.itemsize * bucket.numel, 2 * len(bucket.names))))
-        self.nbytes = _sealed(self._ends[-1])
-        repeats = torch.tensor(bucket.numels, device=self.device)
-        self._owner = torch.arange(len(bucket.names), device=self.device).repeat_interleave(repeats)
-
-    def encode(self, values: Tensor, bad: Iterable[str] = ()) -> tuple[Tensor, Tensor]:
-        """The message, uint8 (nbytes,), and what receivers will read, flat; parameters in ``bad`` say that they are
-        not finite.
-        """
-        exponent = exponents(values, self._owner, len(self.names))
-        coded = (values.double() * _power_of_two(-exponent)[self._owner]).to(self.dtype)
-        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-        message[:self._ends[0]].view(self.dtype).copy_(coded)
-        written = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        written.copy_(exponent)
-        for name in bad:
-            written[self.names.index(name)] = NONFINITE
-        return seal(message), scaled(coded, exponent[self._owner], self.residual)
-
-    def decode(self, message: Tensor, sender: int) -> Tensor:
-        """The values, flat. Raises as :meth:`Layout.decode`."""
-        check(message, self.nbytes, self.bucket, f"rank {sender}")
-        exponent = message[self._ends[0]:self._ends[1]].view(torch.int16)
-        _check_finite(exponent, self.names, f"rank {sender}")
-        return scaled(message[:self._ends[0]].view(self.dtype), exponent[self._owner], self.residual)
-
-
 def _sealed(nbytes: int) -> int:
     """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
     return nbytes + -nbytes % 4 + 8
@@ -349,10 +320,10 @@ def exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
 
 def scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """``coded``, any shape, times 2^exponent, of the same shape, rounded once to ``dtype``."""
-    return (coded.double() * _power_of_two(exponent)).to(dtype)
+    return (coded.double() * power_of_two(exponent)).to(dtype)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent as float64, from its bits: ``exp2`` may be off by a rounding, and ranks must agree."""
     biased = exponent.to(torch.int64).clamp(-1022, 1023) + 1023
     return (biased << 52).view(torch.float64)

@@ -46,11 +46,11 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     """
     sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
     bucket.overflow_entries = bucket.held_entries = 0
-    layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size)
+    layout = layout_of(bucket, sparsity, config, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
     exchange, dense = choose(config.exchange, layout, world) if sparsity else ("", True)
     if exchange == "reduce":
-        layout = layout_of(bucket, sparsity, config.wire_dtype, world.node_size, wide=True)
+        layout = layout_of(bucket, sparsity, config, world.node_size, wide=True)
     in_force[bucket] = layout
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
@@ -64,7 +64,7 @@ def _sum_all(task: Task) -> Path[Update]:
     verdict = local_verdict(bucket, task.accumulate())
     bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
     taken = task.take_all(() if verdict.names else task.gradients)
-    return (yield from summed(bucket, None, taken, task.world, task.average, verdict))
+    return (yield from summed(bucket, None, taken, task.world, task.average, verdict, task.config.dense_dtype))
 
 
 def _sum_chosen(task: Task) -> Path[Update]:
@@ -75,7 +75,7 @@ def _sum_chosen(task: Task) -> Path[Update]:
     valid = task.layout.uses(used) & fine
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     values = task.take(index, valid)
-    return (yield from summed(bucket, index, values, task.world, task.average, verdict))
+    return (yield from summed(bucket, index, values, task.world, task.average, verdict, task.config.dense_dtype))
 
 
 def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path[Update]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from dgc import cost
 from dgc.collective import Collective, Path, World
 from dgc.compression import device
+from dgc.compression.chunks import Chunks
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import Whole
+from dgc.compression.wire import CORRUPT
 from dgc.paths.averaged import DenseUpdate
-from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite
+from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite, verdict_of_owners
 from dgc.paths.nodes import among_nodes
 from dgc.trace import stage
-
-_wholes: WeakKeyDictionary[Bucket, Whole] = WeakKeyDictionary()
 
 
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
@@ -79,43 +78,38 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         FloatingPointError, ValueError: as :func:`dgc.paths.compressed.reduce`.
     """
     with stage("dgc::accumulate"):
-        bad = bucket.accumulate({name: Gradient(gradient) for name, gradient in gradients.items()})
+        verdict = _accumulate(bucket, gradients)
     with stage("dgc::take"):
-        taken = bucket.take_all(() if bad else gradients)
-    if 2 * bucket.v.element_size() < dtype.itemsize * world.size:  # bytes an entry, as in dgc.cost.sends_dense
-        return (yield from summed(bucket, None, taken, world, average, LocalVerdict(tuple(bad))))
-    layout = _whole(bucket, dtype)
-    message, sent = layout.encode(taken, bad)
-    bucket.v += taken - sent
-    try:
-        messages = yield Collective("gather", message)
-        total = torch.zeros_like(bucket.v)
-        with stage("dgc::read"):
-            for sender, received in enumerate(messages):
-                total += layout.decode(received, sender)
-    except (Exception, KeyboardInterrupt):
-        bucket.v += sent
-        raise
-    return DenseUpdate(total.div_(world.divisor(average)), bucket.numels)
+        taken = bucket.take_all(() if verdict.names else gradients)
+    return (yield from summed(bucket, None, taken, world, average, verdict, dtype))
 
 
-def _whole(bucket: Bucket, dtype: torch.dtype) -> Whole:
-    """The layout of a bucket's rounded messages, made once."""
-    layout = _wholes.get(bucket)
-    if layout is None or layout.dtype != dtype:
-        layout = _wholes[bucket] = Whole(bucket, dtype)
-    return layout
+def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict:
+    """v = v + g, without what is not finite. On an asynchronous device its flags tell where that is."""
+    if not device.is_asynchronous(bucket.v.device):
+        return LocalVerdict(tuple(bucket.accumulate({name: Gradient(g) for name, g in gradients.items()})))
+    v, flags = bucket.views(bucket.v), list[Tensor]()
+    for name in bucket.names:
+        g = gradients.get(name)
+        finite = torch.ones((), dtype=torch.bool, device=bucket.v.device) if g is None else g.isfinite()
+        if g is not None:
+            v[name].add_(torch.where(finite, g, 0))
+        flags.append(~finite.all())
+    marked = torch.stack(flags).to(torch.int32)
+    bucket.flags = torch.cat([marked, marked.amax().view(1)])
+    return LocalVerdict(on_device=True)
 
 
-def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool,
-           verdict: LocalVerdict) -> Path[DenseUpdate]:
+def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool, verdict: LocalVerdict,
+           dtype: torch.dtype | None = None) -> Path[DenseUpdate]:
     """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad gradient takes part to say
-    so.
+    so. On failure what was taken is back in v.
 
     Args:
         index: int64 (E,), the positions of what was taken; None: all of them.
         taken: (E,), or flat, of all parameters.
         verdict: on this rank's gradients.
+        dtype: rounds to it, where that is fewer bytes; v keeps what that drops.
     """
     flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
     own = None
@@ -124,10 +118,14 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
         own = first_not_finite(flat.index_add_(0, bucket.beginnings, marks))
     for name in verdict.names:
         flat[bucket.offsets[bucket.names.index(name)]] = torch.nan
+    chunks = _chunks(bucket, dtype, world)
     try:
-        total = yield from among_nodes("sum", flat, world)
-        total, pending = yield from checked_sum(total, own, bucket.names, bucket.numels, lambda: verdict.names,
-                                                world.node_size)
+        if chunks:
+            total, pending = yield from _sum_rounded(bucket, flat, chunks, world, verdict, own)
+        else:
+            total = yield from among_nodes("sum", flat, world)
+            total, pending = yield from checked_sum(total, own, bucket.names, bucket.numels, lambda: verdict.names,
+                                                    world.node_size)
     except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
         put_back(bucket, index, taken)
         raise
@@ -135,6 +133,39 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
         put_back(bucket, index, torch.where(pending.fine, 0, taken))
     divisor = world.divisor(average)
     return DenseUpdate(total if divisor == 1 else total.div_(divisor), bucket.numels, pending)
+
+
+def _chunks(bucket: Bucket, dtype: torch.dtype | None, world: World) -> Chunks | None:
+    """The format in which a bucket's sum travels; None: it is not rounded."""
+    dense, width = bucket.v.itemsize * bucket.numel, 0 if dtype is None else dtype.itemsize
+    if dtype is None or not cost.rounds(bucket.numel, dense, width, world.nodes):
+        return None
+    return Chunks(bucket.numel, world.nodes, dtype, bucket.v.dtype)
+
+
+def _sum_rounded(bucket: Bucket, flat: Tensor, chunks: Chunks, world: World, verdict: LocalVerdict,
+                 own: Tensor | None) -> Path[tuple[Tensor, PendingVerdict | None]]:
+    """A sum in two rounds: to each contributor its chunk of all others' entries, rounded; then its sums to all, rounded
+    again. What the first drops goes into v of its sender, and what the second drops into v of the chunk's owner.
+    """
+    mine = chunks.split(flat)
+    rows, sent = chunks.encode(mine)
+    arrived = chunks.decode((yield from among_nodes("alltoall", rows, world)))
+    arrived.values[world.node] = mine[world.node]  # which need not be rounded
+    total = arrived.values.sum(0, keepdim=True)
+    message, passed_on = chunks.encode(total)
+    damaged = arrived.status == CORRUPT
+    whose = arrived.whose.take(damaged.to(torch.uint8).argmax())
+    message = torch.where(damaged.any(), chunks.telling(whose), message)
+    update = chunks.decode((yield from among_nodes("gather", message.view(-1), world)))
+    pending = yield from verdict_of_owners(bucket, verdict.names, update.status, update.whose, world.node_size, own)
+    left = mine - sent
+    left[world.node] = total - passed_on
+    values = update.values
+    if pending is not None:
+        left, values = torch.where(pending.fine, left, 0), torch.where(pending.fine, values, 0)
+    bucket.v += chunks.join(left)
+    return chunks.join(values), pending
 
 
 def put_back(bucket: Bucket, index: Tensor | None, taken: Tensor) -> None:

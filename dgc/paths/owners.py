@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Path
-from dgc.compression import device, kernels
-from dgc.compression.regions import CORRUPT, Arrived, Plan, Taken
+from dgc.compression import kernels
+from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket
-from dgc.compression.wire import NONFINITE, corrupt, sender_name
 from dgc.paths.averaged import DenseUpdate, Update
-from dgc.paths.finite import PendingVerdict, local_verdict, who_is_not_finite
+from dgc.paths.finite import local_verdict, verdict_of_owners
 from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task
 from dgc.trace import stage
@@ -64,7 +63,7 @@ def add_at_owners(task: Task) -> Path[Update]:
         messages = yield from among_nodes("gather", message.view(-1), world)
         with stage("dgc::read"):
             received = kernel.Received(plan, messages, world.divisor(task.average))
-        verdict = yield from _verdict(task, bad, received.status, received.whose)
+        verdict = yield from verdict_of_owners(bucket, bad, received.status, received.whose, world.node_size)
     except (Exception, KeyboardInterrupt):
         _put_back(bucket, taken, arrived, torch.ones((), dtype=torch.bool, device=bucket.v.device))
         raise
@@ -90,23 +89,6 @@ def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel) -> tuple[tu
     with stage("dgc::take"):
         rows, taken = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
     return verdict.names, rows, taken
-
-
-def _verdict(task: Task, bad: tuple[str, ...], status: Tensor, whose: Tensor) -> Path[PendingVerdict | None]:
-    """Raises what an owner's message tells of, alike on all ranks; where a device is asynchronous, later."""
-    bucket, each = task.bucket, task.world.node_size
-    if device.is_asynchronous(bucket.v.device):
-        own = torch.where(bucket.marked.any(), bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()), -1)
-        total, telling = torch.where((status == NONFINITE).any(), 0, -1), status == CORRUPT
-        damaged = torch.where(telling.any() & (total < 0), whose.take(telling.to(torch.uint8).argmax()), -1)
-        return PendingVerdict(bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name)
-    told = status.tolist()
-    if NONFINITE in told:
-        blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)
-        raise FloatingPointError(blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}")
-    if CORRUPT in told:
-        raise corrupt(sender_name(int(whose[told.index(CORRUPT)]), each), bucket.name)
-    return None
 
 
 def _put_back(bucket: Bucket, taken: list[Taken], arrived: Arrived | None, where: Tensor) -> None:

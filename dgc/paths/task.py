@@ -18,7 +18,8 @@ from dgc.compression.wire import Layout
 from dgc.config import Config
 from dgc.trace import stage
 
-_layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[tuple[float, torch.dtype, int], Layout]]] = WeakKeyDictionary()
+Key = tuple[float, torch.dtype, torch.dtype | None, int]
+_layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
 in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the layout of a bucket's last step
 
 
@@ -92,18 +93,19 @@ def kernel_of(bucket: Bucket) -> Kernel:
     return kernels.current(bucket.v.device.type, bucket.v.dtype)
 
 
-def layout_of(bucket: Bucket, sparsity: float, dtype: torch.dtype, node_size: int = 1, wide: bool = False) -> Layout:
+def layout_of(bucket: Bucket, sparsity: float, config: Config, node_size: int = 1, wide: bool = False) -> Layout:
     """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables.
 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.cost.wide``).
     """
-    key, known = (sparsity, dtype, node_size), _layouts.setdefault(bucket, {})
+    dtype, dense = config.wire_dtype, config.dense_dtype
+    key, known = (sparsity, dtype, dense, node_size), _layouts.setdefault(bucket, {})
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in bucket.numels]
         if wide:
             counts = [cost.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
-        known[wide] = key, Layout(bucket, counts, dtype, node_size)
+        known[wide] = key, Layout(bucket, counts, dtype, node_size, dense)
     return known[wide][1]
 
 

@@ -10,9 +10,9 @@ from laws import misleading
 from dgc import cost
 from dgc.compression import kernels, select
 from dgc.compression.kernels import owners_plain, plain
-from dgc.compression.regions import CORRUPT, Plan
+from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import NONFINITE, Layout, seal
+from dgc.compression.wire import CORRUPT, NONFINITE, Layout, seal
 
 owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="numba is not installed",
                                  exc_type=ImportError)

@@ -10,7 +10,7 @@ import dgc
 from dgc.collective import AbandonedError, World, sent_bytes
 from dgc.compression.residual import Bucket, Gradient, clip_scale
 from dgc.paths.compressed import flush, reduce
-from dgc.paths.dense import reduce_dense, reduce_rounded
+from dgc.paths.dense import reduce_dense
 from dgc.paths.sparse import reduce_sparse
 
 SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
@@ -290,42 +290,3 @@ def test_a_dense_step_leaves_the_pending_entries_of_one_that_sits_out():
     update = walk([reduce(b, some, dgc.Config(sparsity=0.0, min_numel=0), 1, World(0, 1))])[0]
     assert torch.equal(b.views(b.v)["b"], pending) and not b.views(update)["b"].any()
     assert not b.views(b.v)["a"].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("residual", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1, 2, 4, 5, 16])
-def test_dense_parameters_rounded_lose_nothing(dtype, residual, n):
-    """Conservation, to the bit, while messages are gathered; exactly the sum where an allreduce is fewer bytes."""
-    mine = [Bucket("bucket 0", {k: torch.empty(s, dtype=residual) for k, s in SHAPES.items()}, False) for _ in range(n)]
-    for step in range(4):
-        g = [{k: x.g for k, x in gradients(r, step, residual).items()} for r in range(n)]
-        accumulated = [b.v + torch.cat([g[r][k].flatten() for k in b.names]) for r, b in enumerate(mine)]
-        updates = walk([reduce_rounded(b, g[r], dtype, w, average=False)
-                        for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
-        assert all(torch.equal(update, updates[0]) for update in updates)
-        sent = [a - b.v for a, b in zip(accumulated, mine, strict=True)]
-        assert all(torch.equal(s + b.v, a) for s, b, a in zip(sent, mine, accumulated, strict=True))
-        sent = torch.stack(sent).double()
-        assert bool(((sent.sum(0) - updates[0].double()).abs() <= 1e-6 * sent.abs().sum(0)).all())
-        gathered = n * dtype.itemsize <= 2 * residual.itemsize
-        assert any(b.v.any() for b in mine) == gathered
-
-
-def test_a_rounded_message_that_is_bad():
-    """Not finite: all ranks are told which; corrupt: whose. What was not sent is kept."""
-    for what, error in (("nan", "rank 1 has a gradient that is not finite, in: b"),
-                        ("corrupt", "message of rank 1 for bucket 0 is corrupt")):
-        mine = [Bucket("bucket 0", {"a": torch.empty(30), "b": torch.empty(2)}, False) for _ in range(2)]
-        g = [{"a": torch.ones(30), "b": torch.tensor([2.0, 3.0])} for _ in range(2)]
-        if what == "nan":
-            g[1]["b"][1] = math.nan
-        paths = [reduce_rounded(b, g[r], torch.float16, World(r, 2)) for r, b in enumerate(mine)]
-        messages = torch.stack([next(path).tensor for path in paths])
-        if what == "corrupt":
-            messages[1, 2] += 1
-        for path in paths:
-            with pytest.raises((FloatingPointError, ValueError), match=error):
-                path.send(messages)
-        assert mine[0].v.tolist() == [*[1] * 30, 2, 3]
-        assert mine[1].v.tolist() == [*[1] * 30, 2, 0 if what == "nan" else 3]

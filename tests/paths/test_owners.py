@@ -17,9 +17,9 @@ from test_compressed import buckets, gradients, refusals
 import dgc
 from dgc import cost
 from dgc.collective import AbandonedError, World, sent_bytes
-from dgc.compression.regions import CORRUPT, Regions, Rows
+from dgc.compression.regions import Regions, Rows
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import seal
+from dgc.compression.wire import CORRUPT, seal
 from dgc.paths.compressed import reduce
 
 CPU = torch.device("cpu")

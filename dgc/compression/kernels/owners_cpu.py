@@ -43,10 +43,10 @@ from dgc.compression.kernels.cpu import (
     _value,
 )
 from dgc.compression.kernels.jit import jit
-from dgc.compression.regions import CORRUPT, LINE, Arrived, Plan, Rows, Taken
+from dgc.compression.regions import LINE, Arrived, Plan, Rows, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
-from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP
+from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, TOP
 from dgc.config import Masking
 
 SPREAD = 1 << 16  # entries of the update that are written together

@@ -1,0 +1,76 @@
+"""The format of dense sums that are rounded."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.compression.chunks import Chunks
+from dgc.compression.wire import CORRUPT, NONFINITE
+
+NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+
+
+@given(st.integers(1, 3000), st.integers(2, 9), st.sampled_from([torch.float32, torch.float64]), st.integers(-140, 120))
+@settings(max_examples=80, deadline=None)
+def test_float16_is_numpys_with_an_exponent_for_256_neighbours(numel, n, residual, scale):
+    draw = torch.Generator().manual_seed(numel)
+    flat = (torch.randn(numel, generator=draw, dtype=torch.float64) * 2.0**scale).to(residual)
+    chunks = Chunks(numel, n, torch.float16, residual)
+    assert torch.equal(chunks.join(chunks.split(flat)), flat)
+    message, sent = chunks.encode(chunks.split(flat))
+    got = chunks.decode(message)
+    assert not got.status.any() and torch.equal(got.values, sent)
+    for whole, read in zip(chunks.split(flat).numpy(), sent.numpy(), strict=True):
+        for first in range(0, len(whole), 256):
+            x = whole[first:first + 256].astype(np.float64)
+            unit = 2.0**max(math.frexp(np.abs(x).max())[1] - 15, -126 if residual == torch.float32 else -1022)
+            expected = (np.float16(np.float32(x / unit)).astype(np.float64) * unit).astype(NUMPY[residual])
+            assert np.array_equal(read[first:first + 256], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1.7e38, 1.0, 1e-38, 1e-45])
+def test_the_extremes_neither_overflow_nor_vanish(dtype, largest):
+    x = torch.tensor([[largest, -largest / 2, 0.0, largest]])
+    chunks = Chunks(4, 1, dtype, torch.float32)
+    message, sent = chunks.encode(x)
+    assert torch.allclose(sent, x, rtol=2**-8, atol=0) or largest < 2.0**-126 * 2**-24 * 2**15
+    assert torch.equal(chunks.decode(message).values, sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bytes(dtype):
+    """Two a value, two for each 256 neighbours, at most two to fill up, and the checksum."""
+    for numel, n, entries in ((1, 2, 2), (1000, 4, 250), (1001, 4, 252), (10**6, 64, 15626)):
+        chunks = Chunks(numel, n, dtype, torch.float32)
+        nbytes = 2 * entries + 2 * math.ceil(entries / 256)
+        assert chunks.size == entries and chunks.nbytes == nbytes + nbytes % 4 + 8
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 3.4e38])
+def test_a_chunk_that_is_not_finite_says_so(wrong):
+    chunks = Chunks(1200, 3, torch.float16, torch.float32)
+    values = torch.ones(3, 400)
+    values[1, 399] = wrong
+    got = chunks.decode(chunks.encode(values)[0])
+    assert got.status.tolist() == [0, NONFINITE, 0]
+    assert got.values[[0, 2]].eq(1).all() and got.values[1].isnan().all()
+
+
+def test_a_chunk_that_is_damaged_or_tells_of_one():
+    chunks = Chunks(1200, 3, torch.float16, torch.float32)
+    message = chunks.encode(torch.randn(3, 400))[0]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(500):
+        damaged = message.clone()
+        place, change = torch.randint(chunks.nbytes, (), generator=draw), torch.randint(1, 256, (), generator=draw)
+        damaged[2, place] ^= change.to(torch.uint8)
+        got = chunks.decode(damaged)
+        assert got.status.tolist() == [0, 0, CORRUPT] and got.whose[2] == 2
+    message[0] = chunks.telling(torch.tensor(7))
+    got = chunks.decode(message)
+    assert got.status.tolist() == [CORRUPT, 0, 0] and got.whose[0] == 7 and got.values[0].isnan().all()
