@@ -354,18 +354,31 @@ def chunk_bytes(numel: int, n: int, width: int) -> int:
     return nbytes + -nbytes % 4 + 8
 
 
-def rounds(numel: int, dense: int, width: int, n: int) -> bool:
-    """Whether a sum of N contributors is rounded to so many bytes a value, 0: it is not; by none where that would be no
-    fewer bytes than ``dense``, those of the entries as they are.
+def rounds(sizes: Sizes, n: int) -> bool:
+    """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
+    return sizes.rounded > 0 and n > 1 and n * chunk_bytes(sizes.numel, n, sizes.rounded) < sizes.dense
+
+
+def always_dense(numel: int, dtype: torch.dtype | None, itemsize: int = FLOAT32) -> Sizes:
+    """The sizes of a bucket that always travels dense.
+
+    Args:
+        dtype: in which, as in :class:`dgc.Config`.
+        itemsize: bytes of an entry that is not rounded.
     """
-    return width > 0 and n > 1 and n * chunk_bytes(numel, n, width) < dense
+    return Sizes(itemsize * numel, 0, 0, 0, numel, rounded=0 if dtype is None else dtype.itemsize)
+
+
+def summed_bytes(sizes: Sizes, n: int) -> int:
+    """Bytes that one of N contributes to a dense sum: its entries; rounded, a part for each, and sums for all."""
+    return (n + 1) * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
 
 
 def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
     """A ring allreduce; or, where the sum is rounded, to each worker its part of all others' entries, and its sums to
     all, around a ring: the bytes of a ring allreduce of such values.
     """
-    if not rounds(sizes.numel, sizes.dense, sizes.rounded, n * g):
+    if not rounds(sizes, n * g):
         return ring(sizes.dense, n, g)
     nbytes = chunk_bytes(sizes.numel, n * g, sizes.rounded)
     return (*_shifts(nbytes, n, g), *_some(Round(n * g - 1, nbytes, int(n > 1))))
@@ -380,10 +393,9 @@ def hierarchical_rounded(sizes: Sizes, n: int, g: int) -> Rounds:
                  Round(2 * (g - 1), n * nbytes / g, 0))
 
 
-def _summed(sizes: Sizes, n: int) -> float:
+def _summed(sizes: Sizes, n: int) -> int:
     """M of a dense sum of N contributors, of which each sends 2 (N - 1) / N M."""
-    is_rounded = rounds(sizes.numel, sizes.dense, sizes.rounded, n)
-    return n * chunk_bytes(sizes.numel, n, sizes.rounded) if is_rounded else sizes.dense
+    return n * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
 
 
 EXCHANGES: dict[str, Exchange] = {
@@ -415,7 +427,7 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
         return chosen.rounds(sizes, n, g)
     if not chosen.hierarchical:
         return dense_sum(sizes, n, g)
-    if rounds(sizes.numel, sizes.dense, sizes.rounded, n):
+    if rounds(sizes, n):
         return hierarchical_rounded(sizes, n, g)
     return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -215,6 +216,26 @@ def test_exchanges_by_hand():
     inside = 2 * (1 + 400)  # a ring of two
     assert seconds("hierarchical") == inside + (1 + 2 * 20) + (1 + 2 * 20)
     assert seconds("hierarchical shared") == inside + (1 + 2 * 6) + 2 * (1 + 2 * 6) + (1 + 18)
+
+
+def test_rounded_sums_by_hand():
+    """Of 4,000 entries in 16 bits. Among 4, parts of 1,000: 2,000 bytes, 8 of exponents, 8 of a checksum. Link: 1 s, 1
+    byte/s.
+    """
+    sizes, link = Sizes(16_000, 10**6, 10**6, 10**6, 4_000, rounded=2), Link(1.0, 1.0)
+
+    def seconds(name, n, g):
+        return cost.seconds(cost.exchange(name, sizes, n, g), Cluster(n, g, link, link))
+
+    assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 2016)
+    assert cost.summed_bytes(sizes, 4) == 5 * 2016 and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 2016
+    # Two nodes of two. Each worker's parts leave one by one, and one of three stays within the node.
+    assert seconds("allgather", 2, 2) == (2 * (1 + 2016) + (1 + 2 * 2016)) + 3 * (1 + 2016)
+    half = 4_000 + 16 + 8  # of 2,000 entries, one for each node
+    inside, across, together = 2 * (1 + 8_000), 1 + 2 * (half / 2), 1 + 2 * (half / 2)
+    assert seconds("hierarchical", 2, 2) == inside + 2 * across + 2 * together
+    assert cost.exchange("allgather", sizes._replace(rounded=0), 4, 1) == cost.ring(16_000, 4, 1)
+    assert not cost.rounds(cost.always_dense(10, torch.float16), 16)  # 11 bytes each, where 5 do
 
 
 def test_each_byte_crosses_the_network_once_when_hierarchical():

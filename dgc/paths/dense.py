@@ -137,8 +137,8 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
 
 def _chunks(bucket: Bucket, dtype: torch.dtype | None, world: World) -> Chunks | None:
     """The format in which a bucket's sum travels; None: it is not rounded."""
-    dense, width = bucket.v.itemsize * bucket.numel, 0 if dtype is None else dtype.itemsize
-    if dtype is None or not cost.rounds(bucket.numel, dense, width, world.nodes):
+    sizes = cost.always_dense(bucket.numel, dtype, bucket.v.itemsize)
+    if dtype is None or not cost.rounds(sizes, world.nodes):
         return None
     return Chunks(bucket.numel, world.nodes, dtype, bucket.v.dtype)
 

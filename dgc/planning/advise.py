@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import torch
+
 from dgc.config import UNMASKED, Config
 from dgc.cost import Cluster
 from dgc.planning.models import Shape
@@ -31,6 +33,7 @@ LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of a
 LOST_ADAMW = ("With AdamW, a transformer of 2.1 M parameters ended about 1 % above dense training's perplexity at 99 % "
               "(docs/results/accuracy.md).")
 Optimizer = Literal["sgd", "adamw"]
+GATHER = Method("allgather", "dgc")
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 MANY = 4096  # nodes, up to which is looked
@@ -48,6 +51,7 @@ class Advice(NamedTuple):
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
     reduce_from: int | None  # nodes, from which on the reduce exchange is faster than an all-gather by 2 %; None: never
     whole: float | None  # times as fast as dense, over all steps; None: their number is not known
+    rounds: bool  # whether what travels dense should do so in float16: with AdamW, whose first steps do
     words: tuple[str, ...]
 
 
@@ -64,12 +68,14 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
         steps: of the training: of those, without ones at which an entry waits for too much of it.
-        optimizer: with AdamW, at most ``ADAMW``, and dense steps before it.
+        optimizer: with AdamW, at most ``ADAMW``, and dense steps before it, in float16 where that is faster.
     """
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
+    rounds = config is None and optimizer == "adamw" and _rounds(shapes, cluster, compute, local, overlap)
+    base = replace(DGC, dense_dtype=torch.float16) if rounds else config or DGC
 
     def with_dgc(on: Cluster, m: Method, s: float) -> Prediction:
-        return predict(shapes, on, m, compute, replace(config or DGC, sparsity=s), local, overlap)
+        return predict(shapes, on, m, compute, replace(base, sparsity=s), local, overlap)
 
     def best(on: Cluster) -> tuple[Prediction, float]:
         """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
@@ -101,7 +107,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
                                lambda on, m: with_dgc(on, m, sparsity).step_seconds)
     whole = _whole(steps, _schedule(sparsity, steps, optimizer)[1], dense.step_seconds,
                    lambda s: with_dgc(cluster, dgc.method, s).step_seconds)
-    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, whole, ())
+    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, whole, rounds, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, sparsity == max(sparsities), steps, optimizer)))
 
 
@@ -109,6 +115,13 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
     """The sparsities that a training of so many steps bears; at least the smallest."""
     return tuple(s for s in SPARSITIES if s == SPARSITIES[0] or (
         (steps is None or 1 / (1 - s) <= MOST_WAIT * steps) and (optimizer == "sgd" or s <= ADAMW)))
+
+
+def _rounds(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, local: Local, overlap: Overlap) -> bool:
+    """Whether dense steps are faster in float16."""
+    as_it_is, rounded = (predict(shapes, cluster, GATHER, compute, Config(0.0, dense_dtype=dtype), local, overlap)
+                         for dtype in (None, torch.float16))
+    return NEARLY * rounded.step_seconds < as_it_is.step_seconds
 
 
 def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Piecewise | None]:
@@ -129,13 +142,15 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
     return f"dgc.warmup({WARMUP}, stages=4, steps_per_epoch={steps}{end})", made
 
 
-def _config(method: Method, sparsity: float, steps: int | None, optimizer: Optimizer) -> str:
+def _config(advice: Advice, steps: int | None, optimizer: Optimizer) -> str:
     """The line of Python to paste."""
+    method, sparsity = advice.dgc.method, advice.sparsity
     schedule = _schedule(sparsity, steps, optimizer)[0]
     masking = ", factor_masking=False" if sparsity <= UNMASKED else ""
     exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
-    return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
+    dense = ", dense_dtype=torch.float16" if advice.rounds else ""
+    return f"dgc.Config(sparsity={schedule}{masking}{dense}{exchange}{across})"
 
 
 def _whole(steps: int | None, schedule: Piecewise | None, dense: float,
@@ -225,7 +240,7 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
 
 def _recommended(advice: Advice, largest: bool, steps: int | None, optimizer: Optimizer) -> Iterable[str]:
     sparsity = advice.sparsity
-    yield (f"Recommended: {_config(advice.dgc.method, sparsity, steps, optimizer)}" + ("." if largest else
+    yield (f"Recommended: {_config(advice, steps, optimizer)}" + ("." if largest else
            f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
     if advice.whole:
         yield (f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense"

@@ -35,18 +35,13 @@ def buckets(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple[P
 
     Args:
         shapes: of the parameters, in forward order.
-        config: ``sparsity``, ``wire_dtype`` and ``min_numel`` count; parameters that travel dense do so in float32.
+        config: ``sparsity``, ``wire_dtype``, ``min_numel`` and ``dense_dtype`` count.
         step: of the optimizer, for a schedule.
-
-    Raises:
-        ValueError: the config's ``dense_dtype`` is not None, which is not modelled.
     """
-    if config.dense_dtype is not None:
-        raise ValueError(f"Config: dense_dtype must be None in a plan, got {config.dense_dtype}")
     sparsity, made = config.sparsity_at(step), []
     for ready, together in _departing(shapes, config.min_numel):
         compressed = sparsity > 0.0 and compressible(together[0], config.min_numel)
-        message = _message(together, sparsity, config.wire_dtype) if compressed else (None,)
+        message = _message(together, sparsity, config) if compressed else (None,)
         made.append(PlannedBucket(ready, sum(p.numel() for p in together), *message))
     return tuple(made)
 
@@ -71,7 +66,8 @@ def _departing(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, lis
     return packed
 
 
-def _message(together: list[torch.Tensor], sparsity: float, dtype: torch.dtype) -> tuple[Sizes, int]:
+def _message(together: list[torch.Tensor], sparsity: float, config: Config) -> tuple[Sizes, int]:
     bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
-    layout = Layout(bucket, [select.count(sparsity, numel) for numel in bucket.numels], dtype)
+    counts = [select.count(sparsity, numel) for numel in bucket.numels]
+    layout = Layout(bucket, counts, config.wire_dtype, dense_dtype=config.dense_dtype)
     return layout.sizes, layout.slots

@@ -43,6 +43,8 @@ class Local:
             Default: DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert"
             in benchmarks/results/plan.json). Horovod's takes forty times as long there ("horovod_convert").
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
+        round: for each entry of a dense sum that DGC rounds (``Config(dense_dtype=...)``): to round and to add.
+            Default: on a CPU core (benchmarks/results/rounded.json).
 
     Raises:
         ValueError: one of them is negative or not finite.
@@ -52,6 +54,7 @@ class Local:
     receive: float = 4.6e-9
     convert: float = 0.55e-9
     start: float = 0.0
+    round: float = 43e-9
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -64,8 +67,8 @@ DGC, CPU = Config(), Local()
 # and for each of its own region. On a CPU core, 4 to 64 workers (benchmarks/results/owners.json).
 REDUCE, OWNED = 0.2, 3.7
 # A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100 takes as long for a
-# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json).
-LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, convert=0.0)}
+# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json). To round moves some 160.
+LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, round=0.2e-9, convert=0.0)}
 
 
 class Method(NamedTuple):
@@ -127,20 +130,27 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
     worked = idle = exchanged = received = 0.0  # idle: when the network is free again
     message, sent = 0, list[cost.Round]()
     for bucket in buckets(shapes, config) if method.kind == "dgc" else dense_buckets(shapes):
-        if bucket.sizes is None:
+        if method.kind != "dgc":
             own = width * bucket.numel
-            rounds = cost.DENSE["ring" if method.kind == "dgc" else method.name](own, n, g)
+            rounds = cost.DENSE[method.name](own, n, g)
             seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
+        elif bucket.sizes is None:
+            sizes = cost.always_dense(bucket.numel, config.dense_dtype)
+            rounds, own = cost.dense_sum(sizes, n, g), cost.summed_bytes(sizes, n * g)
+            seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * cost.rounds(sizes, n * g)
         else:
             rounds = cost.exchange(method.name, bucket.sizes, n, g)
             seconds, dense = cost.seconds(rounds, cluster), cost.sends_dense(method.name, bucket.sizes, n, g)
-            own = bucket.sizes.dense if dense else method.exchange.own_bytes(bucket.sizes, n, g)
+            contributors = n if method.exchange.hierarchical else n * g
+            own = (cost.summed_bytes(bucket.sizes, contributors) if dense
+                   else method.exchange.own_bytes(bucket.sizes, n, g))
             worked += local.compress * bucket.numel
-            if not dense:
+            if dense:
+                seconds += local.round * bucket.numel * cost.rounds(bucket.sizes, contributors)
+            else:
                 received += local.receive * bucket.slots * _messages(method.exchange, n, g)
                 if method.exchange.exchange == "reduce":
-                    owned = OWNED / (n if method.exchange.hierarchical else n * g)
-                    received += local.compress * bucket.numel * (REDUCE + owned)
+                    received += local.compress * bucket.numel * (REDUCE + OWNED / contributors)
         if rounds:
             seconds += local.start
         idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + seconds

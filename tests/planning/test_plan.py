@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dgc.planning import Local, Method
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-FREE = Local(0, 0, 0)
+FREE = Local(0, 0, 0, round=0)
 RING, GATHER = Method("ring", "float32"), Method("allgather", "dgc")
 # Published: torchvision's documentation (ResNet-50, VGG-16, AlexNet), Keras' and Hugging Face's models (BERT with its
 # pooler, GPT-2, Llama); the others' recipes are in this repository.
@@ -83,6 +84,8 @@ def test_defaults_are_what_was_measured():
     assert pytest.approx(1e-3 * row["ms"] / row["numel"], rel=0.01) == Local().compress
     received = json.loads((RESULTS / "receive.json").read_text())
     assert pytest.approx(1e-9 * received["ns_per_entry"], rel=0.05) == Local().receive
+    rounded = json.loads((RESULTS / "rounded.json").read_text())
+    assert pytest.approx(1e-9 * rounded["ns_per_entry"], rel=0.1) == Local().round
     machine = json.loads((RESULTS / "plan.json").read_text())["machine"]
     assert pytest.approx(machine["convert"], rel=0.05) == Local().convert and plan.LOCAL["gpu"].convert == 0
 
@@ -234,7 +237,7 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps,
                        optimizer="adamw")
     words = " ".join(report.advice.words)
-    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False)" in words
+    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, dense_dtype=torch.float16)" in words
     assert report.advice.sparsity <= 0.99 and "With AdamW, a transformer" in words and "ResNet-20" not in words
     line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)
     assert eval(line).sparsity_at(10**6) == report.advice.sparsity
@@ -248,8 +251,10 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     shapes, on = plan.load("resnet50").shapes, cluster(4)
     told = plan.advise(shapes, on, 0.25, config, plan.LOCAL["gpu"], steps=steps, optimizer=optimizer)
     words = " ".join(told.words)
-    line = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc})
-    of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, dgc.Config(s), plan.LOCAL["gpu"]).step_seconds
+    line = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc, "torch": torch})
+    assert told.rounds == (line.dense_dtype is not None) == (optimizer == "adamw" and config is None)
+    made = dgc.Config(dense_dtype=line.dense_dtype)
+    of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, replace(made, sparsity=s), plan.LOCAL["gpu"]).step_seconds
           for s in {line.sparsity_at(step) for step in range(steps)}}
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
@@ -434,8 +439,6 @@ def test_a_checkpoint(here):
 def test_refuses():
     with pytest.raises(ValueError, match=r"compute must be a number of seconds > 0, got 0"):
         plan.plan(plan.load("lstm"), cluster(2), 0)
-    with pytest.raises(ValueError, match=r"dense_dtype must be None in a plan, got torch\.float16"):
-        plan.predict(SHAPES, cluster(2), GATHER, 1.0, dgc.Config(dense_dtype=torch.float16))
 
 
 def test_predictions_are_near_the_measurements():

@@ -1,0 +1,61 @@
+"""What a dense sum in float16 costs beside its bytes, ``Config(dense_dtype=...)``: to round, add, round and read it, on
+one core.
+
+    python benchmarks/rounded.py --out benchmarks/results/rounded.json
+
+One bucket of 25 million entries, and the messages of 4, 16 and 64 ranks. The median over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from dgc.collective import World
+from dgc.compression.residual import Bucket
+from dgc.paths.dense import reduce_rounded
+
+RANKS = (4, 16, 64)
+
+
+def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
+    """One rank's work: it is sent what it sends itself."""
+    path = reduce_rounded(bucket, {"w": gradient}, torch.float16, World(0, size))
+    began = time.perf_counter()
+    rows = next(path).tensor
+    message = path.send(rows).tensor
+    worked = time.perf_counter() - began
+    messages = message.expand(size, -1).contiguous()
+    began = time.perf_counter()
+    try:
+        path.send(messages)
+    except StopIteration:
+        return worked + time.perf_counter() - began
+    raise AssertionError("a rounded sum takes two rounds")
+
+
+def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: Annotated[int, typer.Option(min=1)] = 5,
+         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+    """Times rounded sums, and prints nanoseconds for each entry."""
+    torch.set_num_threads(1)
+    gradient, medians = torch.randn(numel), dict[int, float]()
+    for size in RANKS:
+        bucket = Bucket("benchmark", {"w": torch.empty(numel)}, velocity=False)
+        medians[size] = statistics.median([seconds(bucket, gradient, size) for _ in range(1 + repeats)][1:])
+        print(f"{size} ranks: {1e9 * medians[size] / numel:.1f} ns for each entry")
+    result: dict[str, Any] = {"benchmark": "rounded", "numel": numel, "repeats": repeats, "median_seconds": medians,
+                              "ns_per_entry": 1e9 * statistics.median(medians.values()) / numel,
+                              "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
