@@ -16,9 +16,8 @@ told of the machine, and from where:
     compute of a step        fitted to dgc-torch, training ResNet-110-wide at 1 Gbit/s
 
 All but the first two and the compute take hosts / cores as long where there are more hosts than cores. The cells fitted
-to are at 4 hosts. All others are predicted, and the median of their errors is what counts. PowerSGD is not modelled.
-Nor is dense_dtype=torch.float16, whose cells are compared with a prediction for float32: among 4 hosts both send as
-much. The defaults of ``dgc plan`` are for float16 as DistributedDataParallel has it, so Horovod's is not compared with
+to are at 4 hosts. All others are predicted, and the median of their errors is what counts. PowerSGD is not modelled. The
+defaults of ``dgc plan`` are for float16 as DistributedDataParallel has it, so Horovod's is not compared with
 them.
 """
 
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import gradients
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -77,17 +77,24 @@ def predicted(cell: Cell, machine: dict[str, float]) -> float:
     over_horovod = "horovod" in cell["method"]
     local = Local(sharing * machine["compress"], sharing * machine["receive"],
                   sharing * machine["horovod_convert" if over_horovod else "convert"],
-                  sharing * machine["start"] * over_horovod)
+                  sharing * machine["start"] * over_horovod, sharing * Local().round)
     shapes = tuple(SHAPES[cell["model"]]())
     compute = machine["compute"] if cell["model"].startswith("resnet110") else 0.0
-    return plan.predict(shapes, Cluster(cell["hosts"], 1, link, link), METHODS[cell["method"]], compute, Config(),
+    return plan.predict(shapes, Cluster(cell["hosts"], 1, link, link), METHODS[cell["method"]], compute, config(cell),
                         local).step_seconds
+
+
+def config(cell: Cell) -> Config:
+    """Of DGC in a cell, as far as a prediction depends on it."""
+    rounds = cell["options"].get("dense_dtype")
+    return Config(dense_dtype=getattr(torch, rounds.removeprefix("torch.")) if rounds else None)
 
 
 def by_default(cell: Cell) -> float:
     """The same, as ``dgc plan`` has it for a cell without computation."""
     cluster = Cluster(cell["hosts"], 1, Link(plan.NETWORKS["1gbit"].latency, cell["bits"] / 8), plan.INSIDE["pcie"])
-    return plan.predict(tuple(SHAPES[cell["model"]]()), cluster, METHODS[cell["method"]], 0.0).step_seconds
+    return plan.predict(tuple(SHAPES[cell["model"]]()), cluster, METHODS[cell["method"]], 0.0,
+                        config(cell)).step_seconds
 
 
 def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:
