@@ -16,9 +16,8 @@ told of the machine, and from where:
     compute of a step        fitted to dgc-torch, training ResNet-110-wide at 1 Gbit/s
 
 All but the first two and the compute take hosts / cores as long where there are more hosts than cores. The cells fitted
-to are at 4 hosts. All others are predicted, and the median of their errors is what counts. PowerSGD is not modelled. The
-defaults of ``dgc plan`` are for float16 as DistributedDataParallel has it, so Horovod's is not compared with
-them.
+to are at 4 hosts. All others are predicted, and the median of their errors is what counts. PowerSGD is not modelled.
+The defaults of ``dgc plan`` are for float16 as DistributedDataParallel has it, so Horovod's is not compared with them.
 """
 
 from __future__ import annotations
