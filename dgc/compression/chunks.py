@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dgc import cost
-from dgc.compression.wire import CORRUPT, NONFINITE, TOP, checksums, power_of_two, seal
+from dgc.compression.wire import CORRUPT, NONFINITE, TOP, checksums, power_of_two, seal, slices
+from dgc.cost import NEIGHBOURS
 
 
-class Decoded(NamedTuple):
-    """What chunks say."""
+class Told(NamedTuple):
+    """What chunks say beside their values."""
 
     status: Tensor  # int64 (R,): 0, NONFINITE or CORRUPT
     whose: Tensor  # int64 (R,): the chunk that is damaged, where the status is CORRUPT
-    values: Tensor  # (R, C), in the residual's dtype; NaN all over where the status is not 0
 
 
 class Chunks:
@@ -44,8 +44,7 @@ class Chunks:
     def __init__(self, numel: int, owners: int, dtype: torch.dtype, residual: torch.dtype):
         self.numel, self.owners, self.dtype, self.residual = numel, owners, dtype, residual
         self.size = cost.chunk(numel, owners)
-        self._shared = -(-self.size // cost.NEIGHBOURS)  # exponents of a chunk
-        self._ends = dtype.itemsize * self.size, dtype.itemsize * self.size + 2 * self._shared
+        self._ends = dtype.itemsize * self.size, dtype.itemsize * self.size + 2 * -(-self.size // NEIGHBOURS)
         self.nbytes = cost.chunk_bytes(numel, owners, dtype.itemsize)
 
     def split(self, flat: Tensor) -> Tensor:
@@ -56,28 +55,30 @@ class Chunks:
         """The flat tensor that these are the chunks of: a view."""
         return chunks.view(-1)[:self.numel]
 
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes chunks.
+    def encode(self, values: Tensor) -> Tensor:
+        """Writes chunks, and leaves in ``values`` what rounding drops.
 
         Args:
             values: (R, C) in the residual's dtype. A chunk with one that is not finite, or half the largest number
-                that is, says so.
+                that is, says so; then anything is left in it.
 
         Returns:
-            The chunks, uint8 (R, nbytes), and what receivers will read, (R, C) in the residual's dtype; anything where
-            they read that it is not finite.
+            The chunks, uint8 (R, nbytes).
         """
-        groups = self._groups(values)
-        largest = groups.abs().amax(-1, keepdim=True)
-        fine = (2 * largest).isfinite()  # what rounds up must be finite, too
-        least = -1022 if self.residual == torch.float64 else -126  # so that both powers of two are normal numbers
-        exponent = torch.where(fine, (torch.frexp(largest).exponent - TOP).clamp_(min=least), 0)
-        coded = groups.mul(self._power(-exponent)).to(self.dtype)
         message = torch.zeros(len(values), self.nbytes, dtype=torch.uint8, device=values.device)
         words, exponents = self._sections(message)
-        words.copy_(coded.view(len(values), -1)[:, :self.size])
-        exponents.copy_(torch.where(fine, exponent, NONFINITE).squeeze(-1))
-        return seal(message), self._flat(coded.to(self.residual).mul_(self._power(exponent)))
+        least = -1022 if self.residual == torch.float64 else -126  # so that both powers of two are normal numbers
+        for first, last in slices(self.size, values, NEIGHBOURS):
+            groups = _groups(values[:, first:last])
+            largest = groups.abs().amax(-1, keepdim=True)
+            fine = (2 * largest).isfinite()  # what rounds up must be finite, too
+            exponent = torch.where(fine, (torch.frexp(largest).exponent - TOP).clamp_(min=least), 0)
+            coded = groups.mul(self._power(-exponent))
+            words[:, first:last] = coded.flatten(1)[:, :last - first]
+            exponents[:, _shared(first, last)] = torch.where(fine, exponent, NONFINITE).squeeze(-1)
+            sent = coded.copy_(_groups(words[:, first:last])).mul_(self._power(exponent))
+            values[:, first:last] -= sent.flatten(1)[:, :last - first]
+        return seal(message)
 
     def telling(self, whose: Tensor) -> Tensor:
         """One chunk that says whose chunk is damaged, int64 (): uint8 (1, nbytes)."""
@@ -86,27 +87,36 @@ class Chunks:
         self._sections(message)[1][:] = CORRUPT
         return seal(message)
 
-    def decode(self, message: Tensor) -> Decoded:
-        """Reads chunks, uint8 (R, nbytes)."""
-        words, exponents = self._sections(message)
+    def read(self, message: Tensor) -> Told:
+        """Whether chunks are fine, uint8 (R, nbytes)."""
+        exponents = self._sections(message)[1]
         damaged = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1)
         telling = exponents[:, 0] == CORRUPT
         status = torch.where((exponents == NONFINITE).any(1), NONFINITE, 0)
         status = torch.where(damaged | telling, CORRUPT, status)
         said = message[:, :4].view(torch.int32)[:, 0].to(torch.int64)
-        whose = torch.where(damaged, torch.arange(len(message), device=message.device), said)
-        fine = (status == 0)[:, None]
-        values = self._groups(words).to(self.residual).mul_(self._power(torch.where(fine, exponents, 0)[..., None]))
-        return Decoded(status, whose, torch.where(fine, self._flat(values), torch.nan))
+        return Told(status, torch.where(damaged, torch.arange(len(message), device=message.device), said))
 
-    def _groups(self, values: Tensor) -> Tensor:
-        """(R, C) as neighbours that share an exponent, (R, C / 256, 256), the last ones filled up with zeros."""
-        filled = pad(values, (0, self._shared * cost.NEIGHBOURS - self.size))
-        return filled.view(len(values), self._shared, cost.NEIGHBOURS)
+    def values(self, message: Tensor, told: Told) -> Tensor:
+        """The values of chunks, (R, C); NaN all over where they are not fine."""
+        values = torch.empty(len(message), self.size, dtype=self.residual, device=message.device)
+        for first, last in slices(self.size, values, NEIGHBOURS):
+            values[:, first:last] = self._part(message, told, first, last)
+        return values
 
-    def _flat(self, groups: Tensor) -> Tensor:
-        """(R, C) again."""
-        return groups.view(len(groups), -1)[:, :self.size]
+    def add(self, message: Tensor, told: Told, but: int, total: Tensor) -> None:
+        """Adds the values of all chunks but one, a row of ``message``, to ``total``, (1, C)."""
+        others = torch.arange(len(message), device=message.device) != but
+        for first, last in slices(self.size, message, NEIGHBOURS):
+            part = self._part(message, told, first, last)
+            total[:, first:last] += torch.where(others[:, None], part, 0).sum(0, keepdim=True)
+
+    def _part(self, message: Tensor, told: Told, first: int, last: int) -> Tensor:
+        words, exponents = self._sections(message)
+        fine = (told.status == 0)[:, None, None]
+        exponent = exponents[:, _shared(first, last), None]
+        power = torch.where(fine, self._power(torch.where(fine, exponent, 0)), torch.nan)
+        return _groups(words[:, first:last]).to(self.residual).mul_(power).flatten(1)[:, :last - first]
 
     def _power(self, exponent: Tensor) -> Tensor:
         return power_of_two(exponent).to(self.residual)
@@ -115,3 +125,13 @@ class Chunks:
         """Views: values (R, C), exponents (R, C / 256)."""
         a, b = self._ends
         return message[:, :a].view(self.dtype), message[:, a:b].view(torch.int16)
+
+
+def _groups(values: Tensor) -> Tensor:
+    """(R, E) as neighbours that share an exponent, (R, E / 256, 256), the last ones filled up with zeros."""
+    return pad(values, (0, -values.shape[1] % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
+
+
+def _shared(first: int, last: int) -> slice:
+    """The exponents of entries first to last."""
+    return slice(first // NEIGHBOURS, -(-last // NEIGHBOURS))

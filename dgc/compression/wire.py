@@ -17,7 +17,7 @@ values, whatever the scale of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,6 +33,7 @@ TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
 # Exponents from CORRUPT on tell of errors: a value of this parameter was not finite; an owner was sent a damaged row.
 NONFINITE = 32767
 CORRUPT = NONFINITE - 1
+SLICE = 1 << 19  # entries that a processor works on at a time, where there are many
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
@@ -306,9 +307,25 @@ def checksums(messages: Tensor) -> Tensor:
 
     Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
     """
-    words = messages.view(torch.int32)[..., :-2].to(torch.int64) & 0xFFFFFFFF
-    mixed = torch.arange(1, words.shape[-1] + 1, device=messages.device).mul_(MIXER)
-    return words.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum(-1, keepdim=True).view(torch.int32)
+    words = messages.view(torch.int32)[..., :-2]
+    total = words.new_zeros((*words.shape[:-1], 1), dtype=torch.int64)
+    for first, last in slices(words.shape[-1], words):
+        mixed = torch.arange(first + 1, last + 1, device=messages.device).mul_(MIXER)
+        part = words[..., first:last].to(torch.int64).bitwise_and_(0xFFFFFFFF)
+        total += part.mul_((mixed ^ mixed >> 32).bitwise_or_(1)).sum(-1, keepdim=True)
+    return total.view(torch.int32)
+
+
+def slices(length: int, like: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges that cover ``length`` places of the last dimension of a tensor, to be worked on one after the other: on a
+    CPU short ones, whose intermediate results stay in its cache; else one of all.
+
+    Args:
+        multiple: all but the last are of a multiple of so many.
+    """
+    rows = max(1, like.numel() // max(1, like.shape[-1]))
+    step = max(multiple, SLICE // rows // multiple * multiple) if like.device.type == "cpu" else max(1, length)
+    return ((first, min(first + step, length)) for first in range(0, length, step))
 
 
 def exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:

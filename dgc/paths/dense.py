@@ -149,22 +149,27 @@ def _sum_rounded(bucket: Bucket, flat: Tensor, chunks: Chunks, world: World, ver
     again. What the first drops goes into v of its sender, and what the second drops into v of the chunk's owner.
     """
     mine = chunks.split(flat)
-    rows, sent = chunks.encode(mine)
-    arrived = chunks.decode((yield from among_nodes("alltoall", rows, world)))
-    arrived.values[world.node] = mine[world.node]  # which need not be rounded
-    total = arrived.values.sum(0, keepdim=True)
-    message, passed_on = chunks.encode(total)
-    damaged = arrived.status == CORRUPT
-    whose = arrived.whose.take(damaged.to(torch.uint8).argmax())
-    message = torch.where(damaged.any(), chunks.telling(whose), message)
-    update = chunks.decode((yield from among_nodes("gather", message.view(-1), world)))
-    pending = yield from verdict_of_owners(bucket, verdict.names, update.status, update.whose, world.node_size, own)
-    left = mine - sent
-    left[world.node] = total - passed_on
-    values = update.values
+    total = mine[world.node:world.node + 1].clone()  # what is one's own need not be rounded
+    with stage("dgc::take"):
+        rows = chunks.encode(mine)
+    rows = yield from among_nodes("alltoall", rows, world)
+    with stage("dgc::read"):
+        told = chunks.read(rows)
+        chunks.add(rows, told, world.node, total)
+    with stage("dgc::take"):
+        damaged = told.status == CORRUPT
+        message = torch.where(damaged.any(), chunks.telling(told.whose.take(damaged.to(torch.uint8).argmax())),
+                              chunks.encode(total))
+    messages = yield from among_nodes("gather", message.view(-1), world)
+    with stage("dgc::read"):
+        told = chunks.read(messages)
+    pending = yield from verdict_of_owners(bucket, verdict.names, told.status, told.whose, world.node_size, own)
+    with stage("dgc::read"):
+        values = chunks.values(messages, told)
+    mine[world.node] = total
     if pending is not None:
-        left, values = torch.where(pending.fine, left, 0), torch.where(pending.fine, values, 0)
-    bucket.v += chunks.join(left)
+        mine, values = torch.where(pending.fine, mine, 0), torch.where(pending.fine, values, 0)
+    bucket.v += chunks.join(mine)
     return chunks.join(values), pending
 
 

@@ -54,7 +54,7 @@ class Local:
     receive: float = 4.6e-9
     convert: float = 0.55e-9
     start: float = 0.0
-    round: float = 43e-9
+    round: float = 16e-9
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
