@@ -179,6 +179,7 @@ CONFIGS = {
     "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
+    "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),

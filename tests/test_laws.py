@@ -24,7 +24,7 @@ from torch import nn
 import dgc
 from dgc.transport import find
 
-ADAMW = {"AdamW": "allgather", "AdamW, reduced": "reduce"}
+ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"dense_dtype": torch.float16}}
 
 
 def trajectories():
@@ -33,8 +33,8 @@ def trajectories():
     for name, config in CONFIGS.items():
         network, optimizer = train(range(12), config, nesterov=name == "clipped")
         results[name] = flat(network), optimizer.report(), optimizer.residual_state_dict()
-    for name, exchange in ADAMW.items():
-        network, config = model(), dgc.Config(dgc.dense_until(3, then=0.95), exchange=exchange)
+    for name, options in ADAMW.items():
+        network, config = model(), dgc.Config(dgc.dense_until(3, then=0.95), **options)
         inner = torch.optim.AdamW(network.parameters(), 1e-3)
         optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
         train(range(12), None, network, optimizer)

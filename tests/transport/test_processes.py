@@ -19,14 +19,18 @@ from dgc.collective import Collective
 from dgc.transport import find
 
 
+EXCHANGES = (0.0, "as it is"), (0.0, "rounded"), (0.9, "allgather"), (0.9, "reduce"), (0.9, "shared")
+
+
 def socket_bytes():
     """Bytes that this process sent over TCP in 20 steps, and what the report says."""
     world, results = find().world, {}
-    for sparsity, exchange in ((0.0, "allgather"), (0.9, "allgather"), (0.9, "reduce"), (0.9, "shared")):
+    for sparsity, exchange in EXCHANGES:
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(1000, 1200, bias=False), nn.Linear(1200, 800, bias=False))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        config = dgc.Config(sparsity=sparsity, exchange=exchange)
+        config = dgc.Config(sparsity=sparsity, exchange=exchange if sparsity else "allgather",
+                            dense_dtype=torch.float16 if exchange == "rounded" else None)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
         everybody_is_here = torch.zeros(1)
         # Made beforehand, as Horovod also negotiates by the clock.
@@ -219,8 +223,7 @@ IN_PROCESSES = {("horovod", 2): (
 @pytest.mark.parametrize("place", [
     ("horovod", 2), ("torch", 2), *(pytest.param(("torch", n), marks=pytest.mark.long) for n in (4, 8))],
     ids=lambda place: f"{place[0]}, {place[1]}")
-@pytest.mark.parametrize("sparsity, exchange", [(0.0, "allgather"), (0.9, "allgather"), (0.9, "reduce"),
-                                                (0.9, "shared")])
+@pytest.mark.parametrize("sparsity, exchange", EXCHANGES)
 def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
     results = [rank[sparsity, exchange] for rank in ran(*place, IN_PROCESSES[place])[socket_bytes]]
