@@ -39,6 +39,8 @@ class Denominator:
         b1, b2: of the momentum, and of the mean squares.
         eps: beside sqrt(s).
         steps: over how many s goes, at least 1.
+        rates: what the square of an update is multiplied by that was accumulated for n steps, n = 0, 1, ...; the last
+            one is that of all longer ones. 1 over the mean square of the learning rates in it.
     """
 
     square: Tensor
@@ -50,6 +52,7 @@ class Denominator:
     b2: float
     eps: float
     steps: float
+    rates: Tensor
 
     @property
     def weights(self) -> Tensor:

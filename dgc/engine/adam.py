@@ -2,10 +2,11 @@
 
 AdamW's step is p = p - lr (m / D), with m the average of gradients that momentum b1 makes, and D = sqrt(s) + eps from
 the average s of their squares (b2), both freed of their bias. m is linear in the gradients, so each rank accumulates
-its own: u = b1 u + (1 - b1) g, v = v + u, momentum correction (paper, equation 4). D is not, so all ranks have it
-alike. At first everything is sent, and torch's AdamW takes the step. From the first compressed step on D follows from
-the averaged updates x, the mean of what was sent, which is alike on every rank (:mod:`dgc.compression.denominator`),
-and the parameters' step is p = p - lr decay p - lr x / D.
+its own: u = b1 u + (1 - b1) f g, v = v + u, momentum correction (paper, equation 4), with f the learning rate over that
+of the first compressed step, lr0 (:mod:`dgc.engine.rates`). D is not linear, so all ranks have it alike. At first
+everything is sent, and torch's AdamW takes the step. From the first compressed step on D follows from the averaged
+updates x, the mean of what was sent, which is alike on every rank (:mod:`dgc.compression.denominator`), and the
+parameters' step is p = p - lr decay p - lr0 x / D.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dgc.compression import kernels
 from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import Gradient, memory_order, residual_dtype
 from dgc.config import Config
+from dgc.engine import rates
 from dgc.engine.kind import decays_apart, is_adam, sign
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
@@ -80,8 +82,9 @@ class Denominators:
             self._group.setdefault(BEGAN, -1)
             for group in self._parameters.groups:
                 group.setdefault(B2, 0.0)
+                rates.prepare(group)
         else:  # from a checkpoint; torch's own step changes D again
-            for group, key in itertools.product(self._parameters.groups, (BEGAN, B2)):
+            for group, key in itertools.product(self._parameters.groups, (BEGAN, B2, rates.RATES)):
                 group.pop(key, None)
 
     def shown(self) -> None:
@@ -148,14 +151,14 @@ class Denominators:
             assert bucket.kept is not None and bucket.kept.u is not None
             u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
             for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
-                group, state = group_of[p], self._state(p, group_of[p])
+                group = group_of[p]
+                state, rate, b1 = self._state(p, group), rates.now(group), group["betas"][0]
                 fill_unseen(state, group, mean)
                 state[RECEIVED].fill_(step)
-                b1 = group["betas"][0]
                 # A step that failed has left its gradient in v: it enters as if it had come one step before.
-                u[name].copy_(v[name].mul_(1 - b1))
+                u[name].copy_(v[name].mul_((1 - b1) * rate))
                 if (steps := float(state["step"])) > 0:
-                    u[name].add_(local(state["exp_avg"]), alpha=sign(group) * share / (1 - b1**steps))
+                    u[name].add_(local(state["exp_avg"]), alpha=rate * sign(group) * share / (1 - b1**steps))
                     state["exp_avg"].zero_()
         self._group[BEGAN] = step
 
@@ -169,20 +172,22 @@ class Denominators:
         return Gradient(g, 0.0 if self.dense else float(group["betas"][0]))
 
     @torch.no_grad()
-    def step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+    def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
+        rates.passed(group)
         given = [p for p in parameters if p.grad is not None and local(p).numel()]  # a rank may have none of it
         if not given:
             return
         values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
         if (decay := group["weight_decay"]) != 0:
             torch._foreach_mul_(values, 1 - lr * decay)
-        factors = [self._follow(p, x, group) for p, x in zip(given, updates, strict=True)]
-        torch._foreach_addcmul_(values, updates, factors, value=-lr * sign(group))
+        squares = rates.InverseSquares(group)
+        factors = [self._follow(p, x, group, squares) for p, x in zip(given, updates, strict=True)]
+        torch._foreach_addcmul_(values, updates, factors, value=-rates.unit(group) * sign(group))
 
-    def add(self, parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:
-        """Adds an averaged update x (the shape of this rank's part) over D, times a rate, to a parameter."""
-        local(parameter).addcmul_(x, self._factor(parameter, group).values, value=rate)
+    def add(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> None:
+        """Takes the step of an averaged update x (the shape of this rank's part)."""
+        local(parameter).addcmul_(x, self._factor(parameter, group).values, value=-rates.unit(group) * sign(group))
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
         """All that was pending has come: waits begin anew, and D stays as it is."""
@@ -191,7 +196,7 @@ class Denominators:
                 if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                     received.fill_(self._parameters.step)
 
-    def _follow(self, parameter: Tensor, x: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], squares: rates.InverseSquares) -> Tensor:
         """Has D follow an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
@@ -199,8 +204,9 @@ class Denominators:
         largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
         x, square, received, values = (t.permute(*order) for t in (
             x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
-        of = Denominator(square, largest, received, values, of_it.unbiased, group["betas"][0],
-                         group["betas"][1], group["eps"], of_it.dense_steps + now - self._group[BEGAN])
+        (b1, b2), steps = group["betas"], of_it.dense_steps + now - self._group[BEGAN]
+        of = Denominator(square, largest, received, values, of_it.unbiased, b1, b2, group["eps"], steps,
+                         squares.like(values))
         kernels.denominators(x, of).follow(x, of, self._parameters.chosen(parameter), now)
         return of_it.values
 
@@ -237,8 +243,8 @@ class Denominators:
             warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
 
 
-def share(scale: Tensor | None, groups: Mapping[str, Mapping[str, Any]], v: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """What gradients are multiplied by where momentum takes them in: 1 - b1, times a given factor.
+def share(scale: Tensor | None, groups: Mapping[str, dict[str, Any]], v: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """What gradients are multiplied by where momentum takes them in: (1 - b1) f, times a given factor.
 
     Args:
         scale: that, 0-dim; None: 1.
@@ -246,9 +252,9 @@ def share(scale: Tensor | None, groups: Mapping[str, Mapping[str, Any]], v: Tens
         v: theirs. The factors have its device and dtype.
 
     Returns:
-        One factor for all, 0-dim, or one each where betas differ.
+        One factor for all, 0-dim, or one each where betas or learning rates differ.
     """
-    shares = {name: 1 - float(group["betas"][0]) for name, group in groups.items()}
+    shares = {name: (1 - float(group["betas"][0])) * rates.now(group) for name, group in groups.items()}
     factors = {one: torch.full((), one, dtype=v.dtype, device=v.device) for one in set(shares.values())}
     if scale is not None:
         factors = {one: factor * scale.to(v) for one, factor in factors.items()}

@@ -178,7 +178,7 @@ class Applier:
                 p, buffer = p.permute(order), buffer.permute(order)
             _loops(p, buffer).decay(p, buffer, m, decay, lr, group["nesterov"])
 
-    def add(self, delivery: Delivery, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def add(self, delivery: Delivery, group_of: Mapping[Tensor, dict[str, Any]]) -> None:
         """Adds an update to the parameters, times their learning rates.
 
         Args:
@@ -197,7 +197,7 @@ class Applier:
             update.write([None if p in fits else target
                           for p, target in zip(bucket.parameters, targets, strict=True)])
             for p, x in others:
-                (self._denominators.add if over else _add)(p, x, rates[p], group_of[p])
+                self._denominators.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
 
     def flushed(self, parameters: list[Tensor]) -> None:
         """All that was pending of these parameters has been added to them."""
@@ -227,7 +227,7 @@ def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
     return kernels.current(p.device.type if fit else "any", p.dtype)
 
 
-def _add(parameter: Tensor, x: Tensor, rate: float, group: Mapping[str, Any]) -> None:
+def _add(parameter: Tensor, x: Tensor, rate: float) -> None:
     """Adds an update x, times a rate, to a parameter."""
     local(parameter).add_(x.mul_(rate).to(parameter.dtype))
 

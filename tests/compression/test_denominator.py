@@ -26,7 +26,8 @@ def made(n, dtype, amsgrad=False, b1=0.9, b2=0.999, device="cpu"):
     square = torch.rand(n, generator=random, dtype=dtype)
     largest = square * torch.rand(n, generator=random, dtype=dtype).add_(1.0) if amsgrad else None
     received = NOW - torch.randint(0, 300, (n,), generator=random, dtype=torch.int32)
-    of = Denominator(square, largest, received, 1 / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100)
+    of = Denominator(square, largest, received, 1 / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100,
+                     rates=torch.rand(250, generator=random, dtype=dtype))
     return on(of, device)
 
 
@@ -125,7 +126,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dgc.compression.kernels import denominator_cuda as cuda
 
-types = dict.fromkeys("x square largest factor deficits weights".split(), "*fp32") | dict.fromkeys(
+types = dict.fromkeys("x square largest factor deficits weights rates".split(), "*fp32") | dict.fromkeys(
     "scale inverse eps".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
 for kernel in (cuda._count, cuda._follow):
     here = {n: True for n in ("LARGEST",) if n in kernel.arg_names}

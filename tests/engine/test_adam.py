@@ -20,13 +20,13 @@ NETWORK = Network()
 
 class AdamOracle:
     """AdamW (Loshchilov and Hutter, 2019, Algorithm 2) on the mean gradient. After ``dense`` steps nodes accumulate
-    u = b1 u + (1 - b1) g, v = v + u, of which the largest entries are sent; s follows what comes, and the step is that
-    over D (docs/method.md, AdamW).
+    u = b1 u + (1 - b1) f g, v = v + u, of which the largest entries are sent; s follows what comes, and the step is
+    that over D (docs/method.md, AdamW).
     """
 
-    def __init__(self, nodes, dense, sparsity, masking, total=False, clip=None):
+    def __init__(self, nodes, dense, sparsity, masking, total=False, clip=None, lr=lambda t: LR):
         self.nodes, self.dense, self.sparsity, self.masking, self.total = nodes, dense, sparsity, masking, total
-        self.clip = clip
+        self.clip, self.lr = clip, lr
         self.weights = [np.array(w, np.float64) for w in NETWORK.start]
         self.m, self.s = ([np.zeros_like(w) for w in self.weights] for _ in range(2))
 
@@ -39,17 +39,21 @@ class AdamOracle:
             self.received = [np.full(s.shape, t) for s in self.s]
             self.u = [[m / (1 - B1**t) / (share * self.nodes) for m in self.m] for _ in range(self.nodes)]
             self.v = [[np.zeros_like(w) for w in self.weights] for _ in range(self.nodes)]
+            self.squares = np.ones(12)  # running means of f^2
+        if t >= self.dense:
+            self.f = self.lr(t) / self.lr(self.dense)
+            self.squares += (self.f**2 - self.squares) / 2.0 ** np.arange(12)
         for i, w in enumerate(self.weights):
-            w *= 1 - LR * DECAY
+            w *= 1 - self.lr(t) * DECAY
             if t < self.dense:
                 g = sum(gradients[i] for gradients in every) * share
                 self.m[i] = B1 * self.m[i] + (1 - B1) * g
                 self.s[i] = B2 * self.s[i] + (1 - B2) * g * g
-                w -= LR * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
+                w -= self.lr(t) * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
             else:
                 x = share * sum(self.sent(node, i, every[node][i]) for node in range(self.nodes))
                 self.follow(i, x, t)
-                w -= LR * x / (np.sqrt(self.s[i]) + EPS)
+                w -= self.lr(self.dense) * x / (np.sqrt(self.s[i]) + EPS)
 
     def follow(self, i, x, t):
         """The sum of w steps' independent gradients has the mean square w s, less what the momentum of the
@@ -58,6 +62,9 @@ class AdamOracle:
         came, w = x != 0, t + 1 - self.received[i]
         n = w * max(1, round(64 * came.sum() / math.ceil(x.size * (1 - self.sparsity) - 1e-9)) / 64)
         square = x**2 / w / (1 - 2 * B1 * (1 - B1**n) / (1 - B1**2) / n)
+        # Over the mean f^2 of steps as old as those of n steps and of the momentum before them.
+        age = (np.maximum(np.floor(n), 1) - 1) / 2 + B1**2 / (1 - B1**2)
+        square /= np.interp(np.log2(age + 1), np.arange(12), self.squares)
         weight = np.minimum((1 - B2**w) / (1 - B2 ** (t + 1)), 1 / 8)  # of w of t + 1 steps
         self.s[i] = np.where(came, (1 - weight) * self.s[i] + weight * square, self.s[i])
         self.received[i][came] = t + 1
@@ -70,7 +77,7 @@ class AdamOracle:
 
     def sent(self, node, i, g):
         u, v = self.u[node][i], self.v[node][i]
-        u[...] = B1 * u + (1 - B1) * g
+        u[...] = B1 * u + (1 - B1) * self.f * g
         v += u
         mask = top(v, self.sparsity)
         if self.masking == "prepay":
@@ -82,7 +89,8 @@ class AdamOracle:
         return values
 
 
-def train(config, kind=torch.optim.AdamW, steps=STEPS, op=dgc.Average, dtype=torch.float64, middle=None, **options):
+def train(config, kind=torch.optim.AdamW, steps=STEPS, op=dgc.Average, dtype=torch.float64, middle=None,
+          lr=LR, **options):
     """Rank's training on the oracle's network: its weights, and its optimizer."""
     weights = [torch.nn.Parameter(torch.tensor(w).to(dtype)) for w in NETWORK.start]
     optimizer = kind(weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
@@ -91,6 +99,7 @@ def train(config, kind=torch.optim.AdamW, steps=STEPS, op=dgc.Average, dtype=tor
     for step in range(steps):
         if middle is not None:
             optimizer = middle(step, optimizer, weights)
+        optimizer.param_groups[0]["lr"] = lr(step) if callable(lr) else lr
         backward(weights, optimizer, rank, step)
         optimizer.step()
     return [w.detach() for w in weights], optimizer
@@ -134,14 +143,19 @@ def test_at_density_1_it_is_torchs_adamw(nodes, options):
             assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
+def falling(step):
+    """A learning rate, along a cosine."""
+    return LR * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
+
+
 @pytest.mark.parametrize("masking", [True, False, "prepay"])
 @pytest.mark.parametrize(("nodes", "sparsity", "op"), [
     (2, 0.99, dgc.Average), (4, 0.99, dgc.Average), (2, 0.75, dgc.Average), (2, 0.99, dgc.Sum)])
 def test_it_is_the_transcription(nodes, sparsity, op, masking):
-    oracle = AdamOracle(nodes, DENSE, sparsity, masking, total=op == dgc.Sum)
+    oracle = AdamOracle(nodes, DENSE, sparsity, masking, total=op == dgc.Sum, lr=falling)
     for step in range(STEPS):
         oracle.step(step)
-    results = dgc.lockstep.run(lambda: train(settings(dense_first(sparsity), masking), op=op)[0], nodes)
+    results = dgc.lockstep.run(lambda: train(settings(dense_first(sparsity), masking), op=op, lr=falling)[0], nodes)
     for i, expected in enumerate(oracle.weights):
         assert all(torch.equal(result[i], results[0][i]) for result in results)
         assert np.linalg.norm(results[0][i].numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
@@ -150,19 +164,20 @@ def test_it_is_the_transcription(nodes, sparsity, op, masking):
 @pytest.mark.parametrize(("sparsity", "exchange"), [
     (0.0, "allgather"), (0.5, "allgather"), (0.9, "allgather"), (0.97, "allgather"), (0.9, "shared"), (0.9, "reduce")])
 def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
-    """Whatever the density: the mean square of noise is found from sums of it, that came when they were large, to a
-    third or twice its size. It begins at a quarter of it.
+    """Whatever the density, and while the learning rate falls: the mean square of noise is found from sums of it, that
+    came when they were large, to a third or twice its size. It begins at a quarter of it.
     """
     scale = torch.logspace(-0.2, 0.2, 40).view(40, 1).expand(40, 30)
 
     def worker():
         random = torch.Generator().manual_seed(dgc.lockstep.current().world.rank)
         w = torch.nn.Parameter(torch.zeros(40, 30))
-        optimizer = torch.optim.AdamW([w], lr=0.0, betas=(0.9, 0.98), eps=0.0)
+        optimizer = torch.optim.AdamW([w], lr=1e-12, betas=(0.9, 0.98), eps=0.0)
         optimizer = dgc.DistributedOptimizer(optimizer, compression=settings(
             lambda step: 0.0 if step < DENSE else max(sparsity, 1e-9 * (step == DENSE)), exchange=exchange))
         for step in range(DENSE + 100):
             optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 1e-12 * (DENSE + 101 - step)
             noise = torch.randn(40, 30, generator=random) * scale
             (w * (noise if step >= DENSE else noise / 2)).sum().backward()
             optimizer.step()

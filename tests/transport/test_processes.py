@@ -18,7 +18,6 @@ import dgc
 from dgc.collective import Collective
 from dgc.transport import find
 
-
 EXCHANGES = (0.0, "as it is"), (0.0, "rounded"), (0.9, "allgather"), (0.9, "reduce"), (0.9, "shared")
 
 

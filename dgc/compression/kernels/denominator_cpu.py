@@ -62,8 +62,8 @@ def _note(first, last, n, x, marks, like):
 
 
 @_jit
-def _follow(first, last, n, x, square, largest, received, factor, marks, rarity, deficits, weights, grown, top, scale,
-            inverse, eps, now, like):
+def _follow(first, last, n, x, square, largest, received, factor, marks, rarity, deficits, weights, rates, grown, top,
+            scale, inverse, eps, now, like):
     """See ``denominator_plain.follow``, of whose tensors these are the addresses.
 
     Args:
@@ -76,6 +76,7 @@ def _follow(first, last, n, x, square, largest, received, factor, marks, rarity,
     factors, counts = numba.carray(_pointer(factor), n, like.dtype), numba.carray(_pointer(received), n, np.int32)
     most = numba.carray(_pointer(largest), n if largest else 0, like.dtype)
     repeats, last_deficit, last_weight = real(real(rarity) / real(PARTS)), len(deficits) - 1, len(weights) - 1
+    last_rate = len(rates) - 1
     for strip in range(first, last):
         bits = marks[strip]
         while bits:
@@ -83,7 +84,8 @@ def _follow(first, last, n, x, square, largest, received, factor, marks, rarity,
             bits &= bits - 1
             w = max(now - np.int64(counts[i]), 1)
             deficit = deficits[min(w * rarity, last_deficit)] / repeats
-            found = xs[i] * xs[i] * scale / (real(w) - deficit)
+            rate = rates[min(w * rarity // PARTS, last_rate)]
+            found = xs[i] * xs[i] * scale * rate / (real(w) - deficit)
             after = squares[i] + min(weights[min(w, last_weight)] * grown, top) * (found - squares[i])
             squares[i], counts[i] = after, now
             if len(most):
@@ -106,5 +108,5 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     largest = 0 if of.largest is None else of.largest.data_ptr()
     _in_threads(lambda first, last: _follow(
         first, last, n, x.data_ptr(), of.square.data_ptr(), largest, of.received.data_ptr(), of.factor.data_ptr(),
-        marks, rarity, of.deficits.numpy(), of.weights.numpy(), real(1 / of.share), real(of.most),
+        marks, rarity, of.deficits.numpy(), of.weights.numpy(), of.rates.numpy(), real(1 / of.share), real(of.most),
         real(of.unbiased), real(1 / of.unbiased), real(of.eps), now, like), tasks, threads)

@@ -25,7 +25,7 @@ def _count(x, n, total):
 
 @triton.jit
 def _follow(x, square, largest, received, factor, n, total, k, deficits, last_deficit, weights, last_weight,
-            grown, top, scale, inverse, eps, now, LARGEST: tl.constexpr):
+            rates, last_rate, grown, top, scale, inverse, eps, now, LARGEST: tl.constexpr):
     """See ``denominator_plain.follow``, and ``denominator_cpu._follow`` for the numbers."""
     begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
     left = tl.minimum(n - begin, TILE).to(tl.int32)
@@ -33,10 +33,11 @@ def _follow(x, square, largest, received, factor, n, total, k, deficits, last_de
     new = g != 0
     rarity = tl.maximum((tl.load(total).to(tl.int64) * (2 * SIXTY_FOURTHS) + k) // (2 * k), SIXTY_FOURTHS)
     w = tl.maximum(now - tl.load(received + begin + i, mask=new, other=0), 1)
-    place = tl.minimum(w.to(tl.int64) * rarity, last_deficit)
+    steps = w.to(tl.int64) * rarity
     repeats = (rarity.to(tl.float64) / SIXTY_FOURTHS).to(g.dtype)
-    deficit = _divided(tl.load(deficits + place, mask=new, other=0), repeats)
-    found = _divided(g * g * scale, w.to(g.dtype) - deficit)
+    deficit = _divided(tl.load(deficits + tl.minimum(steps, last_deficit), mask=new, other=0), repeats)
+    rate = tl.load(rates + tl.minimum(steps // SIXTY_FOURTHS, last_rate), mask=new, other=0)
+    found = _divided(g * g * scale * rate, w.to(g.dtype) - deficit)
     before = tl.load(square + begin + i, mask=new, other=0)
     weight = tl.minimum(tl.load(weights + tl.minimum(w, last_weight), mask=new, other=0) * grown, top)
     after = before + weight * (found - before)
@@ -62,5 +63,6 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
         with torch.cuda.device_of(x):
             _count[grid](x, n, total, **options)
             _follow[grid](x, of.square, of.largest, of.received, of.factor, n, total, k, deficits,
-                          len(deficits) - 1, weights, len(weights) - 1, 1 / of.share, of.most,
-                          of.unbiased, 1 / of.unbiased, float(of.eps), now, LARGEST=of.largest is not None, **options)
+                          len(deficits) - 1, weights, len(weights) - 1, of.rates, len(of.rates) - 1, 1 / of.share,
+                          of.most, of.unbiased, 1 / of.unbiased, float(of.eps), now, LARGEST=of.largest is not None,
+                          **options)

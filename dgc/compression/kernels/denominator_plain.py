@@ -27,9 +27,10 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     rarity = ((2 * PARTS * total + k) // (2 * k)).clamp_(min=PARTS)  # R, in 64ths
     received, square, factor = of.received[came], of.square[came], of.factor[came]
     w = (now - received.long()).clamp_(min=1)  # 0 where a script applies p.grad twice
-    deficit = of.deficits[(w * rarity).clamp_(max=len(of.deficits) - 1)] / (rarity.to(dtype) / PARTS)
+    n = w * rarity  # in 64ths
+    deficit = of.deficits[n.clamp(max=len(of.deficits) - 1)] / (rarity.to(dtype) / PARTS)
     g = x[came].to(dtype)
-    found = g * g * of.unbiased / (w.to(dtype) - deficit)
+    found = g * g * of.unbiased * of.rates[(n // PARTS).clamp_(max=len(of.rates) - 1)] / (w.to(dtype) - deficit)
     before = square.to(dtype)
     weight = (of.weights[w.clamp_(max=len(of.weights) - 1)] * (1 / of.share)).clamp_(max=of.most)
     after = (before + weight * (found - before)).to(square.dtype)

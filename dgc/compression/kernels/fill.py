@@ -143,7 +143,7 @@ def run_all(dtype: torch.dtype) -> None:
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
     _run_owners(bucket, gradients, Plan(layout, 3, 1), parameter)
     one = torch.ones_like(parameter)
-    denominator_cpu.follow(one, Denominator(one, one, one.int(), one, 1.0, 0.9, 0.999, 1e-8, 2.0), 40, 2)
+    denominator_cpu.follow(one, Denominator(one, one, one.int(), one, 1.0, 0.9, 0.999, 1e-8, 2.0, one[0]), 40, 2)
 
 
 def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:

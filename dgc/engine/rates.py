@@ -1,0 +1,81 @@
+"""The learning rates with which what waits was accumulated, where AdamW's steps are compressed.
+
+A gradient takes its step by the learning rate of its own time, however long it waits: it is accumulated as f g, with f
+the learning rate over that of the group's first compressed step, by which what comes is multiplied. D is of gradients,
+so it follows from what came, over the mean square of f in the steps that this was accumulated in.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.compression.denominator import TABLES
+
+RATES = "dgc_rates"  # in each param group: that learning rate, 0 before; and running means of f^2
+MEANS = 12
+LONGEST = 2**MEANS - 1  # steps, over which the last of them goes
+
+
+def prepare(group: dict[str, Any]) -> None:
+    """Completes a param group's state, so that all ranks have the same to broadcast."""
+    group.setdefault(RATES, [0.0] * (1 + MEANS))
+
+
+def unit(group: dict[str, Any]) -> float:
+    """The learning rate that u and v of a group count in. Begins with the present one."""
+    if not group.get(RATES) or not group[RATES][0]:
+        lr = float(group["lr"])
+        group[RATES] = [lr, *[1.0] * MEANS] if lr else [1.0, *[0.0] * MEANS]
+    return float(group[RATES][0])
+
+
+def now(group: dict[str, Any]) -> float:
+    """f, by which a gradient of this step is multiplied."""
+    one = unit(group)
+    return float(group["lr"]) / one
+
+
+def passed(group: dict[str, Any]) -> None:
+    """Takes a step into the means, each of which is a running one and forgets what is older than it goes over."""
+    square, (one, *means) = now(group) ** 2, group[RATES]
+    group[RATES] = [one, *(mean + (square - mean) / 2**j for j, mean in enumerate(means))]
+
+
+class InverseSquares:
+    """1 over the mean of f^2 in the last n steps, n = 0, 1, ..., ``LONGEST``; 1 where all were 0, and nothing can have
+    come.
+
+    Args:
+        group: whose learning rates.
+    """
+
+    def __init__(self, group: dict[str, Any]):
+        self._group, self._tables = group, dict[tuple[torch.dtype, torch.device], Tensor]()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """The table, in this tensor's dtype and on its device."""
+        kind = tensor.dtype, tensor.device
+        if kind not in self._tables:
+            means = torch.tensor(self._group[RATES][1:], dtype=torch.float64)
+            place, part = _between(float(self._group["betas"][0]))
+            mean = torch.lerp(means[place], means[place + 1], part)
+            table = torch.where(mean > 0, 1 / mean, 1).to(tensor.dtype)
+            self._tables[kind] = table.to(tensor.device, non_blocking=True)
+        return self._tables[kind]
+
+
+@lru_cache(TABLES)
+def _between(b1: float) -> tuple[Tensor, Tensor]:
+    """The two means between which the sum of n steps is, by its age, and how far from the first.
+
+    The squares of n steps are (n - 1) / 2 steps old in the mean, those in a step's momentum b1^2 / (1 - b1^2) more; and
+    those in a running mean that takes in a 2^j-th, 2^j - 1.
+    """
+    age = (torch.arange(LONGEST + 1, dtype=torch.float64) - 1).clamp_(min=0) / 2 + b1 * b1 / (1 - b1 * b1)
+    j = torch.log2(age + 1).clamp_(max=MEANS - 1)
+    place = j.floor().clamp_(max=MEANS - 2)
+    return place.long(), j - place
