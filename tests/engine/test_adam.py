@@ -342,9 +342,10 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(scaled, plain, strict=True))
 
 
-def test_nothing_is_lost_and_all_is_flushed():
+@pytest.mark.parametrize("lr", [lambda step: LR, falling], ids=["constant", "falling"])
+def test_nothing_is_lost_and_all_is_flushed(lr):
     """At constant b1: what was sent, and is pending in v + c u, is the sum of gradients from the first compressed step
-    on, with the momentum that AdamW had; a flush applies v, over D.
+    on, each with the learning rate of its own step, and with the momentum that AdamW had; a flush applies v, over D.
     """
     def worker():
         rank = dgc.lockstep.current().world.rank
@@ -353,14 +354,15 @@ def test_nothing_is_lost_and_all_is_flushed():
         came = [B1 / (1 - B1) * optimizer.state[w]["exp_avg"] / (1 - B1**DENSE) for w in weights]
         sent = [torch.zeros_like(w) for w in weights]
         for step in range(DENSE, STEPS):
+            optimizer.param_groups[0]["lr"] = lr(step)
             backward(weights, optimizer, rank, step)
-            came = [x + w.grad for x, w in zip(came, weights, strict=True)]
+            came = [x + lr(step) / lr(DENSE) * w.grad for x, w in zip(came, weights, strict=True)]
             optimizer.step()
             sent = [x + w.grad for x, w in zip(sent, weights, strict=True)]
         square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
         before, pending = [w.detach().clone() for w in weights], copy.deepcopy(optimizer.residual_state_dict())
         optimizer.flush()
-        moved = [(x - w.detach()) / LR * (s.sqrt() + EPS) for x, w, s in zip(before, weights, square, strict=True)]
+        moved = [(x - w.detach()) / lr(DENSE) * (s.sqrt() + EPS) for x, w, s in zip(before, weights, square, strict=True)]
         assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
         assert [optimizer.state[w]["step"].item() for w in weights] == [DENSE, DENSE]
         assert not any(optimizer.state[w]["exp_avg"].any() for w in weights)  # it is in u
@@ -434,7 +436,7 @@ def test_a_checkpoint_goes_on_to_the_bit(at, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole, parts = (dgc.lockstep.run(lambda middle=middle: train(
-            settings(dense_first(0.9)), middle=middle, dtype=dtype)[0], 2) for middle in (None, again))
+            settings(dense_first(0.9)), middle=middle, dtype=dtype, lr=falling)[0], 2) for middle in (None, again))
     assert all(torch.equal(a, b) for a, b in zip(whole[0], parts[0], strict=True))
 
 

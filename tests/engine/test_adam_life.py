@@ -109,6 +109,24 @@ def test_a_state_that_is_written_into_is_what_training_goes_on_from():
         assert torch.equal(found, expected)
 
 
+def test_a_state_from_before_rates_were_kept_goes_on():
+    """With the learning rate that it has."""
+    def train(older):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}))
+        steps(p, optimizer, 0, 10)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert state["param_groups"][0]["dgc_rates"][0] == 1e-3
+        if older:
+            del state["param_groups"][0]["dgc_rates"]
+        optimizer.load_state_dict(state)
+        steps(p, optimizer, 10, 20)
+        return p.detach()
+
+    older, newer = (dgc.lockstep.run(lambda older=older: train(older), 2)[0] for older in (True, False))
+    assert torch.equal(older, newer)
+
+
 @pytest.mark.parametrize("change", [{"betas": (0.9, 0.99)}, {"betas": (0.8, 0.99)}, {"eps": 1e-3}], ids=str)
 def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change):
     def train(resumed):
