@@ -33,7 +33,7 @@ TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
 # Exponents from CORRUPT on tell of errors: a value of this parameter was not finite; an owner was sent a damaged row.
 NONFINITE = 32767
 CORRUPT = NONFINITE - 1
-SLICE = 1 << 19  # entries that a processor works on at a time, where there are many
+SLICE, LONG_SLICE = 1 << 19, 1 << 25  # entries that are worked on at a time, on a CPU and elsewhere
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
@@ -317,14 +317,15 @@ def checksums(messages: Tensor) -> Tensor:
 
 
 def slices(length: int, like: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges that cover ``length`` places of the last dimension of a tensor, to be worked on one after the other: on a
-    CPU short ones, whose intermediate results stay in its cache; else one of all.
+    """Ranges that cover ``length`` places of the last dimension of a tensor, to be worked on one after the other, so
+    that intermediate results stay in a CPU's cache, and leave a GPU's memory for others.
 
     Args:
         multiple: all but the last are of a multiple of so many.
     """
     rows = max(1, like.numel() // max(1, like.shape[-1]))
-    step = max(multiple, SLICE // rows // multiple * multiple) if like.device.type == "cpu" else max(1, length)
+    most = SLICE if like.device.type == "cpu" else LONG_SLICE
+    step = max(multiple, most // rows // multiple * multiple)
     return ((first, min(first + step, length)) for first in range(0, length, step))
 
 
