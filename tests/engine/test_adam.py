@@ -362,7 +362,8 @@ def test_nothing_is_lost_and_all_is_flushed(lr):
         square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
         before, pending = [w.detach().clone() for w in weights], copy.deepcopy(optimizer.residual_state_dict())
         optimizer.flush()
-        moved = [(x - w.detach()) / lr(DENSE) * (s.sqrt() + EPS) for x, w, s in zip(before, weights, square, strict=True)]
+        moved = [(x - w.detach()) / lr(DENSE) * (s.sqrt() + EPS)
+                 for x, w, s in zip(before, weights, square, strict=True)]
         assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
         assert [optimizer.state[w]["step"].item() for w in weights] == [DENSE, DENSE]
         assert not any(optimizer.state[w]["exp_avg"].any() for w in weights)  # it is in u
