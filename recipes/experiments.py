@@ -17,7 +17,7 @@ import typer
 
 HERE = Path(__file__).resolve().parent
 MAIN = "dense", "naive", "dgc"
-BETWEEN = "topk", "momentum", "clipping", "masking", "denser", "longer", "sparser", "gradients"
+BETWEEN = "topk", "momentum", "clipping", "masking", "denser", "longer", "sparser", "rounded", "gradients"
 # Row -> its title, what differs from the study's options, and what the paper gives as the difference to dense training:
 # the authors' talk, at 99.9 %; in brackets, the paper's table for ResNet-110 and four workers.
 ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
@@ -42,6 +42,7 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "denser": ("DGC, 98.5 %", {"method": "dgc", "sparsity": 0.985}, ""),
         "longer": ("DGC, 98.5 %, twice the warm-up", {"method": "dgc", "sparsity": 0.985, "warmup_epochs": 3.2}, ""),
         "sparser": ("DGC, 99.2 %, twice the warm-up", {"method": "dgc", "sparsity": 0.992, "warmup_epochs": 3.2}, ""),
+        "rounded": ("DGC as it is now, dense sums in float16", {"method": "dgc", "dense_dtype": "float16"}, ""),
         "dgc": ("DGC", {"method": "dgc"}, ""),
     },
 }
@@ -168,7 +169,7 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
     """Recipe -> row -> seed -> run."""
     first, second, between = budget.seeds
     return {study.recipe: ablation(study, {
-        **dict.fromkeys(BETWEEN, between), **dict.fromkeys((*MAIN, "denser", "longer", "sparser"), seeds)})
+        **dict.fromkeys(BETWEEN, between), **dict.fromkeys((*MAIN, "denser", "longer", "sparser", "rounded"), seeds)})
             for study, seeds in ((budget.cifar10, first), (budget.ptb, second), (budget.transformer, first))}
 
 

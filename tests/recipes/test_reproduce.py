@@ -152,17 +152,17 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(3)] == [10 + 4] * 3
     assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short} | {
         *tables["bytes"]}  # and no other
-    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 2 + 17 + 8 + 40 + 4
+    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 2 + 20 + 8 + 40 + 4
     assert names[25:55] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
     assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert [run.options["seed"] for run in runs[-44:]] == [0] * 22 + [1] * 18 + [0, 1] * 2
-    assert names[72:89] == list(tables["transformer"]) == [
+    assert names[72:92] == list(tables["transformer"]) == [
         *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
         "transformer-gradients-0", "transformer-gradients-1", *(f"transformer-denser-{seed}" for seed in range(3)),
-        *(f"transformer-{row}-{seed}" for row in ("longer", "sparser") for seed in range(3))]
-    assert names[89:97] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
+        *(f"transformer-{row}-{seed}" for row in ("longer", "sparser", "rounded") for seed in range(3))]
+    assert names[92:100] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
         "", "-sparsity99-nomasking", "-sparsity97-nomasking", "-reduce", "-sparsity99-nomasking-reduce",
         "-sparsity97-nomasking-reduce", "-sparsity90-nomasking-reduce"))]
     assert {(run.options["virtual_workers"], run.options["batch_size"], run.options["epochs"])
