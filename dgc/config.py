@@ -52,7 +52,7 @@ class Config:
             dense or a dense sum is fewer bytes (AdamW's first steps, the start of a warm-up). None: their own, summed
             by ring allreduce. float16 or bfloat16: half the bytes of float32. Each entry is rounded, added up in
             float32 by one rank, and the sum is rounded; what rounding drops is sent with the next gradient. Sums of
-            fewer than some ten entries a rank travel as with None, and so does ``flush()``.
+            fewer than some ten entries a rank travel as with None, and so does what ``flush()`` sends.
         apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
             is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
             and momentum correction.

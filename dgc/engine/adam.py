@@ -44,9 +44,8 @@ SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with 
 class Denominators:
     """The denominators D of what travels compressed.
 
-    They follow from the state that torch's AdamW has (``exp_avg_sq`` and ``step``) and from ``dgc_received`` beside it,
-    so they are saved, loaded and broadcast with it. ``step`` stays at the number of dense steps, whose bias is in all
-    of ``exp_avg_sq``.
+    They follow from torch's state (``exp_avg_sq``, ``step``) and ``dgc_received`` beside it, so they are saved, loaded
+    and broadcast with it. ``step`` stays at the number of dense steps, whose bias is in all of ``exp_avg_sq``.
 
     Args:
         settings: of the optimizer.
@@ -191,15 +190,17 @@ class Denominators:
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
         """All that was pending has come: waits begin anew, and D stays as it is."""
-        if self.compressed:
-            for p in parameters:
-                if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
-                    received.fill_(self._parameters.step)
+        for p in parameters if self.compressed else ():
+            if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
+                received.fill_(self._parameters.step)
 
     def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], squares: rates.InverseSquares) -> Tensor:
         """Has D follow an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
+        if not rates.now(group):  # of gradients there is nothing new in it, and D stays as it is
+            local(state[RECEIVED]).masked_fill_(x != 0, now)
+            return of_it.values
         order = memory_order(of_it.values) or range(of_it.values.dim())
         largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
         x, square, received, values = (t.permute(*order) for t in (
@@ -236,9 +237,8 @@ class Denominators:
 
     def _tell_of_unseen(self, steps: int) -> None:
         """Warns of parameters whose D nothing is known about."""
-        group_of = self._parameters.group_of()
         names = [self._parameters.names[p] for p in self._compressed()
-                 if not local(self._state(p, group_of[p])["exp_avg_sq"]).any()]
+                 if not local(self._parameters.optimizer.state[p]["exp_avg_sq"]).any()]
         if names and self._settings.world.rank == 0:
             warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
 

@@ -18,6 +18,7 @@ from dgc.compression.denominator import TABLES
 RATES = "dgc_rates"  # in each param group: that learning rate, 0 before; and running means of f^2
 MEANS = 12
 LONGEST = 2**MEANS - 1  # steps, over which the last of them goes
+LEAST = 1e-30  # of them, so that a float32 holds 1 over it
 
 
 def prepare(group: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ class InverseSquares:
             means = torch.tensor(self._group[RATES][1:], dtype=torch.float64)
             place, part = _between(float(self._group["betas"][0]))
             mean = torch.lerp(means[place], means[place + 1], part)
-            table = torch.where(mean > 0, 1 / mean, 1).to(tensor.dtype)
+            table = torch.where(mean > 0, 1 / mean.clamp(min=LEAST), 1).to(tensor.dtype)
             self._tables[kind] = table.to(tensor.device, non_blocking=True)
         return self._tables[kind]
 

@@ -127,6 +127,28 @@ def test_a_state_from_before_rates_were_kept_goes_on():
     assert torch.equal(older, newer)
 
 
+@pytest.mark.parametrize("masking", [True, False, "prepay"])
+def test_steps_without_a_learning_rate_leave_d_as_it_is(masking):
+    """However many: what the momentum still sends tells nothing new of gradients."""
+    def train():
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}), factor_masking=masking)
+        steps(p, optimizer, 0, 30)
+        optimizer.param_groups[0]["lr"] = 0.0
+        square = optimizer.state[p]["exp_avg_sq"].clone()
+        steps(p, optimizer, 30, 1130)
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], square)
+        optimizer.param_groups[0]["lr"] = 1e-3
+        before = p.detach().clone()
+        steps(p, optimizer, 1130, 1150)
+        after = optimizer.state[p]["exp_avg_sq"]
+        assert 0 < (p - before).abs().max() < 0.1 and 0.2 < after.mean() / square.mean() < 5
+        return p.detach()
+
+    ends = dgc.lockstep.run(train, 2)
+    assert torch.equal(*ends) and ends[0].isfinite().all()
+
+
 @pytest.mark.parametrize("change", [{"betas": (0.9, 0.99)}, {"betas": (0.8, 0.99)}, {"eps": 1e-3}], ids=str)
 def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change):
     def train(resumed):
