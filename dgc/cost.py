@@ -245,6 +245,11 @@ WIDE = 3
 SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
 
 
+def sealed(nbytes: int) -> int:
+    """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
+    return nbytes + -nbytes % 4 + 8
+
+
 LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
 
 
@@ -273,8 +278,7 @@ def kept_slots(numel: int, slots: int, n: int) -> int:
 
 def row_bytes(slots: int, size: int, width: int) -> int:
     """Bytes of a row of so many entries of a region (:class:`dgc.compression.regions.Rows`)."""
-    nbytes = 4 * -(-size // (1 << 16)) + (width + 2) * slots + 2
-    return nbytes + -nbytes % 4 + 8
+    return sealed(4 * -(-size // (1 << 16)) + (width + 2) * slots + 2)
 
 
 def _rows(sizes: Sizes, n: int) -> tuple[int, int]:
@@ -350,8 +354,7 @@ def chunk(numel: int, n: int) -> int:
 
 def chunk_bytes(numel: int, n: int, width: int) -> int:
     """Bytes of such a part (:class:`dgc.compression.chunks.Chunks`)."""
-    nbytes = width * chunk(numel, n) + 2 * -(-chunk(numel, n) // NEIGHBOURS)
-    return nbytes + -nbytes % 4 + 8
+    return sealed(width * chunk(numel, n) + 2 * -(-chunk(numel, n) // NEIGHBOURS))
 
 
 def rounds(sizes: Sizes, n: int) -> bool:

@@ -69,7 +69,7 @@ class Layout:
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
         self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
-        self.nbytes = _sealed(self.ends[-1])
+        self.nbytes = cost.sealed(self.ends[-1])
 
     def sections(self, message: Tensor) -> Sections:
         """Views into a message, uint8 (nbytes,)."""
@@ -230,7 +230,7 @@ class Support:
     def __init__(self, layout: Layout):
         self._layout = layout
         self._ends = tuple(accumulate((4 * layout.block_starts[-1], 2 * layout.slots)))
-        self.nbytes = _sealed(self._ends[-1])
+        self.nbytes = cost.sealed(self._ends[-1])
 
     def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
         a, b = self._ends
@@ -255,11 +255,6 @@ class Support:
         layout.check_places(counts, positions, sender)
         slot, places, _ = layout.read_places(counts, positions)
         return layout.base.index_copy(0, slot, places), layout.uses(layout.used(counts))
-
-
-def _sealed(nbytes: int) -> int:
-    """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
-    return nbytes + -nbytes % 4 + 8
 
 
 def seal(message: Tensor) -> Tensor:

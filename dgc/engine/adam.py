@@ -180,8 +180,7 @@ class Denominators:
         values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
         if (decay := group["weight_decay"]) != 0:
             torch._foreach_mul_(values, 1 - lr * decay)
-        squares = rates.InverseSquares(group)
-        factors = [self._follow(p, x, group, squares) for p, x in zip(given, updates, strict=True)]
+        factors = [self._follow(p, x, group) for p, x in zip(given, updates, strict=True)]
         torch._foreach_addcmul_(values, updates, factors, value=-rates.unit(group) * sign(group))
 
     def add(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> None:
@@ -194,7 +193,7 @@ class Denominators:
             if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                 received.fill_(self._parameters.step)
 
-    def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], squares: rates.InverseSquares) -> Tensor:
+    def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> Tensor:
         """Has D follow an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
@@ -207,7 +206,7 @@ class Denominators:
             x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
         (b1, b2), steps = group["betas"], of_it.dense_steps + now - self._group[BEGAN]
         of = Denominator(square, largest, received, values, of_it.unbiased, b1, b2, group["eps"], steps,
-                         squares.like(values))
+                         rates.inverse_squares(group, values))
         kernels.denominators(x, of).follow(x, of, self._parameters.chosen(parameter), now)
         return of_it.values
 
@@ -254,7 +253,9 @@ def share(scale: Tensor | None, groups: Mapping[str, dict[str, Any]], v: Tensor)
     Returns:
         One factor for all, 0-dim, or one each where betas or learning rates differ.
     """
-    shares = {name: (1 - float(group["betas"][0])) * rates.now(group) for name, group in groups.items()}
+    distinct = {id(group): group for group in groups.values()}  # each asked once: its rate may be on a device
+    share_of = {key: (1 - float(group["betas"][0])) * rates.now(group) for key, group in distinct.items()}
+    shares = {name: share_of[id(group)] for name, group in groups.items()}
     factors = {one: torch.full((), one, dtype=v.dtype, device=v.device) for one in set(shares.values())}
     if scale is not None:
         factors = {one: factor * scale.to(v) for one, factor in factors.items()}

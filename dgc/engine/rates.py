@@ -46,27 +46,19 @@ def passed(group: dict[str, Any]) -> None:
     group[RATES] = [one, *(mean + (square - mean) / 2**j for j, mean in enumerate(means))]
 
 
-class InverseSquares:
-    """1 over the mean of f^2 in the last n steps, n = 0, 1, ..., ``LONGEST``; 1 where all were 0, and nothing can have
-    come.
-
-    Args:
-        group: whose learning rates.
+def inverse_squares(group: dict[str, Any], like: Tensor) -> Tensor:
+    """1 over the mean of f^2 in the last n steps, n = 0, 1, ..., ``LONGEST``, as a table of the dtype and device of
+    ``like``; 1 where all were 0, and nothing can have come.
     """
+    return _table(tuple(group[RATES][1:]), float(group["betas"][0]), like.dtype, like.device)
 
-    def __init__(self, group: dict[str, Any]):
-        self._group, self._tables = group, dict[tuple[torch.dtype, torch.device], Tensor]()
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """The table, in this tensor's dtype and on its device."""
-        kind = tensor.dtype, tensor.device
-        if kind not in self._tables:
-            means = torch.tensor(self._group[RATES][1:], dtype=torch.float64)
-            place, part = _between(float(self._group["betas"][0]))
-            mean = torch.lerp(means[place], means[place + 1], part)
-            table = torch.where(mean > 0, 1 / mean.clamp(min=LEAST), 1).to(tensor.dtype)
-            self._tables[kind] = table.to(tensor.device, non_blocking=True)
-        return self._tables[kind]
+@lru_cache(TABLES)
+def _table(means: tuple[float, ...], b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    known = torch.tensor(means, dtype=torch.float64)
+    place, part = _between(b1)
+    mean = torch.lerp(known[place], known[place + 1], part)
+    return torch.where(mean > 0, 1 / mean.clamp(min=LEAST), 1).to(dtype).to(device, non_blocking=True)
 
 
 @lru_cache(TABLES)
