@@ -3,7 +3,7 @@
     python benchmarks/owners.py --out benchmarks/results/owners.json
 
 25 M entries in three tensors at 99.9 %, fresh heavy-tailed gradients, one core, fused loops; or, with --device cuda, a
-GPU, where an owner's part is torch operations. Nothing is sent: the path is given what a worker would have received.
+GPU. Nothing is sent: the path is given what a worker would have received.
 "choose" is to accumulate, select and encode; "add up" is an owner's part: to decode the rows of all workers, add them,
 choose and encode the largest sums; "apply" is to decode what all owners send and to write the update. The best of some
 repeats.

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from dgc import cost
 from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
 
 LINE = cost.LINE
+Where = TypeVar("Where", int, Tensor)
 
 
 class Regions:
@@ -44,23 +46,19 @@ class Regions:
     def __init__(self, numel: int, owners: int, device: torch.device):
         self.numel, self.owners, self.device = numel, owners, device
         self._blocks_of: dict[int, Tensor] = {}
-        last = torch.tensor(numel - numel % LINE)
-        self._tail_of = int(self.owner(last)) if numel % LINE else -1  # whose the last block is, if it is not whole
+        self._tail_of = self.owner(numel - numel % LINE) if numel % LINE else -1  # whose the last block is, if a part
 
     @cached_property
     def sizes(self) -> Tensor:
         """int64 (N,): entries of each region."""
-        every = torch.arange(self.owners, device=self.device)
-        rounds, rest = divmod(self.numel, LINE * self.owners)
-        place = (every - self._turn(torch.full_like(every, rounds))) % self.owners  # in the last round
-        return rounds * LINE + (rest - place * LINE).clamp(0, LINE)
+        return torch.tensor([self.before(owner, self.numel) for owner in range(self.owners)], device=self.device)
 
     @property
     def size(self) -> int:
         """Entries of the largest region."""
         return cost.region(self.numel, self.owners)
 
-    def owner(self, index: Tensor) -> Tensor:
+    def owner(self, index: Where) -> Where:
         """int64, of the shape of ``index``, positions in the bucket: whose they are."""
         block = index // LINE
         return (block + self._turn(block // self.owners)) % self.owners
@@ -73,6 +71,12 @@ class Regions:
         """int64, of the shape of ``local``, positions in the region of ``owner``: where they are in the bucket."""
         rounds = local // LINE
         return (rounds * self.owners + (owner - self._turn(rounds)) % self.owners) * LINE + local % LINE
+
+    def before(self, owner: int, index: int) -> int:
+        """How many entries of an owner's region lie before a position in the bucket."""
+        rounds, rest = divmod(index, LINE * self.owners)
+        place = (owner - self._turn(rounds)) % self.owners  # of its block in that round
+        return rounds * LINE + min(max(rest - place * LINE, 0), LINE)
 
     def read(self, flat: Tensor, owner: int) -> Tensor:
         """A copy of an owner's region of a flat tensor of ``numel`` entries."""
@@ -104,15 +108,15 @@ class Regions:
             return torch.cat([self._blocks(owner), tail])
         return self._blocks(owner)
 
-    def _turn(self, rounds: Tensor) -> Tensor:
+    def _turn(self, rounds: Where) -> Where:
         """The owner with which a round begins: numbers without a pattern."""
         return (((rounds * MIXER) & 0xFFFFFFFF) >> 12) % self.owners
 
     def _blocks(self, owner: int) -> Tensor:
         """An owner's whole blocks: int64, ascending."""
         if owner not in self._blocks_of:
-            blocks = self.index(owner, torch.arange(0, self.size, LINE, device=self.device)) // LINE
-            self._blocks_of[owner] = blocks[blocks < self.numel // LINE]
+            count = self.before(owner, self.numel // LINE * LINE)
+            self._blocks_of[owner] = self.index(owner, torch.arange(0, count, LINE, device=self.device)) // LINE
         return self._blocks_of[owner]
 
 
@@ -153,8 +157,8 @@ class Rows:
 
     def __init__(self, slots: int, size: int, dtype: torch.dtype, residual: torch.dtype, device: torch.device):
         self.slots, self.size, self.dtype, self.residual, self.device = slots, size, dtype, residual, device
-        stretches = -(-size // BLOCK)
-        a = 4 * stretches
+        self.stretches = -(-size // BLOCK)
+        a = 4 * self.stretches
         b = a + dtype.itemsize * slots
         self.ends = a, b, b + 2 * slots  # of counts, values and positions, in bytes
         self.nbytes = cost.row_bytes(slots, size, dtype.itemsize)
@@ -186,9 +190,9 @@ class Rows:
         of = order.indices
         words.copy_(_placed(coded[of], where, rows, self.slots))
         positions.copy_(_placed((local[of] % BLOCK).to(torch.int16), where, rows, self.slots))
-        stretch = torch.where(order.values < rows, order.values * len(self._sizes) + local[of] // BLOCK,
-                              rows * len(self._sizes))
-        counts.copy_(torch.zeros(rows * len(self._sizes) + 1, dtype=torch.int32, device=self.device).scatter_add_(
+        stretch = torch.where(order.values < rows, order.values * self.stretches + local[of] // BLOCK,
+                              rows * self.stretches)
+        counts.copy_(torch.zeros(rows * self.stretches + 1, dtype=torch.int32, device=self.device).scatter_add_(
             0, stretch, torch.ones_like(stretch, dtype=torch.int32))[:-1].view_as(counts))
         status.copy_(exponent[:rows, None])
         return seal(message), torch.where(fine, scaled(coded, exponent[row], self.residual), 0)
@@ -216,7 +220,7 @@ class Rows:
         used = torch.where(bad | telling, 0, ends[:, -1])
         slot = torch.arange(self.slots, device=self.device).expand(len(message), -1)
         stretch = torch.searchsorted(ends.clamp(0, self.slots), slot.contiguous(), right=True).clamp_(
-            max=len(self._sizes) - 1)
+            max=self.stretches - 1)
         within = positions.to(torch.int64) & (BLOCK - 1)
         valid = slot < used[:, None]
         local = stretch * BLOCK + within
@@ -262,11 +266,15 @@ class Plan:
         return self.regions.sizes[self.own].view(1)
 
     @cached_property
+    def spans(self) -> list[int]:
+        """How many entries each parameter has in the own region."""
+        ends = [self.regions.before(self.own, end) for end in accumulate(self.layout.numels)]
+        return [end - begin for begin, end in pairwise([0, *ends])]
+
+    @cached_property
     def lengths(self) -> Tensor:
-        """int64 (P,): entries of each parameter in the own region."""
-        places = self.regions.index(self.own, torch.arange(int(self.size), device=self.layout.device))
-        ends = torch.searchsorted(places, torch.tensor(self.layout.numels, device=self.layout.device).cumsum(0))
-        return ends.diff(prepend=ends.new_zeros(1))
+        """int64 (P,): the same."""
+        return torch.tensor(self.spans, device=self.layout.device)
 
     @cached_property
     def pieces(self) -> Tensor:
@@ -274,7 +282,7 @@ class Plan:
         and its parameter. Sums of a parameter are those of its pieces, one after the other.
         """
         cuts, first = list[tuple[int, int, int]](), 0
-        for p, length in enumerate(self.lengths.tolist()):
+        for p, length in enumerate(self.spans):
             end = first + length
             inner = range((first // BLOCK + 1) * BLOCK, end, BLOCK)
             cuts += [(a, b, p) for a, b in zip((first, *inner), (*inner, end), strict=True) if a < b]

@@ -86,7 +86,8 @@ class Layout:
     def owner(self) -> Tensor:
         """int64 (K,): the parameter that each slot belongs to."""
         repeats = torch.tensor(self.counts, device=self.device)
-        return torch.arange(len(self.counts), device=self.device).repeat_interleave(repeats)
+        return torch.arange(len(self.counts), device=self.device).repeat_interleave(
+            repeats, output_size=self.slots)
 
     @cached_property
     def base(self) -> Tensor:

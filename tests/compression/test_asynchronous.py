@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dgc
 from dgc.compression import device as devices
 from dgc.compression import kernels
-from dgc.compression.kernels import owners_plain
 from dgc.compression.residual import Gradient
 from dgc.compression.wire import seal
 from dgc.config import Config
 from dgc.engine.engine import engine_of
 
 cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+owners_cuda = pytest.importorskip("dgc.compression.kernels.owners_cuda", reason="triton is not installed",
+                                  exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
 
 @pytest.mark.parametrize("wrong", [position_beyond, count_beyond, counts_that_cancel, None])
@@ -111,7 +112,7 @@ def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
     """
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
-    turns, add, received = [0, 0, 0], owners_plain.add, owners_plain.Received
+    turns, add, received = [0, 0, 0], owners_cuda.add, owners_cuda.Received
 
     def damaged(messages, sender, turn):
         messages = messages.clone()
@@ -125,8 +126,8 @@ def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
     def receiving(plan, messages, divisor):
         return received(plan, damaged(messages, 1, turns[plan.own] - 1 if phase == "to all" else 0), divisor)
 
-    monkeypatch.setattr(owners_plain, "add", adding)
-    monkeypatch.setattr(owners_plain, "Received", receiving)
+    monkeypatch.setattr(owners_cuda, "add", adding)
+    monkeypatch.setattr(owners_cuda, "Received", receiving)
 
     def worker():
         rank = dgc.lockstep.current().world.rank
@@ -203,7 +204,8 @@ class Unasked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.9, {"exchange": "reduce"}), (0.3, {}),
+    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.9, {"exchange": "reduce"}),
+    (SHRINKS, {"exchange": "reduce"}), (0.3, {}),
     (0.0, {}), (0.3, ROUNDED), (0.0, ROUNDED)], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from laws import misleading
+from pairs import DEVICE
 
 from dgc import cost
 from dgc.compression import kernels, select
@@ -16,6 +17,9 @@ from dgc.compression.wire import CORRUPT, NONFINITE, Layout, seal
 
 owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="numba is not installed",
                                  exc_type=ImportError)
+owners_cuda = pytest.importorskip("dgc.compression.kernels.owners_cuda", reason="triton is not installed",
+                                  exc_type=ImportError)
+COMPILED = pytest.mark.parametrize("compiled", [owners_cpu, owners_cuda], ids=["numba", "triton"])
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (5,), "d": (0, 3), "e": (40, 41), "f": (150, 200)}
 SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 
@@ -39,48 +43,52 @@ def three_threads(monkeypatch):
 
 
 class Job:
-    """All workers of an exchange, once with the compiled loops and once with the torch operations."""
+    """All workers of an exchange, once with compiled loops and once with the torch operations."""
 
-    def __init__(self, n, shapes, dtype=torch.float32, wire=torch.float16, sparsity=0.99, velocity=True):
-        self.n, self.kernels, self.shapes = n, (owners_cpu, owners_plain), shapes
-        self.buckets = [[Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity)
-                         for _ in range(n)] for _ in self.kernels]
-        first = self.buckets[0][0]
-        layout = Layout(first, [select.count(sparsity, numel) for numel in first.numels], wire)
-        self.plans = [Plan(layout, n, own) for own in range(n)]
+    def __init__(self, compiled, n, shapes, dtype=torch.float32, wire=torch.float16, sparsity=0.99, velocity=True):
+        self.n, self.kernels, self.shapes = n, (compiled, owners_plain), shapes
+        self.devices = DEVICE if compiled is owners_cuda else "cpu", "cpu"
+        self.buckets = [[Bucket("bucket 0", {k: torch.empty(s, dtype=dtype, device=device)
+                                             for k, s in shapes.items()}, velocity) for _ in range(n)]
+                        for device in self.devices]
+        counts = [select.count(sparsity, numel) for numel in self.buckets[0][0].numels]
+        self.plans = [[Plan(Layout(buckets[0], counts, wire), n, own) for own in range(n)] for buckets in self.buckets]
 
     def step(self, gradients, step, masking=True, exact=False, scale=None):
         """Both phases; the messages of all owners."""
-        both = [self._walk(kernel, buckets, gradients, step, masking, exact, scale)
-                for kernel, buckets in zip(self.kernels, self.buckets, strict=True)]
-        (ours, messages), (theirs, _) = both
+        (ours, messages), (theirs, _) = (self.walk(i, gradients, step, masking, exact, scale) for i in range(2))
         for name in ours:
             assert len(ours[name]) == len(theirs[name])
-            assert all(torch.equal(a, b) for a, b in zip(ours[name], theirs[name], strict=True)), name
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(ours[name], theirs[name], strict=True)), name
         self.agree()
         return messages
 
-    def _walk(self, kernel, buckets, gradients, step, masking, exact, scale):
-        found = {"chosen": [], "rows": [], "status": [], "sent": []}
-        for r, (bucket, plan) in enumerate(zip(buckets, self.plans, strict=True)):
-            bad, index, used = kernel.select(bucket, gradients[r], scale, plan, exact, step)
+    def walk(self, i, gradients, step=0, masking=True, exact=False, scale=None):
+        """Both phases with the compiled loops, 0, or with torch operations, 1."""
+        kernel, device, found = self.kernels[i], self.devices[i], {"chosen": [], "rows": [], "status": [], "sent": []}
+        there = [{name: Gradient(g.g.to(device), g.momentum, g.nesterov) for name, g in own.items()}
+                 for own in gradients]
+        for bucket, plan, own in zip(self.buckets[i], self.plans[i], there, strict=True):
+            clip = None if scale is None else scale.to(device)
+            bad, index, used = kernel.select(bucket, own, clip, plan, exact, step)
             found["chosen"].append(index[plan.layout.uses(used)])
-            rows, _ = kernel.send(bucket, gradients[r], plan, index, used, torch.tensor(bool(bad)), masking)
+            refused = torch.tensor(bool(bad), device=device)
+            rows, _ = kernel.send(bucket, own, plan, index, used, refused, masking)
             found["rows"].append(rows)
-        for r, (bucket, plan) in enumerate(zip(buckets, self.plans, strict=True)):
+        for r, (bucket, plan, own) in enumerate(zip(self.buckets[i], self.plans[i], there, strict=True)):
             arrived = kernel.add(bucket, plan, torch.stack([rows[r] for rows in found["rows"]]))
-            message, _ = kernel.pass_on(bucket, gradients[r], plan, arrived, step, masking)
+            message, _ = kernel.pass_on(bucket, own, plan, arrived, step, masking)
             found["status"].append(arrived.status)
             found["sent"].append(message)
         messages = torch.cat(found["sent"])
-        found["update"] = self._read(kernel, messages)
+        found["update"] = self._read(i, messages)
         return found, messages
 
-    def _read(self, kernel, messages):
-        received = kernel.Received(self.plans[0], messages, self.n)
-        dtype, flats = self.plans[0].layout.residual, []
+    def _read(self, i, messages):
+        received = self.kernels[i].Received(self.plans[i][0], messages, self.n)
+        dtype, flats = self.plans[i][0].layout.residual, []
         for without in (None, next(iter(self.shapes))):
-            written, added = ([None if name == without else torch.full(shape, 0.7, dtype=dtype)
+            written, added = ([None if name == without else torch.full(shape, 0.7, dtype=dtype, device=self.devices[i])
                                for name, shape in self.shapes.items()] for _ in range(2))
             received.write(written)
             received.add(added, [0.3 * i for i in range(len(added))])
@@ -89,7 +97,8 @@ class Job:
 
     def agree(self):
         for ours, theirs in zip(*self.buckets, strict=True):
-            assert torch.equal(ours.v, theirs.v) and (ours.u is None or torch.equal(ours.u, theirs.u))
+            assert torch.equal(ours.v.cpu(), theirs.v)
+            assert ours.u is None or torch.equal(ours.u.cpu(), theirs.u)
             for name in ("overflow_entries", "held_entries", "total_entries"):
                 assert int(getattr(ours, name)) == int(getattr(theirs, name)), name
 
@@ -103,24 +112,29 @@ def gradients(step, n, shapes, dtype=torch.float32, nesterov=False):
             for _ in range(n)]
 
 
-@pytest.mark.parametrize(("n", "shapes"), [(2, SHAPES), (3, SHAPES), (16, SMALL)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])
+EVERY = [(owners_cpu, *size, dtype, wire) for size in ((2, SHAPES), (3, SHAPES), (16, SMALL))
+         for dtype in (torch.float32, torch.float64) for wire in (torch.float16, torch.bfloat16, torch.float32)]
+SOME = [(owners_cuda, 2, SHAPES, torch.float32, torch.float16), (owners_cuda, 3, SMALL, torch.float64, torch.float32),
+        (owners_cuda, 5, SMALL, torch.float32, torch.bfloat16), (owners_cuda, 5, SMALL, torch.float64, torch.float16)]
+
+
+@pytest.mark.parametrize(("compiled", "n", "shapes", "dtype", "wire"), EVERY + SOME)
 @pytest.mark.usefixtures("three_threads")
-def test_steps(n, shapes, dtype, wire):
+def test_steps(compiled, n, shapes, dtype, wire):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, kept, and
     paid in advance; rows of one worker that do not fit.
     """
-    job = Job(n, shapes, dtype, wire, 0.98 if n < 16 else 0.9)
+    job = Job(compiled, n, shapes, dtype, wire, 0.98 if shapes is SHAPES else 0.9)
     for step in range(7):
         some = gradients(step, n, shapes, dtype, nesterov=wire == torch.bfloat16)
         if step == 2:
             for g in some:
                 del g["a"]
         if step == 3:  # all that is large belongs to one owner
-            mine = torch.zeros(job.buckets[0][0].numel, dtype=dtype)
-            job.plans[0].regions.write(mine, 0, torch.full((int(job.plans[0].size),), 1.0, dtype=dtype))
-            for name, view in job.buckets[0][0].views(mine).items():
+            bucket, plan = job.buckets[1][0], job.plans[1][0]
+            mine = torch.zeros(bucket.numel, dtype=dtype)
+            plan.regions.write(mine, 0, torch.full((int(plan.size),), 1.0, dtype=dtype))
+            for name, view in bucket.views(mine).items():
                 some[1][name] = Gradient(some[1][name].g * (1 + 1000 * view), 0.9)
         job.step(some, step, (True, False, "prepay")[step % 3], exact=step == 1,
                  scale=torch.tensor(0.7) if step == 4 else None)
@@ -133,111 +147,123 @@ def test_steps(n, shapes, dtype, wire):
 @pytest.mark.parametrize("velocity", [True, False])
 def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
     shapes = {"a": (200, 300), "b": (50, 100)}
-    job = Job(3, shapes, velocity=velocity, sparsity=0.95)
+    job = Job(owners_cpu, 3, shapes, velocity=velocity, sparsity=0.95)
     for step in range(3):
         some = [{k: Gradient(misleading(s[0] * s[1], 9 * step + r, zeros, pattern).view(s), 0.9)
                  for k, s in shapes.items()} for r in range(3)]
         job.step(some, step)
 
 
-def test_workers_without_a_region():
+@COMPILED
+def test_workers_without_a_region(compiled):
     """So many that some own no block of 16."""
-    job = Job(100, {"a": (32, 32)}, sparsity=0.9)
-    for step in range(3):
-        job.step(gradients(step, 100, {"a": (32, 32)}), step)
-    assert min(job.plans[0].regions.sizes) == 0
+    job = Job(compiled, 20, {"a": (16, 16)}, sparsity=0.9)
+    for step in range(3 if compiled is owners_cpu else 1):
+        job.step(gradients(step, 20, job.shapes), step)
+    assert min(job.plans[1][0].regions.sizes) == 0
 
 
+@COMPILED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_told(bad):
+def test_what_is_not_finite_is_told(compiled, bad):
     """A gradient: by all rows of its rank. A sum: by its owner. What is finite in the residuals is alike."""
-    job, some = Job(3, SMALL, sparsity=0.9), gradients(0, 3, SMALL)
+    job, some = Job(compiled, 3, SMALL, sparsity=0.9), gradients(0, 3, SMALL)
     some[1]["c"].g[3, 3] = bad
     job.step(some, 0)
-    for kernel, buckets in zip(job.kernels, job.buckets, strict=True):
-        found, _ = job._walk(kernel, buckets, some, 1, True, False, None)
+    for i in range(2):
+        found, _ = job.walk(i, some, 1)
         assert [status.tolist()[1] for status in found["status"]] == [NONFINITE] * 3
-    job = Job(3, SMALL, sparsity=0.9)
-    for buckets in job.buckets:
-        job.plans[2].regions.write(buckets[2].v, 2, torch.full((int(job.plans[2].size),), bad))
-    messages = [job._walk(kernel, buckets, gradients(0, 3, SMALL), 0, True, False, None)[1]
-                for kernel, buckets in zip(job.kernels, job.buckets, strict=True)]
-    for kernel, message in zip(job.kernels, messages, strict=True):
-        assert kernel.Received(job.plans[0], message, 3).status.tolist()[2] == NONFINITE
+    job = Job(compiled, 3, SMALL, sparsity=0.9)
+    for i, (kernel, plans, buckets) in enumerate(zip(job.kernels, job.plans, job.buckets, strict=True)):
+        v, plan = buckets[2].v, plans[2]
+        plan.regions.write(v, 2, v.new_full((int(plan.size),), bad))
+        _, message = job.walk(i, gradients(0, 3, SMALL))
+        assert kernel.Received(plans[0], message, 3).status.tolist()[2] == NONFINITE
 
 
 def written(kernel, plan, phase, mutated):
     """What a kernel makes of one phase's rows: of its v, or of an update; a guard on both sides stays as it was."""
-    whole = torch.full((plan.layout.numel + 128,), 7.0)
+    device = plan.layout.device
+    whole = torch.full((plan.layout.numel + 128,), 7.0, device=device)
     inner = whole[64:-64].zero_()
     if phase:
-        kernel.Received(plan, mutated, 3).write(inner.split(plan.layout.numels))
+        kernel.Received(plan, mutated.to(device), 3).write(inner.split(plan.layout.numels))
     else:
-        bucket = Bucket("bucket 0", {"a": torch.empty(1, plan.layout.numel)})
+        bucket = Bucket("bucket 0", {"a": torch.empty(1, plan.layout.numel, device=device)})
         bucket.v = inner
-        kernel.add(bucket, plan, mutated)
+        kernel.add(bucket, plan, mutated.to(device))
     assert (whole[:64] == 7).all() and (whole[-64:] == 7).all()
-    return inner.view(torch.int32)  # whose bits may be no number
+    return inner.cpu().view(torch.int32)  # whose bits may be no number
+
+
+def said(kernel, plan, phase, mutated):
+    """The status of each row, and whose is damaged."""
+    form, sizes = ((plan.to_owners, plan.size), (plan.to_all, plan.regions.sizes))[phase]
+    if kernel is owners_plain:
+        entries = form.decode(mutated, sizes)
+    else:
+        entries = kernel._Said(form, mutated.to(sizes.device), sizes.numpy() if kernel is owners_cpu else sizes)
+    return [torch.as_tensor(numbers).tolist() for numbers in (entries.status, entries.whose)]
 
 
 @pytest.mark.timeout(3600 if "DGC_SOAK" in os.environ else 300)
-@pytest.mark.parametrize("seed", range(4))
-def test_mutated_rows_are_refused_alike(seed):
+@pytest.mark.parametrize(("compiled", "seed"), [*((owners_cpu, seed) for seed in range(4)), (owners_cuda, 4)])
+def test_mutated_rows_are_refused_alike(compiled, seed):
     """Of both phases, with a checksum that is right again; what is not refused is read alike, and within bounds."""
     draw = np.random.default_rng(seed)
-    job, shapes = Job(3, SHAPES, sparsity=0.999), SHAPES
-    some = gradients(seed, 3, shapes)
-    found, messages = job._walk(owners_cpu, job.buckets[0], some, 0, True, False, None)
-    rows, plan = torch.stack([rows[0] for rows in found["rows"]]), job.plans[0]
+    shapes, sparsity = (SHAPES, 0.999) if compiled is owners_cpu else (SMALL, 0.9)
+    job = Job(compiled, 3, shapes, sparsity=sparsity)
+    found, messages = job.walk(1, gradients(seed, 3, shapes))
+    sent = torch.stack([rows[0] for rows in found["rows"]]), messages
     refused = read = 0
     for turn in range(25_000 if "DGC_SOAK" in os.environ else 250):
         phase, row = turn % 2, int(draw.integers(0, 3))
-        form, mutated = ((plan.to_owners, rows.clone()), (plan.to_all, messages.clone()))[phase]
-        for at in draw.integers(0, form.nbytes - 8, draw.integers(1, 4)):
+        mutated = sent[phase].clone()
+        for at in draw.integers(0, mutated.shape[1] - 8, draw.integers(1, 4)):
             mutated[row, at] = int(draw.integers(0, 256))
         seal(mutated)
-        sizes = plan.regions.sizes if phase else plan.size
-        said, expected = owners_cpu._Said(form, mutated, sizes.numpy()), form.decode(mutated, sizes)
-        assert said.status.tolist() == expected.status.tolist()
-        told = expected.status == CORRUPT
-        assert said.whose[told.numpy()].tolist() == expected.whose[told].tolist()
-        refused += int(told.any())
-        if turn % 25 < 2 and expected.status.max() < CORRUPT:
-            ours, theirs = (written(kernel, plan, phase, mutated) for kernel in job.kernels)
+        ours, theirs = (said(kernel, plans[0], phase, mutated)
+                        for kernel, plans in zip(job.kernels, job.plans, strict=True))
+        assert ours == theirs
+        refused += CORRUPT in theirs[0]
+        if turn % 25 < 2 and max(theirs[0]) < CORRUPT:
+            ours, theirs = (written(kernel, plans[0], phase, mutated)
+                            for kernel, plans in zip(job.kernels, job.plans, strict=True))
             assert torch.equal(ours, theirs)
             read += 1
     print(f"seed {seed}: {refused} of {turn + 1} refused, {read} of the others read into guarded memory")
     assert refused and read
 
 
-def test_a_row_that_tells_whose_is_damaged_is_not_taken_for_damaged_itself():
+@COMPILED
+def test_a_row_that_tells_whose_is_damaged_is_not_taken_for_damaged_itself(compiled):
     """Its first count is a rank's number, and larger than its slots."""
-    job = Job(100, {"a": (32, 32)}, sparsity=0.99)
-    plan = job.plans[0]
-    assert plan.to_all.slots < 90
-    messages = plan.to_all.telling(100, CORRUPT, 90)
-    for kernel in job.kernels:
-        received = kernel.Received(plan, messages, 100)
+    job = Job(compiled, 100, {"a": (32, 32)}, sparsity=0.99)
+    for kernel, (plan, *_) in zip(job.kernels, job.plans, strict=True):
+        assert plan.to_all.slots < 90
+        received = kernel.Received(plan, plan.to_all.telling(100, CORRUPT, 90), 100)
         assert received.status.tolist() == [CORRUPT] * 100 and received.whose.tolist() == [90] * 100
 
 
-def test_places_that_do_not_ascend_are_refused():
-    job = Job(3, SMALL, sparsity=0.9)
-    form, sizes = job.plans[0].to_all, job.plans[0].regions.sizes
+@COMPILED
+def test_places_that_do_not_ascend_are_refused(compiled):
+    job = Job(compiled, 3, SMALL, sparsity=0.9)
+    form = job.plans[1][0].to_all
     index = torch.tensor([3, 5, 9])
     message, _ = form.encode(torch.zeros(3, dtype=torch.int64), index, torch.ones(3), 1)
     at = form.ends[1]
     for first, second, fine in ((3, 5, True), (5, 3, False), (5, 5, False)):
         row = message.clone()
         row[0, at:at + 4].view(torch.int16).copy_(torch.tensor([first, second]))
-        statuses = [kernel.Received(job.plans[0], seal(row).expand(3, -1), 3).status.tolist() for kernel in job.kernels]
-        assert statuses[0] == statuses[1] == [-14 if fine else CORRUPT] * 3, sizes
+        for kernel, (plan, *_) in zip(job.kernels, job.plans, strict=True):
+            assert said(kernel, plan, 1, seal(row).expand(3, -1))[0] == [-14 if fine else CORRUPT] * 3
 
 
-def test_no_slots_are_made_of_chance(monkeypatch):
+@COMPILED
+def test_no_slots_are_made_of_chance(compiled, monkeypatch):
     """Rows with one slot each: the largest entry of each, beside the mean of its parameter."""
     monkeypatch.setattr(cost, "row_slots", lambda slots, n: 1)
-    job = Job(3, SMALL, sparsity=0.9)
+    job = Job(compiled, 3, SMALL, sparsity=0.9)
     for step in range(3):
         job.step(gradients(step, 3, SMALL), step)
     assert all(int(bucket.overflow_entries) > 50 for bucket in job.buckets[0])

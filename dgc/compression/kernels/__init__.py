@@ -126,9 +126,8 @@ def current(kind: str, dtype: torch.dtype) -> Kernel:
 
 
 def owners(kind: str, dtype: torch.dtype) -> OwnersKernel:
-    """The module of owners to call now: compiled where :func:`current` is, on a CPU."""
-    compiled = current(kind, dtype).__name__ == "dgc.compression.kernels.cpu"
-    return cast(OwnersKernel, import_module(f"dgc.compression.kernels.owners_{'cpu' if compiled else 'plain'}"))
+    """The module of owners to call now."""
+    return cast(OwnersKernel, import_module(current(kind, dtype).__name__.replace("kernels.", "kernels.owners_")))
 
 
 def denominators(x: Tensor, of: Denominator) -> DenominatorKernel:

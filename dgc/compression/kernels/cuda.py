@@ -459,25 +459,32 @@ def _slots(parameters, chunks, used, index):
     return p, here, begin, slot, valid, tl.load(index + slot, mask=valid, other=0)
 
 
+@triton.jit
+def _paid(v, u, c, least, valid):
+    """Where momentum is paid in advance (see ``dgc.compression.residual.Bucket.prepay``), and v and u after it."""
+    waited, owed = tl.abs(v) - least * tl.abs(u), c * u
+    payable = valid & (tl.where(c > 0, waited, 0) > 0) & (waited < float("inf"))
+    whole, part = waited >= tl.abs(owed), tl.where(u > 0, waited, -waited)
+    paid = tl.where(payable, v + tl.where(whole, owed, part), v)
+    return payable, paid, tl.where(whole, 0, u - _divided(part, tl.where(c > 0, c, 1)))
+
+
 @triton.jit(do_not_specialize=["count"])
 def _largest(u, v, parameters, chunks, used, index, work, flags, paying, count, PREPAYING: tl.constexpr,
              FLAGS: tl.constexpr):
     """One program a chunk of slots: the largest magnitude of each parameter's entries, after momentum was paid in
-    advance where PREPAYING (see ``dgc.compression.residual.Bucket.prepay``).
+    advance where PREPAYING.
     """
     p, _, _, _, valid, position = _slots(parameters, chunks, used, index)
     x = tl.load(v + position, mask=valid, other=0)
     if PREPAYING:
         y = tl.load(u + position, mask=valid, other=0)
-        c, least = tl.load(paying + p), tl.load(paying + count + p)
-        waited, owed = tl.abs(x) - least * tl.abs(y), c * y
-        payable = valid & (tl.where(c > 0, waited, 0) > 0)
+        owes = valid
         if FLAGS:
-            payable = payable & (tl.load(flags + count) == 0)
-        whole, part = waited >= tl.abs(owed), tl.where(y > 0, waited, -waited)
-        x = tl.where(payable, x + tl.where(whole, owed, part), x)
+            owes = valid & (tl.load(flags + count) == 0)
+        payable, x, y = _paid(x, y, tl.load(paying + p), tl.load(paying + count + p), owes)
         tl.store(v + position, x, mask=payable)
-        tl.store(u + position, tl.where(whole, 0, y - _divided(part, tl.where(c > 0, c, 1))), mask=payable)
+        tl.store(u + position, y, mask=payable)
     bits = tl.where(valid, _magnitude(x), 0)
     tl.atomic_max(work + 1 + p, tl.max(bits, 0).to(tl.int64), sem="relaxed")
 

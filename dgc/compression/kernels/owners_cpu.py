@@ -117,13 +117,14 @@ def _deal(starts, index, used, n, own, slots, v, tiny, places, parameters, begin
 def _keys(chosen, of, rows, count, v, tiny):
     """The keys that order the entries of a row: the larger |v| is beside its parameter's mean, the larger the key."""
     one = v.dtype.type(1)
-    means, numbers, keys = np.zeros(count, v.dtype), np.zeros(count, v.dtype), np.empty(len(chosen), np.float64)
+    totals, numbers = np.zeros(count, np.float64), np.zeros(count, np.int64)
+    means, keys = np.empty(count, v.dtype), np.empty(len(chosen), np.float64)
     for e in range(len(chosen)):
         size = abs(v[chosen[e]])
-        means[of[e]] += size
-        numbers[of[e]] += v.dtype.type(size > 0)
+        totals[of[e]] += np.float64(size)
+        numbers[of[e]] += size > 0
     for p in range(count):
-        mean = means[p] / max(numbers[p], one)
+        mean = v.dtype.type(totals[p] / max(numbers[p], 1))
         means[p] = tiny if mean < tiny else mean
     for e in range(len(chosen)):
         smallness = one / (one + abs(v[chosen[e]]) / means[of[e]])

@@ -64,8 +64,9 @@ def _fitting(row: Tensor, values: Tensor, plan: Plan) -> Tensor:
     if not device.is_asynchronous(row.device) and int(torch.bincount(row, minlength=n)[:n].max()) <= slots:
         return row
     size = torch.where(row < n, values.abs(), 0)
-    total, count = size.new_zeros(2, len(plan.layout.counts))
-    mean = total.index_add_(0, owner, size) / count.index_add_(0, owner, (size > 0).to(size)).clamp(min=1)
+    total, count = size.new_zeros(2, len(plan.layout.counts), dtype=torch.float64)
+    count.index_add_(0, owner, (size > 0).double()).clamp_(min=1)
+    mean = total.index_add_(0, owner, size.double()).div_(count).to(size.dtype)
     smallness = 1 / (1 + size / mean[owner].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
     smallness = smallness.nan_to_num(0)  # infinity among infinities is large
     order = (row + 0.5 * smallness.double()).sort(stable=True)

@@ -1,0 +1,60 @@
+"""Compiles a module's Triton kernels to machine code for an H100, without one: python machine_code.py MODULE."""
+
+import re
+import sys
+from importlib import import_module
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+WIDTHS = ((32, tl.float16, True), (64, tl.bfloat16, True), (32, tl.float32, False))  # of the residual, of messages
+
+
+def pointers(**types):
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
+DOORS = {
+    "cuda": "sample accumulate narrow tally choose largest write sums check receive",
+    "owners_cuda": "deal order fit largest write close check conclude read add sum average score clear spread"}
+NAMES = {  # each kernel's pointers by what they point to; the others are numbers
+    "cuda": pointers(
+        i16="places message16", i64="table parameters tiles state blocks index used chunks work slots sums checksum",
+        i32="histogram above crowded found larger equal flags message32 messages verdict",
+        real="u v scale like squares total paying", mark="marks"),
+    "owners_cuda": pointers(
+        i16="message16", i32="refused row kept wrong message32 damaged absent",
+        i64="parameters chunks used index places numbers wanted order firsts of largest digests sent_entries told "
+            "whose starts status pieces pieces_of lengths blocks table",
+        fp64="sizes sums keys", real="u v tiny paying taken values means scores like")}
+OTHERWISE = {  # where a name means something else in one of them
+    "_check": {"sizes": "*i64", "largest": "i32"}, "_read": {"keys": "*i32"}, "_add": {"keys": "*i32"}}
+
+
+def compile_all(module):
+    kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
+    for bits, wire, yes in WIDTHS:
+        constants = {"SCALED": 1 + yes, "EXACT": not yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
+                     "WIRE": wire, **dict.fromkeys(("VELOCITY", "MASKING", "PREPAYING", "FLAGS", "ADD"), yes)}
+        for door in DOORS[module].split():
+            kernel = getattr(kernels, f"_{door}")
+            here = {n: c for n, c in constants.items() if n in kernel.arg_names}
+            types = {n: "*" + {"real": f"fp{bits}", "mark": f"i{bits}"}.get(k, k) for n, k in NAMES[module].items()}
+            types |= OTHERWISE.get(f"_{door}", {}) if module == "owners_cuda" else {}
+            signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
+            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+                       if signature[n][0] == "*"}
+            compiled = triton.compile(ASTSource(kernel, signature, here, aligned), target=GPUTarget("cuda", 90, 32),
+                                      options={"enable_fp_fusion": False, "num_warps": 8})
+            ptx = compiled.asm["ptx"]
+            assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", ptx), kernel
+            if door == "accumulate":  # 16 bytes at once
+                assert re.search(r"ld.global[.\w]*v[24]", ptx)
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    print(compile_all(sys.argv[1]), "kernels")
