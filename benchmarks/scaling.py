@@ -11,7 +11,8 @@ on average.
 Up to 4,096 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
 it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
 simulated, with gradients whose rows and columns differ in scale by a factor of ten and more. Both also follow for other
-slacks: how many standard deviations more than its mean a row has room for.
+slacks: how many standard deviations more than its mean a row has room for. Last, what a second level of owners saves
+where rows would hold few entries.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
 MANY = (4, 16, 64, 256, 1024, 4096)  # workers, by formula
+FEW = (("resnet110", 512), ("resnet110", 1000), ("resnet110", 1024), ("resnet50", 4096))  # entries in a row
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 
@@ -60,10 +62,25 @@ def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
     return cost.port_bytes(cost.exchange(name, sizes, workers // gpus, gpus)) / gpus
 
 
+def buckets(model: str) -> list[cost.Sizes]:
+    """What of a model travels compressed."""
+    shapes = tuple(s for s in plan.MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
+    return [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
+
+
+def by_level(model: str, workers: int) -> dict[str, str | float]:
+    """The reduce exchange's messages where rows go straight to owners, and where they may take two levels."""
+    sizes, own = buckets(model), cost.columns
+    cost.columns = lambda numel, slots, n, width: n
+    one = sum(predicted("reduce", workers, each) for each in sizes)
+    cost.columns = own
+    message, two = sum(each.message for each in sizes), sum(predicted("reduce", workers, each) for each in sizes)
+    return {"model": model, "workers": workers, "one_level": one / message, "two_levels": two / message}
+
+
 def in_messages(workers: int) -> dict[str, float]:
     """What a worker sends of ResNet-50's gradient at 99.9 %, in messages; and the share without a slot."""
-    shapes = tuple(s for s in plan.MODELS["resnet50"]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
-    sizes = [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
+    sizes = buckets("resnet50")
     message = sum(each.message for each in sizes)
     sent = {name: sum(predicted(name, workers, each) for each in sizes) / message
             for name in NAMES if not cost.EXCHANGES[name].hierarchical or workers > NODE}
@@ -86,14 +103,15 @@ def by_slack(workers: int) -> list[dict[str, float]]:
 
 
 def without_slot(numel: int, slots: int, workers: int) -> float:
-    """The share of a worker's entries for which its rows have no slot. They are the largest of a matrix whose rows and
-    columns differ in scale.
+    """The share of a worker's entries for which its rows have no slot; where they take two levels, on the first. They
+    are the largest of a matrix whose rows and columns differ in scale.
     """
     draw = torch.Generator().manual_seed(workers)
     rows, columns = (torch.randn(n, generator=draw).exp() for n in (-(-numel // 512), 512))
     entries = (torch.randn(len(rows), 512, generator=draw) * rows[:, None] * columns).abs().flatten()[:numel]
-    counts = torch.bincount(Regions(numel, workers, entries.device).owner(entries.topk(slots).indices))
-    return float((counts - cost.row_slots(slots, workers)).clamp(min=0).sum() / slots)
+    columns = cost.columns(numel, slots, workers, 2)
+    counts = torch.bincount(Regions(numel, workers, entries.device, columns).owner(entries.topk(slots).indices))
+    return float((counts - cost.row_slots(slots, columns)).clamp(min=0).sum() / slots)
 
 
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =
@@ -114,7 +132,8 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     many = [in_messages(n) for n in MANY]
     result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
               "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto_at_99_percent": auto,
-              "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)]}
+              "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)],
+              "by_level": [by_level(model, n) for model, n in FEW]}
     (Path(__file__).parent / "results" / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, out)
     for row in rows:
@@ -127,6 +146,9 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     for each in result["by_slack"]:
         print(f"with a slack of {each['slack']}, {each['workers']:>5} workers: {each['reduce']:.3g} messages; "
               f"without a slot {100 * each['without_slot']:.2g} %")
+    for each in result["by_level"]:
+        print(f"{each['model']}, {each['workers']} workers: {each['one_level']:.3g} messages on one level, "
+              f"{each['two_levels']:.3g} on two")
     print(f"at 99 % auto takes the reduce exchange from {turned} workers on")
 
 

@@ -281,30 +281,52 @@ def row_bytes(slots: int, size: int, width: int) -> int:
     return sealed(4 * -(-size // (1 << 16)) + (width + 2) * slots + 2)
 
 
-def _rows(sizes: Sizes, n: int) -> tuple[int, int]:
-    """Bytes of what a worker sends to each of n owners, and of what each of them passes on."""
-    size, slots = region(sizes.numel, n), wide(sizes.numel, sizes.slots)
-    return (row_bytes(row_slots(slots, n), size, sizes.width),
-            row_bytes(kept_slots(sizes.numel, slots, n), size, sizes.width))
+def columns(numel: int, slots: int, n: int, width: int) -> int:
+    """The number of columns of N owners, where rows to N of them would be mostly empty: an entry goes to a worker of
+    the own group who is in its owner's column, and from there to its owner. N: straight to its owner, as is fewer bytes
+    where a row holds some ten entries or more.
+    """
+    return min((n, *(b for b in range(2, n) if n % b == 0)), key=lambda b: sum(
+        times * nbytes for times, nbytes in routes(numel, slots, n, width, b)))
+
+
+def routes(numel: int, slots: int, n: int, width: int, b: int) -> tuple[tuple[int, int], ...]:
+    """How many rows a worker sends to others on each level, and the bytes of each, where N owners are in b columns."""
+    size, to_owners = region(numel, n), n if b == n else n // b
+    near = row_bytes(row_slots(slots, b), size * (n // b), width)
+    last = row_bytes(row_slots(slots, to_owners), size, width)
+    return ((n - 1, last),) if b == n else ((b - 1, near), (to_owners - 1, last))
+
+
+def _routes(sizes: Sizes, n: int) -> tuple[tuple[int, int], ...]:
+    slots = wide(sizes.numel, sizes.slots)
+    return routes(sizes.numel, slots, n, sizes.width, columns(sizes.numel, slots, n, sizes.width))
+
+
+def _kept(sizes: Sizes, n: int) -> int:
+    """Bytes of what each of N owners passes on."""
+    slots = kept_slots(sizes.numel, wide(sizes.numel, sizes.slots), n)
+    return row_bytes(slots, region(sizes.numel, n), sizes.width)
 
 
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Each worker's entries to their owners, P - 1 rows, and the largest of each owner's sums to all, around a ring:
     bytes that hardly grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
-    allreduce", PPoPP 2022).
+    allreduce", PPoPP 2022). Rows over two levels count as if all of them left the node.
     """
-    row, kept = _rows(sizes, n * g)
-    return (*_shifts(row, n, g), *_some(Round(n * g - 1, kept, int(n > 1))))
+    rows = _routes(sizes, n * g)
+    to_owners = _shifts(rows[0][1], n, g) if len(rows) == 1 else tuple(Round(*each, g * (n > 1)) for each in rows)
+    return (*to_owners, *_some(Round(n * g - 1, _kept(sizes, n * g), int(n > 1))))
 
 
 def hierarchical_reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; each worker carries a g-th part of what nodes send one another, and the node puts them
     together.
     """
-    row, kept = _rows(sizes, n)
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, row / g, g),
-                 Round((g - 1) * (n > 1), n * row / g, 0), Round(n - 1, kept / g, g),
-                 Round((g - 1) * (n > 1), n * kept / g, 0))
+    rows, kept = _routes(sizes, n), _kept(sizes, n)
+    to_owners = [(Round(times, row / g, g), Round((g - 1) * (n > 1), (times + 1) * row / g, 0)) for times, row in rows]
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *(each for both in to_owners for each in both),
+                 Round(n - 1, kept / g, g), Round((g - 1) * (n > 1), n * kept / g, 0))
 
 
 @dataclass(frozen=True)
@@ -327,8 +349,7 @@ class Exchange:
         """Bytes that a worker contributes: its message or values; its rows, and what it passes on as an owner."""
         if self.exchange == "reduce":
             contributors = n if self.hierarchical else n * g
-            row, kept = _rows(sizes, contributors)
-            return contributors * row + kept
+            return sum((times + 1) * row for times, row in _routes(sizes, contributors)) + _kept(sizes, contributors)
         return sizes.values if self.sums else sizes.message
 
     def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
@@ -336,7 +357,8 @@ class Exchange:
         contributors = n if self.hierarchical else n * g
         each, dense = 2 * (contributors - 1) / contributors, _summed(sizes, contributors)
         if self.exchange == "reduce":
-            return 2 * dense < sum(_rows(sizes, contributors)) * contributors
+            rows = sum(times * row for times, row in _routes(sizes, contributors))
+            return each * dense < rows + (contributors - 1) * _kept(sizes, contributors)
         if self.sums:
             return each * dense < sizes.support + each * sizes.values
         return 2 * dense < sizes.message * contributors

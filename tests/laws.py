@@ -20,17 +20,7 @@ def walk(paths):
     """Takes the paths of all ranks to their ends, with the collectives done by hand. Returns their updates, flat."""
     requests = [next(path) for path in paths]
     while True:
-        op, tensors = requests[0].op, [request.tensor for request in requests]
-        assert {request.op for request in requests} == {op}
-        if op == "gather":
-            results = [torch.stack(tensors) for _ in paths]
-        elif op == "share":
-            results = [tensors[requests[0].root].clone() for _ in paths]
-        elif op == "alltoall":
-            results = list(torch.stack(tensors).transpose(0, 1).contiguous())
-        else:
-            results = [torch.stack(tensors).sum(0) for _ in paths]
-        updates = []
+        updates, results = [], performed(requests)
         requests = []
         for path, result in zip(paths, results, strict=True):
             try:
@@ -40,6 +30,18 @@ def walk(paths):
         if updates:
             assert not requests
             return updates
+
+
+def performed(requests):
+    """What each rank gets of a collective of all of them."""
+    op, tensors = requests[0].op, [request.tensor for request in requests]
+    assert {request.op for request in requests} == {op}
+    if op == "alltoall":
+        peers = [range(len(tensors)) if request.peers is None else request.peers for request in requests]
+        return [torch.stack([tensors[p][peers[p].index(rank)] for p in own]) for rank, own in enumerate(peers)]
+    result = {"gather": torch.stack, "share": lambda each: each[requests[0].root],
+              "sum": lambda each: torch.stack(each).sum(0)}[op](tensors)
+    return [result.clone() for _ in requests]
 
 
 def flattened(update):
@@ -182,6 +184,7 @@ CONFIGS = {
     "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
     "shared": dgc.Config(sparsity=0.95, exchange="shared"),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
+    "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # by two levels of owners, with eight ranks
     "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
     "prepaid, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="reduce", clip_norm=0.1),
 }

@@ -22,6 +22,7 @@ from laws import (
 from torch import nn
 
 import dgc
+from dgc.paths import owners
 from dgc.transport import find
 
 ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"dense_dtype": torch.float16}}
@@ -249,6 +250,40 @@ def test_transports_give_the_same(place, name):
     got, expected = (results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1])))
     bound = 1e-3 if name in ADAMW else 1e-5
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < bound
+
+
+def over_two_levels():
+    """Where a row to each owner would hold a few entries: parameters, and with whom each message was exchanged."""
+    peers, asks = [], owners.among_nodes
+    owners.among_nodes = lambda *a, **k: (peers.append(k.get("peers")), asks(*a, **k))[1]  # until this process ends
+    return flat(train(range(8), CONFIGS["reduced, few entries"])[0]), peers[:3]
+
+
+@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+def test_two_levels_between_processes(launcher):
+    """Law 7, with four ranks: rows go to the other one of the group, and then to the like of the other group."""
+    expected = dgc.lockstep.run(lambda: flat(train(range(8), CONFIGS["reduced, few entries"])[0]), 4)[0]
+    for rank, (got, peers) in enumerate(ran(launcher, 4, [over_two_levels])[over_two_levels]):
+        assert peers == [range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, 4, 2), None]
+        assert difference(got, expected) < 1e-5
+
+
+def test_nodes_go_over_two_levels_as_workers_do():
+    """Ranks of a node with the same gradients are one worker."""
+    def worker(by_node):
+        weight, rank = torch.nn.Parameter(torch.zeros(60, 50)), dgc.lockstep.current().world.rank
+        config = dgc.Config(0.999, exchange="reduce", hierarchical=by_node)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9), [("a", weight)], config)
+        for step in range(9):
+            draw = torch.Generator().manual_seed(100 * step + (rank // 2 if by_node else rank))
+            weight.grad = torch.randn(weight.shape, generator=draw) ** 3
+            optimizer.step()
+        return weight.detach()
+
+    expected = dgc.lockstep.run(lambda: worker(False), 4)[0]
+    assert expected.any()
+    for got in dgc.lockstep.run(lambda: worker(True), 8, node_size=2):
+        assert torch.equal(got, expected)
 
 
 @everywhere

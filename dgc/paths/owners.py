@@ -5,6 +5,8 @@ A sparse allreduce in two phases, after Li and Hoefler, "Near-optimal sparse all
 hardly grow with their number.
 
 1. Each worker takes its 3 k largest entries out of v and sends each to its owner (:mod:`dgc.compression.regions`).
+   Where a row would hold a few entries only, they take two rounds: to workers who add up what comes for the same owner,
+   and from there to it.
 2. An owner adds what it is sent to its own v. Of its region it takes the largest sums, 3 k / N of them, and sends these
    to all.
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from dgc.collective import Path
 from dgc.compression import kernels
+from dgc.compression.kernels import owners_plain
 from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket
 from dgc.paths.averaged import DenseUpdate, Update
@@ -45,40 +48,71 @@ def plan_of(task: Task) -> Plan:
     return plan
 
 
+class _Moves:
+    """What a step takes out of v and what it adds to it, one after the other, until the exchange has succeeded."""
+
+    def __init__(self, bucket: Bucket):
+        self.bucket, self._moves = bucket, list[Taken | Arrived]()
+
+    def note(self, move: Taken | Arrived) -> None:
+        self._moves.append(move)
+
+    def count(self) -> None:
+        """Tells the bucket how many entries were sent."""
+        self.bucket.entries_sent = torch.stack([
+            torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]).sum()
+
+    def undo(self, where: Tensor) -> None:
+        """Makes v what it was, if ``where``, bool ()."""
+        v = self.bucket.v
+        for move in reversed(self._moves):
+            index, sent = move.added if isinstance(move, Arrived) else move
+            v.index_add_(0, index, torch.where(where, sent, 0))
+            if isinstance(move, Arrived):  # from a sum that was too large for its dtype, nothing can be taken away
+                now = v[index]
+                v[index] = torch.where(where & ~now.isfinite(), move.before, now)
+
+
 def add_at_owners(task: Task) -> Path[Update]:
     """Both phases; on failure what was taken out of v is back there, and what was added to it is gone."""
     plan, bucket, world, masking = plan_of(task), task.bucket, task.world, task.config.factor_masking
-    kernel = kernels.owners(bucket.v.device.type, bucket.v.dtype)
-    bad, rows, first = _to_owners(task, plan, kernel)
-    taken, arrived = [first], None
+    kernel, moves = kernels.owners(bucket.v.device.type, bucket.v.dtype), _Moves(bucket)
+    bad, index, used, rows = _to_owners(task, plan, kernel, moves)
     try:
-        rows = yield from among_nodes("alltoall", rows, world)
+        if plan.near is not None:
+            rows = yield from among_nodes("alltoall", rows, world, peers=plan.near.peers)
+            with stage("dgc::read"):
+                moves.note(came := owners_plain.add(bucket, plan.near, rows))
+            with stage("dgc::take"):
+                rows, sent = owners_plain.forward(bucket, task.gradients, plan, index, used, came, masking)
+            moves.note(sent)
+        rows = yield from among_nodes("alltoall", rows, world, peers=plan.peers)
         with stage("dgc::read"):
-            arrived = kernel.add(bucket, plan, rows)
-        taken.append(arrived.added)
+            moves.note(came := kernel.add(bucket, plan, rows))
         with stage("dgc::take"):
-            message, second = kernel.pass_on(bucket, task.gradients, plan, arrived, task.step, masking)
-        taken.append(second)
-        bucket.entries_sent = torch.count_nonzero(first.sent) + torch.count_nonzero(second.sent)
+            message, sent = kernel.pass_on(bucket, task.gradients, plan, came, task.step, masking)
+        moves.note(sent)
+        moves.count()
         messages = yield from among_nodes("gather", message.view(-1), world)
         with stage("dgc::read"):
             received = kernel.Received(plan, messages, world.divisor(task.average))
         verdict = yield from verdict_of_owners(bucket, bad, received.status, received.whose, world.node_size)
     except (Exception, KeyboardInterrupt):
-        _put_back(bucket, taken, arrived, torch.ones((), dtype=torch.bool, device=bucket.v.device))
+        moves.undo(torch.ones((), dtype=torch.bool, device=bucket.v.device))
         raise
     if verdict is None:
         update: Update = received
         return update
-    _put_back(bucket, taken, arrived, ~verdict.fine)
+    moves.undo(~verdict.fine)
     flat = torch.empty_like(bucket.v)
     received.write(flat.split(bucket.numels))
     return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
 
 
-def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel) -> tuple[tuple[str, ...], Tensor, Taken]:
-    """Accumulates, and takes the largest entries outside the own region. Returns the names of gradients that are not
-    finite, the rows, uint8 (N, nbytes), and what was taken.
+def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Moves) -> tuple[
+        tuple[str, ...], Tensor, Tensor, Tensor]:
+    """Accumulates, and takes the largest entries outside the own region, or the own column. Returns the names of
+    gradients that are not finite, what was chosen, and the rows, uint8 (R, nbytes).
     """
     bucket, config = task.bucket, task.config
     with stage("dgc::select"):
@@ -87,15 +121,10 @@ def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel) -> tuple[tu
     verdict = local_verdict(bucket, bad)
     refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
     with stage("dgc::take"):
-        rows, taken = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
-    return verdict.names, rows, taken
-
-
-def _put_back(bucket: Bucket, taken: list[Taken], arrived: Arrived | None, where: Tensor) -> None:
-    """Returns to v what was taken, if ``where``, bool ()."""
-    for index, sent in taken:
-        bucket.v.index_add_(0, index, torch.where(where, sent, 0))
-    if arrived:  # from a sum that was too large for its dtype, nothing can be taken away
-        places = arrived.added.places
-        now = bucket.v[places]
-        bucket.v[places] = torch.where(where & ~now.isfinite(), arrived.before, now)
+        if plan.near is None:
+            rows, sent = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
+        else:
+            rows, sent = owners_plain.send(bucket, task.gradients, plan.near, index, used, refused,
+                                           config.factor_masking)
+    moves.note(sent)
+    return verdict.names, index, used, rows

@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from dgc.collective import Collective, World
+from dgc.collective import Collective, World, row_splits
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import HOROVODS_MODULE, Wait
 
@@ -73,7 +73,9 @@ class Horovod:
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":
-            handle = hvd.alltoall_async(bits, name=name, process_set=process_set)
+            splits = row_splits(collective, process_set.size())
+            handle = hvd.alltoall_async(bits, None if splits is None else torch.tensor(splits, dtype=torch.int32),
+                                        name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype).view_as(tensor))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
         slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]

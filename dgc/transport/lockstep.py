@@ -118,7 +118,7 @@ class _Stage:
         self._left: set[int] = set()
         self._waiting: dict[int, Any] = {}  # rank -> what it found missing since anything last happened
         self._boxes: dict[Any, dict[int, Collective]] = {}
-        self._results: dict[Any, Tensor] = {}
+        self._results: dict[Any, Any] = {}  # a tensor; of an all-to-all one for each rank
 
     def await_turn(self, rank: int) -> None:
         with self._called[rank]:
@@ -146,7 +146,7 @@ class _Stage:
             self.await_turn(rank)
         box, result = self._boxes[key], self._results[key]
         if box[rank].op == "alltoall":
-            result = result[:, key[2].index(rank)]
+            result = result[key[2].index(rank)]
         del box[rank]
         if not box:  # the last to read it
             del self._boxes[key], self._results[key]
@@ -172,13 +172,16 @@ class _Stage:
             self._called[turn].notify()
 
 
-def _perform(collectives: list[Collective], name: str) -> Tensor:
+def _perform(collectives: list[Collective], name: str) -> Tensor | list[Tensor]:
     kinds = {(c.op, c.tensor.shape, c.tensor.dtype, c.root) for c in collectives}
     if len(kinds) > 1:
         raise RuntimeError(f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}")
     tensors, op = [c.tensor for c in collectives], collectives[0].op
-    if op in ("gather", "alltoall"):
+    if op == "gather":
         return torch.stack(tensors)
+    if op == "alltoall":
+        peers = [range(len(tensors)) if c.peers is None else c.peers for c in collectives]
+        return [torch.stack([tensors[p][peers[p].index(rank)] for p in own]) for rank, own in enumerate(peers)]
     if op == "share":
         return tensors[collectives[0].root].clone()
     total = tensors[0].clone()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from laws import walk, worlds
+from laws import performed, walk, worlds
 
 import dgc
 from dgc.collective import AbandonedError, World, sent_bytes
@@ -232,11 +232,9 @@ def refusals(paths):
     """What each rank raises, when all of them raise after the same collective."""
     requests, errors = [next(path) for path in paths], []
     while not errors:
-        tensors, (op, root) = torch.stack([request.tensor for request in requests]), (requests[0].op, requests[0].root)
+        results = performed(requests)
         requests = []
-        for r, path in enumerate(paths):
-            result = (tensors[:, r] if op == "alltoall" else tensors if op == "gather" else tensors[root]
-                      if op == "share" else tensors.sum(0)).clone()
+        for path, result in zip(paths, results, strict=True):
             try:
                 requests.append(path.send(result))
             except (FloatingPointError, ValueError) as error:

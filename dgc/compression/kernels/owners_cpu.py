@@ -202,12 +202,13 @@ def _write(first, last, begins, places, parameters, n, u, v, masking, to_come, l
 # -- what rows say -----------------------------------------------------------------------------------------------------
 
 @_jit
-def _check(messages, counts, positions, exponents, slots, largest, sizes, status, whose, used):
+def _check(messages, counts, positions, exponents, slots, largest, sizes, sender, every, status, whose, used):
     """Fills in each row's status, whose row is damaged where it says that one is, and how many slots it uses.
 
     Args:
         largest: entries of the largest region.
         sizes: of each row's; or one, of all.
+        sender, every: whose the first row is, and how many further the next one's.
     """
     for r in range(len(messages)):
         low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
@@ -228,7 +229,7 @@ def _check(messages, counts, positions, exponents, slots, largest, sizes, status
                 slot += m
             used[r] = slot
         if bad:
-            status[r], whose[r], used[r] = CORRUPT, r, 0
+            status[r], whose[r], used[r] = CORRUPT, sender + r * every, 0
 
 
 @_jit
@@ -570,14 +571,14 @@ def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     """As :func:`owners_plain.add`."""
     said, v = _Said(plan.to_owners, rows, plan.size.numpy()), bucket.v.numpy()
     if said.status.max() >= CORRUPT:
-        return Arrived(torch.from_numpy(said.status), _nothing(bucket), bucket.v[:0])
+        return Arrived(torch.from_numpy(said.status), torch.from_numpy(said.whose), _nothing(bucket), bucket.v[:0])
     total = said.used.sum()
     places, (values, before) = np.empty(total, np.int64), np.empty((2, total), v.dtype)
     counts, singles, words, positions, exponents = said.sections
     _add(plan.own, plan.regions.owners, v, said.half, counts, singles, words, positions, exponents, said.used, places,
          values, before)
     added = Taken(torch.from_numpy(places), torch.from_numpy(-values))
-    return Arrived(torch.from_numpy(said.status), added, torch.from_numpy(before))
+    return Arrived(torch.from_numpy(said.status), torch.from_numpy(said.whose), added, torch.from_numpy(before))
 
 
 class _Said:
@@ -594,8 +595,8 @@ class _Said:
         self.half, self.sections = rows.dtype == torch.float16, _sections(rows, array)
         self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
         counts, _, _, positions, exponents = self.sections
-        _check(array.view(np.int32), counts, positions, exponents, rows.slots, rows.size, sizes, self.status,
-               self.whose, self.used)
+        _check(array.view(np.int32), counts, positions, exponents, rows.slots, rows.size, sizes, rows.senders.start,
+               rows.senders.step, self.status, self.whose, self.used)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
@@ -603,7 +604,8 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     """As :func:`owners_plain.pass_on`."""
     if arrived.status.max() >= CORRUPT:
         bucket.count(torch.tensor(0))
-        return plan.to_all.telling(1, arrived.status.max(), arrived.status.argmax()), _nothing(bucket)
+        return plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax())), _nothing(
+            bucket)
     index = _largest_sums(bucket, gradients, plan, step)
     parameters = np.searchsorted(bucket.ends.numpy(), index, "right") if masking == "prepay" else index
     begins = np.array([0, len(index)])

@@ -255,15 +255,15 @@ def _check(message16, message32, sizes, starts, damaged, each, largest, slots, s
     tl.store(starts + r * stretches + c, before)
 
 
-@triton.jit(do_not_specialize=["rows", "exponent_at", "words"])
-def _conclude(message16, message32, damaged, status, whose, rows, exponent_at, words):
+@triton.jit(do_not_specialize=["sender", "every", "rows", "exponent_at", "words"])
+def _conclude(message16, message32, damaged, status, whose, sender, every, rows, exponent_at, words):
     """Each row's status, and whose row is damaged where it says that one is."""
     r = (tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)).to(tl.int64)
     bad = tl.load(damaged + r, mask=r < rows, other=0) != 0
     exponent = tl.load(message16 + r * (2 * words + 4) + exponent_at, mask=r < rows, other=0).to(tl.int64)
     first = tl.load(message32 + r * (words + 2), mask=r < rows, other=0).to(tl.int64)
     tl.store(status + r, tl.where(bad, CORRUPT, exponent), mask=r < rows)
-    tl.store(whose + r, tl.where(bad, r, first), mask=r < rows)
+    tl.store(whose + r, tl.where(bad, sender + r * every, first), mask=r < rows)
 
 
 @triton.jit
@@ -513,8 +513,9 @@ class _Said:
             _check[self.stretches + 1, rows](
                 *self.parts, sizes, self.starts, damaged, int(len(sizes) > 1), form.size, form.slots, self.stretches,
                 self.positions, exponent, self.words)
-            _conclude[triton.cdiv(rows, ENTRIES.value),](*self.parts, damaged, self.status, self.whose, rows, exponent,
-                                                         self.words)
+            _conclude[triton.cdiv(rows, ENTRIES.value),](
+                *self.parts, damaged, self.status, self.whose, form.senders.start, form.senders.step, rows, exponent,
+                self.words)
 
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
@@ -530,7 +531,7 @@ def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
         before = v[places]
         keys, order = keys.sort(stable=True)
         _add[triton.cdiv(count, SLOTS.value),](v, keys, order, places, values, count)
-    return Arrived(said.status, Taken(places, -values), before)
+    return Arrived(said.status, said.whose, Taken(places, -values), before)
 
 
 def _wrong(status: Tensor) -> Tensor:
@@ -548,7 +549,7 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
         row = ((wrong != 0) | (bucket.v[index] == 0)).to(torch.int32)
         of = torch.bucketize(index, bucket.ends, right=True) if masking == "prepay" else index
         message, taken = _written(bucket, gradients, plan, plan.to_all, 1, row, index, of, wrong, arrived.status.max(),
-                                  arrived.status.argmax(), masking)
+                                  arrived.whose.take(arrived.status.argmax()), masking)
     bucket.held_entries = owners_plain._held(arrived.added, taken)
     return message, taken
 
