@@ -240,6 +240,7 @@ class Rows:
         valid = slot < used[:, None]
         local = stretch * BLOCK + within
         bad |= (valid & (local >= sizes[:, None])).any(1) | (valid[:, 1:] & (local.diff(dim=1) <= 0)).any(1)
+        bad |= (valid & ~words.isfinite()).any(1)  # of such a row its writer would have told
         valid = valid & ~bad[:, None]
         exponent = torch.where(telling, 0, status[:, 0]).to(torch.int64)
         values = torch.where(valid, scaled(words, exponent[:, None].expand_as(words), self.residual), 0)

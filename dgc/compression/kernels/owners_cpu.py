@@ -202,7 +202,17 @@ def _write(first, last, begins, places, parameters, n, u, v, masking, to_come, l
 # -- what rows say -----------------------------------------------------------------------------------------------------
 
 @_jit
-def _check(messages, counts, positions, exponents, slots, largest, sizes, sender, every, status, whose, used):
+def _finite(r, slot, singles, words, half):
+    """Whether a slot's value is."""
+    if singles.shape[1]:
+        return abs(singles[r, slot]) < np.inf
+    mask = 0x7C00 if half else 0x7F80
+    return np.int64(words[r, slot]) & mask != mask
+
+
+@_jit
+def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, sender, every, status,
+           whose, used):
     """Fills in each row's status, whose row is damaged where it says that one is, and how many slots it uses.
 
     Args:
@@ -224,7 +234,7 @@ def _check(messages, counts, positions, exponents, slots, largest, sizes, sender
                 before = np.int64(-1)
                 for j in range(slot, slot + m):
                     at = np.int64(positions[r, j])
-                    bad |= (c * BLOCK + at >= size) | (at <= before)
+                    bad |= (c * BLOCK + at >= size) | (at <= before) | (not _finite(r, j, singles, words, half))
                     before = at
                 slot += m
             used[r] = slot
@@ -594,9 +604,9 @@ class _Said:
         array = messages.contiguous().numpy()
         self.half, self.sections = rows.dtype == torch.float16, _sections(rows, array)
         self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
-        counts, _, _, positions, exponents = self.sections
-        _check(array.view(np.int32), counts, positions, exponents, rows.slots, rows.size, sizes, rows.senders.start,
-               rows.senders.step, self.status, self.whose, self.used)
+        counts, singles, words, positions, exponents = self.sections
+        _check(array.view(np.int32), counts, singles, words, positions, exponents, self.half, rows.slots, rows.size,
+               sizes, rows.senders.start, rows.senders.step, self.status, self.whose, self.used)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,

@@ -216,9 +216,10 @@ def _close(v, largest, digests, wrong, told, whose, message16, message32, expone
 
 # -- what rows say -----------------------------------------------------------------------------------------------------
 
-@triton.jit(do_not_specialize=["each", "largest", "slots", "stretches", "positions_at", "exponent_at", "words"])
-def _check(message16, message32, sizes, starts, damaged, each, largest, slots, stretches, positions_at, exponent_at,
-           words):
+@triton.jit(do_not_specialize=["each", "largest", "slots", "stretches", "values_at", "positions_at", "exponent_at",
+                               "words"])
+def _check(message16, message32, sizes, starts, damaged, each, largest, slots, stretches, values_at, positions_at,
+           exponent_at, words, WIRE: tl.constexpr):
     """One program for each stretch and row, and one more for each row: looks for what nobody writes, and notes the slot
     at which the stretch begins. Reads nothing outside the row, whatever it says.
     """
@@ -249,7 +250,9 @@ def _check(message16, message32, sizes, starts, damaged, each, largest, slots, s
         at = tl.load(message16 + positions_at + before + i, mask=i < n, other=0).to(tl.int32) & (BLOCK - 1)
         last = tl.load(message16 + positions_at + before + i - 1, mask=(i > 0) & (i < n), other=0)
         last = tl.where(i > 0, last.to(tl.int32) & (BLOCK - 1), -1)
-        wrong += tl.sum(((i < n) & ((begin + at >= size) | (at <= last))).to(tl.int32))
+        value = _values(message16, message32, before + i, i < n, values_at, 1.0, tl.float32, WIRE)
+        fine = (begin + at < size) & (at > last) & (tl.abs(value) < float("inf"))
+        wrong += tl.sum(((i < n) & (fine == 0)).to(tl.int32))
     if (sound & (wrong == 0)) == 0:
         tl.store(damaged + r, 1)
     tl.store(starts + r * stretches + c, before)
@@ -512,7 +515,7 @@ class _Said:
             self.grid = self.stretches, rows
             _check[self.stretches + 1, rows](
                 *self.parts, sizes, self.starts, damaged, int(len(sizes) > 1), form.size, form.slots, self.stretches,
-                self.positions, exponent, self.words)
+                self.values, self.positions, exponent, self.words, WIRE=cuda._TYPES[form.dtype])
             _conclude[triton.cdiv(rows, ENTRIES.value),](
                 *self.parts, damaged, self.status, self.whose, form.senders.start, form.senders.step, rows, exponent,
                 self.words)
