@@ -286,8 +286,14 @@ def columns(numel: int, slots: int, n: int, width: int) -> int:
     the own group who is in its owner's column, and from there to its owner. N: straight to its owner, as is fewer bytes
     where a row holds some ten entries or more.
     """
-    return min((n, *(b for b in range(2, n) if n % b == 0)), key=lambda b: sum(
+    return min((n, *_divisors(n)), key=lambda b: sum(
         times * nbytes for times, nbytes in routes(numel, slots, n, width, b)))
+
+
+@cache
+def _divisors(n: int) -> tuple[int, ...]:
+    """Those that leave something to divide."""
+    return tuple(b for b in range(2, n // 2 + 1) if n % b == 0)
 
 
 def routes(numel: int, slots: int, n: int, width: int, b: int) -> tuple[tuple[int, int], ...]:
