@@ -68,6 +68,7 @@ class Budget:
     ptb: Study
     transformer: Study
     seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # CIFAR-10's main rows; PTB's; rows between
+    deciding: tuple[int, ...]  # seeds of the shortest length's cells of dense training and of the usual sparsity
     lengths: tuple[int, ...]  # in epochs, the shortest first, with warm-ups in proportion
     workers: tuple[int, ...]
     sparsities: tuple[float, ...]
@@ -102,6 +103,7 @@ def _transformer(dataset: str, epochs: int) -> Study:
 
 _FULL: dict[str, Any] = {"results": HERE / "results", "figures": HERE.parent / "docs",
                          "work": HERE.parent / "runs" / "reproduce", "seeds": ((0, 1, 2), (0, 1), (0, 1)),
+                         "deciding": (0, 1, 2, 3, 4, 5),
                          "workers": (4, 32), "sparsities": (0.99, 0.999, 0.9995, 0.9999),
                          "warmups": (0.0, 1.0, 2.0, 4.0, 8.0), "exchange": _exchange("cifar10", epochs=10),
                          "crowds": (4, 16, 64), "pair": (0, 1), "many": _many("cifar10", workers=32, epochs=7),
@@ -119,7 +121,7 @@ BUDGETS = {
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
         transformer=_transformer("pydoc topics", epochs=1),
-        seeds=((0, 1), (0, 1), (0, 1)), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
+        seeds=((0, 1), (0, 1), (0, 1)), deciding=(0, 1), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
         exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,), many=_many("digits", workers=8, epochs=1),
         paper=(2, 1.0)),
 }
@@ -182,12 +184,14 @@ def by_momentum(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run
         chooses: dict[str, Any] = {"validate": True} if n == budget.lengths[0] else {}
         warmup = study.options["warmup_epochs"] * n / study.options["epochs"]
         sparsities = (usual, 0.99, 0.9) if chooses else (usual,)
+        decide = budget.deciding if chooses else budget.seeds[0]
 
         def at(row: str, seed: int, **changed: Any) -> Run:
             return run(study, row, seed, epochs=n, **chooses, **changed)
 
-        return {"dense": {0.0: {seed: at("dense", seed) for seed in budget.seeds[0]}}, **{
-            way: {x: {seed: at("dgc", seed, warmup_epochs=warmup, sparsity=x, **switched) for seed in budget.seeds[0]}
+        return {"dense": {0.0: {seed: at("dense", seed) for seed in decide}}, **{
+            way: {x: {seed: at("dgc", seed, warmup_epochs=warmup, sparsity=x, **switched)
+                      for seed in (decide if x == usual else budget.seeds[0])}
                   for x in sparsities} for way, switched in ways.items()}}
 
     return {n: lines(n) for n in budget.lengths}
@@ -291,8 +295,8 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
     momentum, exchanges = by_momentum(budget), list(by_exchange(budget).values())
     workers, sparsities = by_workers(budget), by_sparsity(budget)
     tables = {"ablation": parts("cifar10", "ptb"),
-              "momentum": [{seed: at[seed]} for n in budget.lengths for seed in budget.seeds[0]
-                           for at in by_cell(momentum[n])],
+              "momentum": [{seed: at[seed]} for n in budget.lengths for seed in budget.deciding
+                           for at in by_cell(momentum[n]) if seed in at],
               "workers": [{row: workers[row][n] for row in WORKERS} for n in sorted(budget.workers, reverse=True)],
               "sparsity": list(sparsities.values()),
               "warmup": list(by_warmup(budget).values()),

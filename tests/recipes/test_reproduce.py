@@ -148,21 +148,22 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
 
     short, long = ([run for run in tables["momentum"].values() if run.options["epochs"] == n] for n in (5, 25))
     assert {kind(run)[:-1] for run in short} == {
-        ("dense", 5), *(("dgc", 5, seed, sparsity, 0.4) for sparsity in (0.9, 0.99, 0.999) for seed in range(3))}
+        ("dense", 5), *(("dgc", 5, seed, sparsity, 0.4) for sparsity in (0.9, 0.99, 0.999)
+                        for seed in range(6 if sparsity == 0.999 else 3))}
     assert {kind(run)[:-1] for run in long} == {("dense", 25), *(("dgc", 25, seed, 0.999, 2.0) for seed in range(3))}
-    assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(3)] == [10 + 4] * 3
+    assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(6)] == [10 + 4] * 3 + [4] * 3
     assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short} | {
         *tables["bytes"]}  # and no other
-    assert len(names) == 9 + 6 + 10 + 30 + 6 + 3 + 6 + 2 + 8 + 8 + 40 + 4
-    assert names[25:55] == [run.name for run in short] and names[25:28] == [
+    assert len(names) == 9 + 6 + 10 + 42 + 6 + 3 + 6 + 2 + 8 + 8 + 40 + 4
+    assert names[25:67] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
-    assert names[61:64] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
+    assert names[73:76] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
     assert [run.options["seed"] for run in runs[-44:]] == [0] * 22 + [1] * 18 + [0, 1] * 2
-    assert names[72:80] == list(tables["transformer"]) == [
+    assert names[84:92] == list(tables["transformer"]) == [
         *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
         "transformer-gradients-0", "transformer-gradients-1"]
-    assert names[80:88] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
+    assert names[92:100] == list(tables["bytes"]) == ["cifar10-many-dense-0", *(f"cifar10-many-dgc{way}-0" for way in (
         "", "-sparsity99-nomasking", "-sparsity97-nomasking", "-reduce", "-sparsity99-nomasking-reduce",
         "-sparsity97-nomasking-reduce", "-sparsity90-nomasking-reduce"))]
     assert {(run.options["virtual_workers"], run.options["batch_size"], run.options["epochs"])
