@@ -78,6 +78,26 @@ def test_where_nothing_is_compressed_it_is_torchs_adamw(size, node, config):
         torch.testing.assert_close(found, train(False), rtol=1e-5, atol=0)
 
 
+def test_a_step_without_a_learning_rate_takes_no_momentum_away():
+    """Nor where it is the first that would be compressed. Gradients end before it, so that all that moves is momentum;
+    D, which follows from what comes, is another than torch's by then.
+    """
+    def train(wrap):
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}), wrap, factor_masking=False)
+        for step in range(60):
+            optimizer.param_groups[0]["lr"] = 0.0 if step == 5 else 1e-3
+            optimizer.zero_grad()
+            (p * float(step < 5)).sum().backward()
+            optimizer.step()
+            if step == 5:
+                before = p.detach().clone()
+        return p.detach() - before
+
+    for found in dgc.lockstep.run(lambda: train(True), 2):
+        torch.testing.assert_close(found, train(False), rtol=0.5, atol=0)
+
+
 def steps(p, optimizer, first, last):
     for step in range(first, last):
         optimizer.zero_grad()
