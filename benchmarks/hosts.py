@@ -204,6 +204,33 @@ def clean_leftovers() -> None:
         clean(f"{RUNS}{pid}")
 
 
+def place(a: dict[str, Any]) -> None:
+    """Tells the process of one rank its host, as torchrun would. ``a``: what it was given by :meth:`Network.run`."""
+    os.environ.update({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5001", "GLOO_SOCKET_IFNAME": "e0", "LOCAL_RANK": "0",
+                       "RANK": str(a["rank"]), "WORLD_SIZE": str(a["hosts"])})
+
+
+def place_for_horovod(a: dict[str, Any], cycle: float = 5) -> None:
+    """The same as horovodrun would; ``hvd.init()`` comes next. A thread of rank 0 tells ranks where the others are.
+
+    Args:
+        cycle: Horovod's, in milliseconds.
+    """
+    from horovod.runner.http.http_server import RendezvousServer
+    rank, size, file = a["rank"], a["hosts"], Path(a["folder"], "port")
+    if rank == 0:
+        server = RendezvousServer()
+        file.with_suffix(".part").write_text(str(server.start()))
+        server.init([])
+        file.with_suffix(".part").replace(file)
+    while not file.exists():  # Network.run ends this
+        time.sleep(0.01)
+    os.environ.update({f"HOROVOD_{key}": str(value) for key, value in {
+        "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size,
+        "HOSTNAME": f"10.0.0.{rank + 1}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "e0",
+        "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": file.read_text(), "CYCLE_TIME": cycle}.items()})
+
+
 # -- single transfers --------------------------------------------------------------------------------------------------
 
 def serve() -> None:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import RATES, Network, check, check_tools, clean_leftovers, refuse, run_script
+from hosts import RATES, Network, check, check_tools, clean_leftovers, place, place_for_horovod, refuse, run_script
 from rich.console import Console
 from rich.table import Table
 
@@ -203,35 +203,25 @@ def training(method: str, options: dict[str, Any], rank: int, model: str,
 
 def work(a: dict[str, Any]) -> None:
     """One rank of one case; writes what it measured."""
-    rank, size, folder = a["rank"], a["hosts"], Path(a["folder"])
+    rank, folder = a["rank"], Path(a["folder"])
     with (folder / "meeting").open("r+b") as file:
-        meeting = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # how often each rank has come, and a port
+        meeting = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # how often each rank has come
 
     def meet() -> None:
         meeting[rank] += 1
-        while min(meeting[:size]) < meeting[rank]:
+        while min(meeting) < meeting[rank]:
             time.sleep(0.0005)
 
     over_horovod = "horovod" in a["method"]
     if over_horovod:
         import horovod.torch as hvd
-        from horovod.runner.http.http_server import RendezvousServer
-        if rank == 0:
-            server = RendezvousServer()
-            meeting[size] = server.start()
-            server.init([])
-        meet()
-        os.environ.update({f"HOROVOD_{key}": str(value) for key, value in {
-            "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size,
-            "HOSTNAME": f"10.0.0.{rank + 1}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "e0",
-            "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": meeting[size],
-            "CYCLE_TIME": a["cycle"]}.items()})
+        place_for_horovod(a, a["cycle"])
         hvd.init()
     import torch
     torch.set_num_threads(1)
     if not over_horovod:
-        os.environ["GLOO_SOCKET_IFNAME"] = "e0"
-        torch.distributed.init_process_group("gloo", "tcp://10.0.0.1:5001", rank=rank, world_size=size)
+        place(a)
+        torch.distributed.init_process_group("gloo")
 
     def link() -> int:
         return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
@@ -274,7 +264,7 @@ def run(network: Network, rate: str, settings: dict[str, Any]) -> list[dict[str,
     """What each rank of a fresh group of processes wrote. RuntimeError: one failed, or the time is up."""
     network.shape(rate, depth_of(settings["method"]))
     network.clear()
-    (network.folder / "meeting").write_bytes(bytes(8 * (network.hosts + 1)))
+    (network.folder / "meeting").write_bytes(bytes(8 * network.hosts))
     dense = 2 * 32 * 51e6 / RATES[rate].bits  # seconds on the wire
     limit = 180 + (settings["warmup"] + settings["steps"]) * (10 + 4 * dense)
     return network.run(HERE, settings, limit)

@@ -1,22 +1,24 @@
 """Time to a target: trains CIFAR-10 or PTB on hosts with shaped links, with one method after the other.
 
-    sudo .venv/bin/python benchmarks/peers/clock.py --methods dense,dgc-allgather --rate 100mbit --target 85 --data DIR
+    sudo .venv/bin/python benchmarks/peers/clock.py --methods dense,dgc-allgather,dgc-allgather-horovod --data DIR
 
 Each host is a network namespace of this machine (hosts.py) with one process of train.py in it, over torch.distributed
-(gloo). The clock is rank 0's and runs while it trains: not while it looks at the test images, when all others wait for
-it. All hosts share this machine's cores, so that computing is slow and says nothing of a real cluster; that the methods
-share it alike is what can be compared. What a host sends goes through a deep bucket where gradients or parameters
-travel whole, which flatters them, and else through a shallow one (hosts.py).
+(gloo) or Horovod. The clock is rank 0's and runs while it trains: not while it looks at the test images, when all
+others wait for it. All hosts share this machine's cores, so that computing is slow and says nothing of a real cluster;
+that the methods share it alike is what can be compared. What a host sends goes through a deep bucket where gradients or
+parameters travel whole, which flatters them, and else through a shallow one (hosts.py).
 
-A run that is killed, or out of time, goes on from its last epoch when the same command is given again. Where the target
-is reached before the last epoch, what a method still holds back is not applied.
+A run whose JSON is there is done. One that is killed, or out of time, goes on from its last epoch when the same command
+is given again. Where the target is reached before the last epoch, what a method still holds back is not applied.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,47 +29,49 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
-from hosts import RATES, Network, check_tools, clean_leftovers, run_script
+from hosts import RATES, Network, check_tools, clean_leftovers, place, place_for_horovod, run_script
+from reproduce import MALLOC
 
+from dgc import drawing
 from peers import METHODS, table, tasks, train
+from peers.all import done
+from peers.predict import NAMES
 
 HERE = Path(__file__).resolve()
+HOROVOD = "-horovod"  # after a method's name: over Horovod, and not torch.distributed
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
-
-
-def place(a: dict[str, Any]) -> None:
-    """Tells this process its host, as torchrun would."""
-    os.environ.update({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5001", "GLOO_SOCKET_IFNAME": "e0", "LOCAL_RANK": "0",
-                       "RANK": str(a["rank"]), "WORLD_SIZE": str(a["hosts"])})
 
 
 def work(a: dict[str, Any]) -> None:
     """One rank of one training; writes its result into the network's folder."""
-    place(a)
+    (place_for_horovod if a["horovod"] else place)(a)
     torch.set_num_threads(1)
     options = argparse.Namespace(**{**a["training"], "checkpoints": Path(a["training"]["checkpoints"])}, **train.FIXED)
     tasks.settle(options)
     result = train.train(options)
     Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
+    if a["horovod"]:
+        import horovod.torch as hvd
+        hvd.shutdown()  # all ranks, at once
+    else:
+        torch.distributed.barrier()
     os._exit(0)  # a server's thread may still wait for a push, which would abort the interpreter at its end
 
 
-def run(network: Network, method: str, rate: str, options: dict[str, Any], folder: Path, limit: float) -> Path:
-    """Trains with a method, unless its file is there, and returns the file.
+def run(network: Network, method: str, rate: str, options: dict[str, Any], file: Path, checkpoints: Path,
+        limit: float) -> None:
+    """Trains with a method, and writes its file.
 
     Raises:
         RuntimeError: a process failed, or the time is up.
     """
-    name = f"{method}-{rate}-{options['seed']}"
-    if (file := folder / f"{name}.json").exists():
-        return file
     network.clear()
-    network.shape(rate, "deep" if method in WHOLE else "shallow")
-    training = {**options, "method": method, "checkpoints": str(folder / name), "resume": True}
-    result = network.run(HERE, {"training": training}, limit)[0]
-    job.write(file, {**result, "rate": rate, "target": options["target"]})
-    return file
+    network.shape(rate, "deep" if (name := method.removesuffix(HOROVOD)) in WHOLE else "shallow")
+    training = {**options, "method": name, "checkpoints": str(checkpoints), "resume": True}
+    result = network.run(HERE, {"training": training, "horovod": name != method}, limit)[0]
+    over = ", over Horovod" if name != method else ""
+    job.write(file, {**result, "title": result["title"] + over, "rate": rate, "target": options["target"]})
+    shutil.rmtree(checkpoints)
 
 
 def curve(result: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -84,38 +88,44 @@ def reached(result: dict[str, Any], target: float) -> float | None:
     return next((second for second, score in zip(*curve(result), strict=True) if metric.reached(score, target)), None)
 
 
-def markdown(results: list[dict[str, Any]], target: float) -> str:
-    metric = tasks.metric_of(results[0])
-    lines = [f"| method | link | seconds to {target:g}{metric.unit} | epochs | last {metric.name} | "
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The methods of each rate in the order in which they reach the target."""
+    metric, target = tasks.metric_of(results[0]), results[0]["target"]
+    lines = [f"| method | links | seconds to {target:g}{metric.unit} | epochs | last {metric.name} | "
              "seconds of a step | sent in all |", "|" + 7 * "---|"]
-    for result in results:
-        found, (seconds, scores) = reached(result, target), curve(result)
-        steps = len(seconds) * result["steps_per_epoch"]
-        lines.append(f"| {result['title']} | {result['rate']} | {'not reached' if found is None else f'{found:.0f}'} | "
-                     f"{len(seconds)} | {scores[-1]:.2f}{metric.unit} | {seconds[-1] / steps:.3f} | "
+    found = [(RATES[result["rate"]].bits, reached(result, target), result) for result in results]
+    for _, until, result in sorted(found, key=lambda one: (one[0], one[1] or math.inf)):
+        seconds, scores = curve(result)
+        lines.append(f"| {result['title']} | {NAMES[result['rate']]} | "
+                     f"{'not reached' if until is None else f'{until:,.0f}'} | "
+                     f"{len(seconds)} | {scores[-1]:.2f}{metric.unit} | "
+                     f"{seconds[-1] / len(seconds) / result['steps_per_epoch']:.3f} | "
                      f"{result['bytes_sent'] / 1e6:,.1f} MB |")
     return "\n".join(lines) + "\n"
 
 
-def draw(results: list[dict[str, Any]], target: float, out: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    for result in results:
-        colour, marker = table.style(result["method"])
-        axes.plot(*curve(result), color=colour, marker=marker, markersize=4, label=result["title"])
-    axes.axhline(target, color="#bbbbbb", linestyle=":")
-    axes.set(xlabel="seconds of training", ylabel=tasks.metric_of(results[0]).curve,
-             title=f"links of {results[0]['rate']}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(out, dpi=130)
-    plt.close(figure)
+def draw(results: list[dict[str, Any]], out: Path) -> None:
+    """Scores against the clock, a panel for each rate."""
+    metric, rates = tasks.metric_of(results[0]), sorted({r["rate"] for r in results}, key=lambda r: RATES[r].bits)
+    figure, grid = drawing.panels(columns=len(rates), height=4.0, sharey=True, squeeze=False)
+    for axes, rate in zip(grid[0], rates, strict=True):
+        names = []
+        for result in results:
+            if result["rate"] == rate:
+                (seconds, scores), (colour, marker) = curve(result), table.style(result["method"])
+                axes.plot(seconds, scores, color=colour, marker=marker, markersize=3, linewidth=1.2,
+                          linestyle="--" if result["launcher"] == "horovod" else "-")
+                names.append((result["title"], (seconds[-1], scores[-1]), colour))
+        axes.axhline(results[0]["target"], color="#bbbbbb", linestyle=":", zorder=0)
+        axes.set(title=f"links of {NAMES[rate]}", xlabel="seconds of training", xlim=(0, None))
+        drawing.name_lines(axes, names)
+    grid[0][0].set_ylabel(metric.curve)
+    drawing.save(figure, out)
 
 
-def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")] = "dense,fp16,dgc-allgather",
-         rate: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "100mbit",
+def main(methods: Annotated[str, typer.Option(
+             help=f"Of train.py, with commas; NAME{HOROVOD}: over Horovod.")] = "dense,fp16,dgc-allgather",
+         rates: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.")] = ",".join(NAMES),
          task: Annotated[str, typer.Option(help=f"Of {', '.join(tasks.TASKS)}.")] = "cifar10",
          target: Annotated[float | None, typer.Option(
              help="Test accuracy in per cent, or validation perplexity. Default: 85, or 115.")] = None,
@@ -125,33 +135,46 @@ def main(methods: Annotated[str, typer.Option(help="Of train.py, with commas.")]
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          hosts: Annotated[int, typer.Option(min=2, max=200)] = 4, seed: job.Seed = 0,
          minutes: Annotated[float, typer.Option(min=0, help="After which a method's processes are ended.")] = 600,
-         out: Annotated[Path, typer.Option(help="Folder of results and checkpoints.")] = Path("runs/clock")) -> None:
-    """Trains to a target on shaped links; prints a table, and draws accuracy against the clock."""
-    check_tools()
-    chosen, fitting = methods.split(","), [name for name in METHODS if tasks.fits(task, name)]
-    for value, known, option in (([task], tasks.TASKS, "--task"), (chosen, fitting, "--methods"),
-                                 ([rate], RATES, "--rate")):
+         results: Annotated[Path | None, typer.Option(
+             help="Folder of the JSONs. Default: peers-clock, or peers-ptb-clock, in benchmarks/results.")] = None,
+         work: Annotated[Path | None, typer.Option(help="Folder of checkpoints. Default: the same in runs.")] = None,
+         out: Annotated[Path | None, typer.Option(help="PNG of accuracy, or perplexity, against the clock.")] = None,
+         report_only: Annotated[bool, typer.Option("--report-only", help="Of the JSONs that are there.")] = False,
+         ) -> None:
+    """Trains to a target on shaped links what has not been, and prints a table."""
+    fitting = [name + over for name in METHODS if tasks.fits(task, name) for over in ("", HOROVOD)]
+    for value, known, option in (([task], tasks.TASKS, "--task"), (methods.split(","), fitting, "--methods"),
+                                 (rates.split(","), NAMES, "--rates")):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
     target = tasks.TASKS[task].clock_target if target is None else target
-    clean_leftovers()
-    out.mkdir(parents=True, exist_ok=True)
-    options = {"task": task, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,
-               "epochs": epochs, "batch_size": batch_size, "lr": None, "weight_decay": None, "bf16": bf16,
-               "virtual_workers": 1, "seed": seed, "threads": 1, "out": None, "target": target}
-    files, failed = [], []
-    with Network(hosts) as network:
-        for method in chosen:
-            try:
-                files.append(run(network, method, rate, options, out.resolve(), 60 * minutes))
-                print(f"{method}: {files[-1]}", flush=True)
-            except RuntimeError as error:
-                failed.append(method)
-                print(f"clock.py: {method}: {error}", file=sys.stderr)
-    if files:
-        results = [json.loads(file.read_text()) for file in files]
-        print(markdown(results, target), end="")
-        draw(results, target, out / f"{rate}.png")
+    folder = f"{tasks.folder(task)}-clock"
+    results, work = results or HERE.parents[1] / "results" / folder, work or Path("runs") / folder
+    asked = {"task": task, "seed": seed, "epochs": epochs, "bf16": bf16}
+    files = {(method, rate): results / f"{method}-{rate}-{seed}.json" for rate in rates.split(",")
+             for method in methods.split(",")}
+    left = {one: file for one, file in files.items()
+            if not done(file, {**asked, "method": one[0].removesuffix(HOROVOD)})}
+    failed = []
+    if left and not report_only:
+        check_tools()
+        clean_leftovers()
+        os.environ.update({**MALLOC, **os.environ})  # the hosts'
+        options = {**asked, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,
+                   "batch_size": batch_size, "lr": None, "weight_decay": None, "virtual_workers": 1, "threads": 1,
+                   "out": None, "target": target}
+        with Network(hosts) as network:
+            for (method, rate), file in left.items():
+                try:
+                    run(network, method, rate, options, file, (work / file.stem).resolve(), 60 * minutes)
+                    print(file, flush=True)
+                except RuntimeError as error:
+                    failed.append(file.stem)
+                    print(f"clock.py: {file.stem}: {error}", file=sys.stderr)
+    if found := [json.loads(file.read_text()) for file in files.values() if file.exists()]:
+        print(markdown(found), end="")
+        if out:
+            draw(found, out)
     raise SystemExit(1 if failed else 0)
 
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
 from gradients import heavy_tailed
-from hosts import RATES, WORK, Network, check_tools, clean_leftovers, run_script
+from hosts import RATES, WORK, Network, check_tools, clean_leftovers, place, run_script
 
 import dgc
 from dgc.collective import Collective
@@ -62,7 +62,7 @@ def work(a: dict[str, Any]) -> None:
     if a["part"] == "local":
         print(json.dumps(dgc.lockstep.run(lambda: steps(a), a["hosts"])))
         return
-    clock.place(a)
+    place(a)
     job.connect()
     Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(steps(a)))
     torch.distributed.barrier()

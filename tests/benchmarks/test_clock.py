@@ -17,8 +17,9 @@ from peers import clock, train
 
 
 def result(method, accuracies, seconds=10.0, **more):
-    return {"task": "cifar10", "method": method, "title": method, "rate": "100mbit", "steps_per_epoch": 5,
-            "bytes_sent": 2e6, **more, "history": [{"accuracy": x, "seconds": seconds} for x in accuracies]}
+    return {"task": "cifar10", "method": method, "title": method, "rate": "100mbit", "target": 50,
+            "steps_per_epoch": 5, "launcher": "torch.distributed", "bytes_sent": 2e6, **more,
+            "history": [{"accuracy": x, "seconds": seconds} for x in accuracies]}
 
 
 @pytest.fixture
@@ -62,11 +63,15 @@ def test_the_clock_runs_from_epoch_to_epoch_until_the_target():
 
 
 def test_the_table_and_the_figure(tmp_path):
-    results = [result("dense", [30, 50]), result("async", [30, 40], 2.5)]
-    assert clock.markdown(results, 50).splitlines()[2:] == [
-        "| dense | 100mbit | 20 | 2 | 50.00 % | 2.000 | 2.0 MB |",
-        "| async | 100mbit | not reached | 2 | 40.00 % | 0.500 | 2.0 MB |"]
-    clock.draw(results, 50, tmp_path / "clock.png")
+    """By rate, and the first at the target first."""
+    results = [result("async", [30, 40], 2.5), result("dense", [30, 50]), result("fp16", [51], rate="1gbit"),
+               result("dgc-allgather", [50], 12, launcher="horovod")]
+    assert clock.markdown(results).splitlines()[2:] == [
+        "| dgc-allgather | 100 Mbit/s | 12 | 1 | 50.00 % | 2.400 | 2.0 MB |",
+        "| dense | 100 Mbit/s | 20 | 2 | 50.00 % | 2.000 | 2.0 MB |",
+        "| async | 100 Mbit/s | not reached | 2 | 40.00 % | 0.500 | 2.0 MB |",
+        "| fp16 | 1 Gbit/s | 10 | 1 | 51.00 % | 2.000 | 2.0 MB |"]
+    clock.draw(results, tmp_path / "clock.png")
     assert (tmp_path / "clock.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -76,26 +81,29 @@ def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):
         clock.main()
     assert stop.value.code == 2 and "needs Linux and root" in capsys.readouterr().err
     monkeypatch.setattr(clock, "check_tools", lambda: None)
-    for option, wrong in (("methods", "dense,sgd"), ("rate", "5gbit")):
+    for option, wrong in (("methods", "dense,sgd"), ("rates", "5gbit")):
         with pytest.raises(typer.BadParameter, match=rf"--{option} must be of .*, got '{wrong.split(',')[-1]}'"):
-            clock.main(**{"methods": "dense", "rate": "1gbit", option: wrong})
+            clock.main(**{"methods": "dense", "rates": "1gbit", option: wrong})
 
 
 @pytest.mark.long
-def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(tmp_path):
+@pytest.mark.parametrize(("method", "title", "launcher"), [
+    ("stale-dgc", "DGC, one step late", "torch.distributed"),
+    ("dgc-allgather-horovod", "DGC, allgather, over Horovod", "horovod")])
+def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(method, title, launcher, tmp_path):
     """A few steps; where the hosts cannot be made, the script says why with status 2."""
-    command = [sys.executable, clock.__file__, "--methods", "stale-dgc", "--rate", "1gbit",
-               "--target", "0.1", "--epochs", "1", "--batch-size", "256", "--hosts", "2", "--minutes", "2", "--out",
-               str(tmp_path)]
-    file, written = tmp_path / "stale-dgc-1gbit-0.json", []
+    command = [sys.executable, clock.__file__, "--methods", method, "--rates", "1gbit", "--target", "0.1",
+               "--epochs", "1", "--batch-size", "256", "--hosts", "2", "--minutes", "2", "--results",
+               str(tmp_path / "results"), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "clock.png")]
+    file, written = tmp_path / "results" / f"{method}-1gbit-0.json", []
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=140)  # its watchdog ends what is left
         if done.returncode == 2:
             pytest.skip(done.stderr.strip())
         assert done.returncode == 0, done.stderr
         written.append((file.stat().st_mtime_ns, json.loads(file.read_text())))
-    assert written[0] == written[1]
+    assert written[0] == written[1] and not [*(tmp_path / "work").iterdir()]
     found = written[0][1]
-    assert found["workers"] == 2 and found["launcher"] == "torch.distributed" and found["rate"] == "1gbit"
+    assert found["workers"] == 2 and found["launcher"] == launcher and found["rate"] == "1gbit"
     assert found["history"][0]["seconds"] > 0 and found["bytes_per_step"] > 0
-    assert "| DGC, one step late | 1gbit |" in done.stdout and (tmp_path / "1gbit.png").exists()
+    assert f"| {title} | 1 Gbit/s |" in done.stdout and (tmp_path / "clock.png").exists()
