@@ -25,7 +25,7 @@ import typer
 
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
-MEASURE = ("network.py", "adaptive.py", "clock.py", "measure.py")  # those who make such runs
+MEASURE = ("network.py", "adaptive.py", "clock.py", "measure.py", "hidden.py")  # those who make such runs
 
 
 def run_script(work: Callable[[Any], None], main: Callable[..., None]) -> None:

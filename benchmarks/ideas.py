@@ -200,8 +200,37 @@ class Ahead(Idea):
         optimizer.register_step_pre_hook(back)
 
 
+class Late(Idea):
+    """An update is applied one step late, so that its exchange would hide behind the next forward and backward pass,
+    and the last one with what is pending (Li et al., "Pipe-SGD", NeurIPS 2018, with dense gradients).
+    """
+
+    def attach(self, optimizer: Any, model: nn.Module) -> None:
+        parameters, before, moves, flush = list(model.parameters()), list[Tensor](), list[Tensor](), optimizer.flush
+
+        def begin(*_: Any) -> None:
+            before[:] = [p.detach().clone() for p in parameters]
+
+        def end(*_: Any) -> None:
+            own = [p.detach() - x for p, x in zip(parameters, before, strict=True)]
+            for p, x, move in zip(parameters, before, moves or map(torch.zeros_like, own), strict=True):
+                p.data.copy_(x + move)
+            moves[:] = own
+
+        def flush_all() -> None:
+            for p, move in zip(parameters, moves, strict=True):
+                p.data.add_(move)
+            moves.clear()
+            flush()
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
+        optimizer.flush = flush_all
+
+
 IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
-                                "flush": Flush, "rates": Rates, "ahead": Ahead, "across": Across}
+                                "flush": Flush, "rates": Rates, "ahead": Ahead, "across": Across,
+                                "late": Late}
 
 
 def follow(idea: Idea) -> None:
@@ -228,7 +257,7 @@ def follow(idea: Idea) -> None:
 
 
 def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead",
-                                 "across"],
+                                 "across", "late"],
                          typer.Option()],
          data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,

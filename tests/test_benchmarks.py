@@ -227,3 +227,29 @@ def test_ideas_change_one_thing():
     few = {"a": Gradient(torch.arange(2000.0).view(40, 50)), "b": Gradient(1998.5 + torch.zeros(900))}
     _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], torch.float16), True, 0)
     assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
+
+
+def test_a_late_update_comes_one_step_late():
+    """With gradients that do not depend on where they are taken; after the last step nothing is missing."""
+    import ideas
+
+    def worker(late):
+        model = torch.nn.Linear(40, 50)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0, 0.9),
+                                             model.named_parameters(), dgc.Config(0.9, min_numel=1000))
+        if late:
+            ideas.Late().attach(optimizer, model)
+        places = []
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.full((1, 40), step + 1.0) + torch.arange(40)).sum().backward()
+            optimizer.step()
+            places.append([p.detach().clone() for p in model.parameters()])
+        optimizer.flush()
+        return places, [p.detach().clone() for p in model.parameters()]
+
+    (plain, last), (late, ended) = (dgc.lockstep.run(lambda late=late: worker(late), 2)[0] for late in (False, True))
+    assert not any(x.any() for x in late[0])
+    torch.testing.assert_close([late[1:], ended], [plain[:-1], last])

@@ -4,12 +4,13 @@ x_{t+1} = x_t - lr U_{t-1}, U_t being what all ranks' gradients at x_t come to. 
 Li, Yu, Li, Avestimehr, Kim and Schwing, "Pipe-SGD" (NeurIPS 2018), with dense gradients; or, which is not in a paper,
 with DGC's update in place of the mean. The first step applies nothing, and the last one also what is under way then.
 
-The exchange really is under way during the next backward pass, but only its first collective: those that follow, of
-which DGC has one for its small tensors, begin when the first is waited for. A checkpoint waits for all of it.
+The exchange really is under way during the next forward and backward pass: DGC's messages, and beside them the sum of
+what travels dense. A checkpoint waits for all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Stale:
         self.bucket = Bucket("stale", large, config.momentum_correction) if config is not None and large else None
         self.large, self.small = large, [p for name, p in named if name not in large]
         self.steps, self.bytes_sent = 0, 0.0
-        self._under_way: PathRun[list[Tensor]] | None = None
+        self._under_way: list[PathRun[list[Tensor]]] = []
         self._arrived: list[Tensor] | None = None
 
     @torch.no_grad()
@@ -49,7 +50,8 @@ class Stale:
         """Applies what the last step's gradients have come to, and begins to exchange this one's."""
         self.receive()
         arrived, self._arrived = self._arrived, None
-        self._under_way = PathRun(self._exchange(), self._transport, "stale", self._count)
+        self._under_way = [PathRun(path, self._transport, f"stale.{i}", self._count)
+                           for i, path in enumerate(self._paths())]
         self.steps += 1
         self._apply(arrived)
         if last:
@@ -57,25 +59,28 @@ class Stale:
             self._apply(self._arrived)
             self._arrived = None
 
-    def _exchange(self) -> Path[list[Tensor]]:
-        """DGC's update of the large parameters, then the mean gradient of the small ones, in their orders."""
-        world, (group,) = self._transport.world, self.sgd.param_groups
-        dense = [p.grad.clone() for p in self.small]  # the next backward pass overwrites them
-        found: list[Tensor] = []
+    def _paths(self) -> Iterator[Path[list[Tensor]]]:
+        """To DGC's update of the large parameters, and to the mean gradient of the small ones, in their orders."""
         if self.bucket is not None:
-            own = {name: Gradient(p.grad, group["momentum"], group["nesterov"]) for name, p in self.large.items()}
-            update = yield from compressed.reduce(self.bucket, own, self.config, self.steps, world)
-            found = [torch.empty_like(p) for p in self.large.values()]
-            update.write([self.bucket.in_order(i, target) for i, target in enumerate(found)])
-        return found + (yield from mean(dense, world))
+            yield self._compressed(self.bucket)
+        if self.small:
+            yield mean([p.grad for p in self.small], self._transport.world)
+
+    def _compressed(self, bucket: Bucket) -> Path[list[Tensor]]:
+        (group,) = self.sgd.param_groups
+        own = {name: Gradient(p.grad, group["momentum"], group["nesterov"]) for name, p in self.large.items()}
+        update = yield from compressed.reduce(bucket, own, self.config, self.steps, self._transport.world)
+        found = [torch.empty_like(p) for p in self.large.values()]
+        update.write([bucket.in_order(i, target) for i, target in enumerate(found)])
+        return found
 
     def _count(self, collective: Collective) -> None:
         self.bytes_sent += sent_bytes(collective, self._transport.world)
 
     def receive(self) -> None:
         """Waits for the exchange that is under way; what has arrived is applied in the next step."""
-        if self._under_way is not None:
-            self._arrived, self._under_way = self._under_way.finish(), None
+        if self._under_way:
+            self._arrived, self._under_way = [x for run in self._under_way for x in run.finish()], []
 
     def _apply(self, arrived: list[Tensor] | None) -> None:
         """One step of SGD. Of the large parameters it does the decay alone, as DGC's update has had its momentum."""

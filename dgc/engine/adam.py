@@ -125,15 +125,14 @@ class Denominators:
         That is the first to which the schedule, in ``config``, gives a sparsity above 0. A schedule that has one from
         the start says nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
         Alone, nothing is compressed, and torch's goes on. So it does as long as no parameter has had a gradient, and in
-        steps without a learning rate, by which the momentum that is taken over would count for nothing.
+        steps without a learning rate: the momentum that is taken over would count for nothing.
         """
         if not self.used:
             return
         step = self._parameters.step
         if self.dense and config.sparsity_at(step) > 0:
             fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
-            moves = any(float(group["lr"]) for group in self._parameters.groups)
-            if step >= fewest and moves and not self._nodes.alone and self._has_seen():
+            if step >= fewest and not self._nodes.alone and moves(self._parameters.groups) and self._has_seen():
                 self._take_over(step)
             elif step == 0 and self._settings.world.rank == 0:
                 warn(f"the first {fewest:,} {DENSE_FIRST}")
@@ -276,6 +275,11 @@ class _Factor(NamedTuple):
 def settling(groups: Iterable[Mapping[str, Any]]) -> int:
     """The steps in which D is found, where the schedule does not say."""
     return max(round(1 / (1 - group["betas"][1])) for group in groups)
+
+
+def moves(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether any learning rate is above 0."""
+    return any(float(group["lr"]) for group in groups)
 
 
 def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import cifar10
 import hosts
 import typer
-from peers import clock, train
+from peers import clock, hidden, train
 
 
 def result(method, accuracies, seconds=10.0, **more):
@@ -107,3 +107,24 @@ def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(metho
     assert found["workers"] == 2 and found["launcher"] == launcher and found["rate"] == "1gbit"
     assert found["history"][0]["seconds"] > 0 and found["bytes_per_step"] > 0
     assert f"| {title} | 1 Gbit/s |" in done.stdout and (tmp_path / "clock.png").exists()
+
+
+def test_what_training_waits_for_is_told_by_rate():
+    waits = {f"{rate} {method}": [0.03, 0.01 * i, 0.5] for rate in ("100mbit", "1gbit")
+             for i, method in enumerate(hidden.PAIRS, 1)}
+    assert hidden.markdown({"waits": waits}).splitlines() == [
+        "| method | waits at 100 Mbit/s | waits at 1 Gbit/s |", "|---|---|---|",
+        "| dense | 30.0 ms | 30.0 ms |", "| dense, one step late | 30.0 ms | 30.0 ms |",
+        "| DGC, allgather | 30.0 ms | 30.0 ms |", "| DGC, one step late | 40.0 ms | 40.0 ms |"]
+
+
+@pytest.mark.long
+def test_late_exchanges_are_timed_on_hosts(tmp_path):
+    """Where the hosts cannot be made, the script says why with status 2."""
+    command = [sys.executable, hidden.__file__, "--rates", "1gbit", "--computing", "0.01", "--steps", "2", "--repeats",
+               "1", "--hosts", "2", "--out", str(tmp_path / "hidden.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "hidden.json").read_text())["waits"]) == 4

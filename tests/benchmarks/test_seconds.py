@@ -148,7 +148,7 @@ def test_to_wait_for_a_late_exchange_changes_nothing():
         def step(self, last=False):
             super().step(last)
             self.receive()
-            assert self._under_way is None
+            assert not self._under_way
 
     def worker():
         found = []
