@@ -121,9 +121,9 @@ BUDGETS = {
         cifar10=Study("cifar10", "cifar10", "ResNet-20", "digits", _options(1.0, depth=20, epochs=2, batch_size=64)),
         ptb=Study("ptb", "ptb", "LSTM of 2 x 200", "pydoc topics", _options(0.2, size="small", epochs=1, bptt=70)),
         transformer=_transformer("pydoc topics", epochs=1),
-        seeds=((0, 1), (0, 1), (0, 1)), deciding=(0, 1), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999), warmups=(0.0, 1.0),
-        exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,), many=_many("digits", workers=8, epochs=1),
-        paper=(2, 1.0)),
+        seeds=((0, 1), (0, 1), (0, 1)), deciding=(0, 1), lengths=(1,), workers=(4, 8), sparsities=(0.99, 0.999),
+        warmups=(0.0, 1.0), exchange=_exchange("digits", epochs=1), crowds=(4,), pair=(0,),
+        many=_many("digits", workers=8, epochs=1), paper=(2, 1.0)),
 }
 
 

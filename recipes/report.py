@@ -296,7 +296,7 @@ def against(lines: BySeed, x: Any) -> Mapping[int, float]:
     return first[x] if x in first else next(iter(first.values()))
 
 
-def half_width(pairs: Iterable[Sequence[float]], level: float) -> Callable[[int], float]:
+def half_width(pairs: Iterable[Sequence[float]], level: float) -> Callable[[float], float]:
     """The half-width of the interval of this level, of a mean of n differences, from a variance pooled over groups of
     them (Student's t). NaN where no group has two.
     """
@@ -312,20 +312,20 @@ def half_width(pairs: Iterable[Sequence[float]], level: float) -> Callable[[int]
 def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: Recipe, overall: bool = False) -> str:
     """A Markdown table of means over seeds, with a row for each line. The others are compared with the first: by the
     mean difference between runs of one seed, and its 90 % interval with the variance pooled over the table. With
-    ``overall`` the last column is the mean of all differences of a line.
+    ``overall`` the last column is the mean of a line's differences, each place counting alike.
     """
     places = dict.fromkeys(x for line in lines.values() for x in line)
     half = half_width((paired(ours, base) for line in lines.values() for x, ours in line.items()
                        if ours is not (base := against(lines, x))), 0.9)
 
-    def told(pairs: Sequence[float]) -> str:
-        width = half(len(pairs))
-        return f"{np.mean(pairs):+.2f}" + ("" if np.isnan(width) else f" ± {width:.2f}")
+    def told(groups: Sequence[Sequence[float]]) -> str:
+        width = half(len(groups)**2 / sum(1 / len(pairs) for pairs in groups))
+        return f"{np.mean([np.mean(pairs) for pairs in groups]):+.2f}" + ("" if np.isnan(width) else f" ± {width:.2f}")
 
     def last(line: Mapping[Any, Mapping[int, float]]) -> list[str]:
-        pairs = [pair for x, ours in line.items() if ours is not (base := against(lines, x))
-                 for pair in paired(ours, base)]
-        return [told(pairs) if pairs else ""] if overall else []
+        groups = [pairs for x, ours in line.items() if ours is not (base := against(lines, x))
+                  and (pairs := paired(ours, base))]
+        return [told(groups) if groups else ""] if overall else []
 
     def cell(line: Mapping[Any, Mapping[int, float]], x: Any) -> str:
         if not (ours := line.get(x)):
@@ -333,7 +333,7 @@ def differences(corner: str, lines: BySeed, head: Callable[[Any], str], recipe: 
         mean, base = f"{sum(ours.values()) / len(ours):.2f}{recipe.unit}", against(lines, x)
         if ours is base or not (pairs := paired(ours, base)):
             return mean
-        return f"{mean} ({told(pairs)})"
+        return f"{mean} ({told([pairs])})"
 
     return markdown([corner, *map(head, places), *(["all"] if overall else [])],
                     [[name, *(cell(line, x) for x in places), *last(line)] for name, line in lines.items()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,9 +101,14 @@ def draw_momentum(budget: Budget, done: Mapping[str, Result]) -> str:
     if not texts:
         return ""
     return (
-        f"**What becomes of the momentum of an entry that is sent.** Means over seeds "
-        f"{', '.join(map(str, budget.seeds[0]))}, learning rates and warm-ups in proportion to the length; in brackets "
+        f"**What becomes of the momentum of an entry that is sent.** Means over seeds {named(budget.seeds[0])}; of the "
+        f"shortest length's dense training and {100 * budget.cifar10.options['sparsity']:.5g} % over those of "
+        f"{named(budget.deciding)} that are done. Learning rates and warm-ups in proportion to the length; in brackets "
         f"the difference to dense training{POOLED}.\n\n" + "\n".join(texts))
+
+
+def named(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def by_seed(runs: Mapping[str, Mapping[Any, Mapping[int, Run]]], done: Mapping[str, Result]) -> report.BySeed:

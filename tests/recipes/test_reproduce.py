@@ -476,7 +476,7 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| hierarchical shared, 99 %, no masking |  | - |  |", "| all-gather, 99 %, no masking | - | - | - |"):
         assert line in lines
     text = "\n".join(lines)
-    assert all(count in text for count in ("3 of 30 runs.", "6 of 12 runs.", "4 of 6 runs.",
+    assert all(count in text for count in ("3 of 42 runs.", "6 of 12 runs.", "4 of 6 runs.",
                                            "Dense: 88.00 %. 3 of 8 runs.", "2 of 8 runs.", "4 of 40 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-momentum.png", "cifar10-sparsity.png",
@@ -498,5 +498,6 @@ def test_intervals_have_their_variance_from_all_of_a_table():
         assert cell in table
     assert "| dense | 70.00 % |" in table and "| all |" not in table
     table = report.differences("", lines, str, report.RECIPES["cifar10"], overall=True)
-    assert f"| +3.00 ± {half[2]:.2f} |" in table and f"| +11.00 ± {half[2]:.2f} |" in table  # of 1, 3, 5; of 10, 11, 12
+    both = 2.3534 * (4 / 3 * (1 / 2 + 1) / 4)**0.5  # of the mean of 2, of two seeds, and 5, of one
+    assert f"| +3.50 ± {both:.2f} |" in table and f"| +11.00 ± {half[2]:.2f} |" in table
     assert "| dense | 70.00 % |  |  |  |" in table
