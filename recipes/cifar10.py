@@ -229,7 +229,7 @@ def main(
         prepay: job.Prepay = False,
         local_weight_decay: bool = True,
         clip_norm: Annotated[float | None, typer.Option(
-            min=0, callback=job.finite, help="Bound on the gradient's norm; 0: none.")] = None,
+            min=0, callback=job.bound, help="Bound on the gradient's norm; 0 or inf: none.")] = None,
         flush: job.Flush = True,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,

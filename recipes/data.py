@@ -136,8 +136,8 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("the handwritten digits come with scikit-learn: pip install scikit-learn; or give --data a "
-                         "folder with cifar-10-batches-bin") from None
+        raise SystemExit("the handwritten digits come with scikit-learn: install what the recipes need, pip install "
+                         "'.[recipes]'; or give --data a folder with cifar-10-batches-bin") from None
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
     images = F.interpolate(images, size=32, mode="bilinear").expand(-1, 3, -1, -1).to(torch.uint8)

@@ -48,6 +48,15 @@ def finite(number: float | None) -> float | None:
     return number
 
 
+def bound(number: float | None) -> float | None:
+    """A bound on a norm; 0 is none, and so is infinity, which ``dgc tune`` gives.
+
+    Raises:
+        typer.BadParameter: it is no number.
+    """
+    return 0.0 if number == math.inf else finite(number)
+
+
 # Options that mean the same in every recipe.
 Number = Annotated[float, typer.Option(min=0, callback=finite)]
 Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(

@@ -56,15 +56,18 @@ command -v make > /dev/null || missing+=("make: apt-get install make")
 sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' 2> /dev/null \
     || missing+=("the Python headers: apt-get install python3-dev")
 # Horovod's set-up is old enough to expect these already installed, hence no build isolation below.
+packages=
 for module in setuptools wheel cmake packaging cloudpickle psutil yaml cffi; do
-    "$python" -c "import $module" 2> /dev/null \
-        || missing+=("the Python package ${module/yaml/pyyaml}: $python -m pip install ${module/yaml/pyyaml}")
+    "$python" -c "import $module" 2> /dev/null || packages+=" ${module/yaml/pyyaml}"
 done
-if [ "$backend" = nccl ]; then
-    [ "$torch" = none ] || [ "$cuda" != none ] || missing+=("a CUDA build of torch ($torch is for the CPU), or leave --gpu out")
+[ -z "$packages" ] || missing+=("Python packages: $python -m pip install$packages")
+if [ "$cuda" != none ]; then  # its CMake files ask for the toolkit, whatever Horovod is to use
     nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
     [ -x "$nvcc" ] || command -v nvcc > /dev/null \
-        || missing+=("nvcc, the CUDA toolkit's compiler: install the toolkit for CUDA $cuda and set CUDA_HOME")
+        || missing+=("nvcc, as torch $torch is a CUDA build: install the toolkit for CUDA $cuda and set CUDA_HOME, or the CPU build of torch")
+fi
+if [ "$backend" = nccl ]; then
+    [ "$torch" = none ] || [ "$cuda" != none ] || missing+=("a CUDA build of torch ($torch is for the CPU), or leave --gpu out")
     nccl_home=${HOROVOD_NCCL_HOME:-${NCCL_HOME:-}}
     if [ -z "$nccl_home" ]; then  # CUDA builds of torch bring NCCL along as a Python package
         nccl_home=$("$python" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2> /dev/null || true)
@@ -115,8 +118,8 @@ if ! compgen -G "$wheels/*.whl" > /dev/null; then
     say "building for torch $torch, $abi, with $backend: two to five minutes (log: $log)"
     if ! PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH \
         "$python" -m pip wheel --no-deps --no-build-isolation -v "$work/horovod-$version" -w "$work/wheel" > "$log" 2>&1; then
-        tail -n 30 "$log" >&2
-        die "the build failed; the lines above end its log, $log"
+        grep -n -A 3 -E 'CMake Error|[Ee]rror:' "$log" | head -n 30 >&2 || tail -n 30 "$log" >&2
+        die "the build failed; the lines above are of its log, $log"
     fi
     mv "$work/wheel" "$wheels"  # whole or not at all: an interrupted build leaves no wheel behind
 fi

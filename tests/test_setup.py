@@ -14,9 +14,9 @@ from dgc.version import __version__
 ROOT = Path(__file__).parent.parent
 
 
-def build(*arguments, path=None, python=sys.executable, cache="/nonexistent"):
+def build(*arguments, path=None, python=sys.executable, cache="/nonexistent", **variables):
     """Runs scripts/build_horovod.sh, which must stop before it builds anything."""
-    environment = {**os.environ, "PYTHON": python, "CACHE": str(cache), "PATH": path or os.environ["PATH"]}
+    environment = {**os.environ, "PYTHON": python, "CACHE": str(cache), "PATH": path or os.environ["PATH"], **variables}
     environment.pop("CXX", None)
     done = subprocess.run([shutil.which("bash"), str(ROOT / "scripts" / "build_horovod.sh"), *arguments], text=True,
                           capture_output=True, timeout=100, env=environment)
@@ -45,6 +45,18 @@ def test_a_gpu_build_of_a_cpu_torch_is_refused():
         status, output = build("--gpu")
         assert status == 1
         assert f"a CUDA build of torch ({torch.__version__} is for the CPU), or leave --gpu out" in output
+
+
+def test_a_cuda_build_of_torch_needs_its_toolkit_and_packages_are_asked_for_at_once(tmp_path):
+    """Also for gloo: torch's CMake files ask for it."""
+    (tmp_path / "torch.py").write_text("from types import SimpleNamespace as S\n__version__ = '2.14.1+cu130'\n"
+                                       "version, cuda = S(cuda='13.0'), S(is_available=lambda: False)\n")
+    for name in ("cffi", "wheel"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    status, output = build("--cpu", PYTHONPATH=str(tmp_path), CUDA_HOME=str(tmp_path))
+    assert status == 1 and "pip install wheel cffi\n" in output
+    if not shutil.which("nvcc"):
+        assert "nvcc, as torch 2.14.1+cu130 is a CUDA build: install the toolkit for CUDA 13.0" in output
 
 
 def test_without_a_home_it_goes_on(monkeypatch):

@@ -175,6 +175,8 @@ def main(methods: Annotated[str, typer.Option(
         print(markdown(found), end="")
         if out:
             draw(found, out)
+    elif report_only:
+        raise SystemExit(f"clock.py: there are no results in {results} (train first, without --report-only)")
     raise SystemExit(1 if failed else 0)
 
 

@@ -110,7 +110,8 @@ def read_manifest(folder: Path) -> Tree:
     """The manifest, once it is known to be one."""
     file = folder / MANIFEST
     if not file.exists():
-        raise FileNotFoundError(f"{folder} must be a checkpoint, got a folder without {MANIFEST}")
+        raise FileNotFoundError(f"{folder} must be a checkpoint, got " + (
+            f"a folder without {MANIFEST}" if folder.exists() else "no such folder"))
     data = file.read_bytes()
     with blamed(file):
         content = json.loads(data)

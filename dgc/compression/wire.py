@@ -281,7 +281,11 @@ def sender_name(sender: int, node_size: int = 1) -> str:
 
 def not_finite(sender: str, names: Iterable[str]) -> FloatingPointError:
     verb = "have" if sender.startswith("ranks") else "has"
-    return FloatingPointError(f"{sender} {verb} a gradient that is not finite, in: {', '.join(names)}")
+    error = FloatingPointError(f"{sender} {verb} a gradient that is not finite, in: {', '.join(names)}")
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note("(a warm-up of the sparsity, a lower learning rate or Config(clip_norm=...) may keep it finite; "
+                       "Config(nonfinite='skip') leaves such steps out)")
+    return error
 
 
 def _check_finite(exponents: Tensor, names: Sequence[str], sender: str) -> None:

@@ -124,13 +124,15 @@ class Misuse:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
         if (changed := next(self._changed(), None)) is not None:
             self.warn_of_loss(f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
-                              "had sent it by then, so that this had no effect; to clip, give Config(clip_norm=...); "
-                              "and a model in DistributedDataParallel, which averages gradients, needs "
-                              "dgc.register_comm_hook() in place of the DistributedOptimizer")
+                              "had sent it by then, so that this had no effect; a model in DistributedDataParallel, "
+                              "which averages gradients, needs dgc.register_comm_hook() in place of the "
+                              "DistributedOptimizer; and to clip, give Config(clip_norm=...)")
 
     def told_of_changed_update(self, step: Step, before: str = "") -> str:
         """The warning, once, where a compressed parameter's update was changed; a dense one's may be."""
-        if not self._settings.exchanges or self._warned or not step.exchanged:
+        config = self._settings.config
+        keeps = config.momentum_correction or config.sparsity != 0  # else the update is the whole gradient, as stock's
+        if not self._settings.exchanges or not keeps or self._warned or not step.exchanged:
             return ""
         changed = next((p for p in self._changed() if self._parameters.compressed_bucket(p) is not None), None)
         if changed is None:

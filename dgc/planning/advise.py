@@ -35,6 +35,7 @@ LOST_ADAMW = ("With AdamW, a transformer of 2.1 M parameters ended 0.7 % above d
 Optimizer = Literal["sgd", "adamw"]
 GATHER = Method("allgather", "dgc")
 OFFERED = ("ring", "hierarchical ring")  # by Horovod and DistributedDataParallel, over gloo, MPI and NCCL
+LONG = 60  # seconds of computing in a step, from which on milliseconds may have been meant
 MOST = 1.25e12  # bytes a second between nodes, up to which is looked
 MANY = 4096  # nodes, up to which is looked
 
@@ -206,6 +207,8 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
     if cluster.workers == 1:
         yield "One worker exchanges nothing: there is nothing to compress."
         return
+    if compute > LONG:
+        yield f"Computing takes {compute:g} s a step as you say, which is long: --compute is in seconds."
     offered = f"the fastest dense exchange of Horovod and DistributedDataParallel ({dense.method})"
     if advice.pays:
         faster = dense.step_seconds / dgc.step_seconds
@@ -241,7 +244,7 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
 def _recommended(advice: Advice, largest: bool, steps: int | None, optimizer: Optimizer) -> Iterable[str]:
     sparsity = advice.sparsity
     yield (f"Recommended: {_config(advice, steps, optimizer)}" + ("." if largest else
-           f"; sending less than {100 * (1 - sparsity):g} % of the entries would not be faster by 2 %."))
+           f"; to send less than {100 * (1 - sparsity):g} % of the entries would save less than 2 % of a step."))
     if advice.whole:
         yield (f"Over all {steps:,} steps, the warm-up among them, it is {advice.whole:.3g} times as fast as dense"
                + ("." if advice.whole >= WORTH else ": for this training it is not worth it."))

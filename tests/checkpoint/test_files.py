@@ -18,6 +18,8 @@ from dgc.checkpoint import files
 
 def test_there_is_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must be a checkpoint, got a folder without manifest\.json"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere must be a checkpoint, got no such folder"):
         load(tmp_path / "nowhere")
 
 

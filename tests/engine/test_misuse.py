@@ -168,6 +168,21 @@ def test_changing_gradients_before_the_step_warns_once():
     in_lockstep(worker)
 
 
+def test_dense_gradients_may_be_changed_before_the_step():
+    """As with stock Horovod: nothing has been kept of them."""
+    def worker():
+        network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False))
+        backward(network)
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
+        if rank() == 0:
+            with warnings.catch_warnings(), optimizer.skip_synchronize():
+                warnings.simplefilter("error")
+                optimizer.step()
+
+    in_lockstep(worker)
+
+
 def test_a_skipped_step_that_is_left_out_is_no_synchronize_before_the_next():
     """nonfinite="skip", and a synchronize() of one's own, no step(): the step after it is an ordinary one."""
     def worker():

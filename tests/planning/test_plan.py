@@ -456,3 +456,10 @@ def test_predictions_are_near_the_measurements():
     predicted = sum(not cell["fitted"] for cell in kept["cells"])
     counts = f"{predicted} measured cells", f"{by_default['cells']} exchanges"
     assert all(figure in text for figure in (fitted, *told.values(), *counts))
+
+
+def test_milliseconds_for_seconds_are_told():
+    loaded = plan.load("resnet50")
+    words = [plan.plan(loaded, cluster(8), seconds, dgc.Config(0.999), FREE).advice.words for seconds in (59.0, 200.0)]
+    assert words[1][0] == "Computing takes 200 s a step as you say, which is long: --compute is in seconds."
+    assert not any("--compute" in word for word in words[0])

@@ -10,6 +10,8 @@ import torch
 import typer
 from launching import LAUNCHERS, flat, flattened, recipe, refused, saved
 
+from dgc.tune import trial
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
@@ -97,6 +99,7 @@ def test_resuming_is_bit_for_bit(images, tmp_path):
     (("--lr", "nan"), "Invalid value for '--lr'"),
     (("--lr", "-1"), "Invalid value for '--lr'"),
     (("--clip-norm", "-1"), "Invalid value for '--clip-norm'"),
+    (("--clip-norm", "nan"), "Invalid value for '--clip-norm'"),
     (("--seed", "99999999999999999999"), "Invalid value for '--seed'"),
     (("--threads", "-1"), "Invalid value for '--threads'"),
     (("--momentum", "0"), "--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)"),
@@ -104,6 +107,13 @@ def test_resuming_is_bit_for_bit(images, tmp_path):
 ])
 def test_refuses(arguments, message):
     assert message in refused(*arguments)
+
+
+def test_an_infinite_bound_is_none():
+    """As ``dgc tune`` gives one that is not to be."""
+    import job
+    assert "is more than 1437 images" in refused("--clip-norm", "inf", "--batch-size", "2000")
+    assert job.bound(float(trial.NO_CLIP)) == 0.0 and job.bound(0.25) == 0.25 and job.bound(None) is None
 
 
 def test_a_refusal_is_not_a_traceback():
