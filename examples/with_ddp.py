@@ -42,6 +42,8 @@ def main() -> None:
         if folder is not None:
             dgc.save_checkpoint(folder, net, optimizer, {"epoch": epoch + 1})  # on all ranks
 
+    if begin == EPOCHS and torch.distributed.get_rank() == 0:
+        print(f"all {EPOCHS} epochs were trained: move {folder} away to begin again")
     accuracy = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     if torch.distributed.get_rank() == 0:
         last = optimizer.report().as_dict()
