@@ -138,6 +138,14 @@ def calling_scaler() -> Any:
     return None
 
 
+def making_state() -> bool:
+    """Whether ``torch.distributed.checkpoint`` calls this: it has a fresh optimizer take a step, so that there is a
+    state to load into.
+    """
+    return any(frame.f_code.co_name == "_init_optim_state" and frame.f_globals["__name__"].startswith(
+        "torch.distributed.checkpoint.") for frame in frames())
+
+
 def frames() -> Iterator[Any]:
     """The functions that are being called in this thread, from within."""
     frame: Any = sys._getframe()

@@ -153,20 +153,21 @@ class Applier:
         config, changed = self._settings.config, dict[str, Any]()
         if config.momentum_correction:
             changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
-            if config.local_weight_decay:
-                self._decay(group, compressed, directly)
+            self._decay(group, compressed, directly)
         elif not config.local_weight_decay:
             changed = {"weight_decay": 0}
         return [{**group, "params": dense}, {**group, "params": compressed, **changed}]
 
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor], directly: set[Tensor]) -> None:
-        """The part of SGD's step that comes from weight decay, with its own momentum: linear, so the sum is SGD's."""
-        m, decay, lr = group["momentum"], group["weight_decay"], float(group["lr"])
+        """The part of SGD's step that comes from weight decay, or from its momentum where gradients have it by now."""
+        m, lr = group["momentum"], float(group["lr"])
+        decay = group["weight_decay"] if self._settings.config.local_weight_decay else 0
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("decay_buffer")
-            if (parameter.grad is None and parameter not in directly) or (decay == 0 and (m == 0 or buffer is None)):
+            takes_part = parameter.requires_grad and (parameter.grad is not None or parameter in directly)
+            if not takes_part or (decay == 0 and (m == 0 or buffer is None)):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))

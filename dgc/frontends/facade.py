@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dgc.config import Config
 from dgc.engine.adam import restore_counts
-from dgc.engine.backward import frames
+from dgc.engine.backward import frames, making_state
 from dgc.engine.engine import Engine, engine_of
+from dgc.engine.kind import unhooked
 from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
 from dgc.engine.step import Phase
@@ -95,7 +96,10 @@ class Distributed(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
-        return engine_of(self).take_step(closure)
+        engine = engine_of(self)
+        if not engine.parameters.optimizer.state and making_state():
+            return unhooked(self._inner.step)(engine.parameters.optimizer)  # its gradients and learning rates are 0
+        return engine.take_step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""

@@ -4,7 +4,20 @@ import copy
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, train, wrapped
+from laws import (
+    DENSE,
+    SPARSE,
+    backward,
+    difference,
+    flat,
+    in_lockstep,
+    loss,
+    model,
+    rank,
+    reference,
+    train,
+    wrapped,
+)
 from torch import nn
 
 import dgc
@@ -247,3 +260,35 @@ def test_parameters_may_change_their_dtype(dtype):
 
     expected, bound = trained(wrap=False), 1e-6 if dtype == torch.float64 else 0.01
     assert all(difference(ours, expected) < bound for ours in in_lockstep(lambda: trained(wrap=True)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_where_weight_decay_is_added_may_change_at_a_resume(before, after):
+    """The momentum that it has by then goes on: expected is torch's SGD on the averaged gradient."""
+    def worker():
+        network, optimizer = train(range(6), dgc.Config(0.0, local_weight_decay=before), weight_decay=0.1)
+        saved = copy.deepcopy((optimizer.state_dict(), optimizer.residual_state_dict()))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1), network.named_parameters(),
+            dgc.Config(0.0, local_weight_decay=after))
+        optimizer.load_state_dict(saved[0])
+        optimizer.load_residual_state_dict(saved[1])
+        return flat(train(range(6, 12), None, network, optimizer)[0])
+
+    expected = flat(reference(range(12), 2, weight_decay=0.1)[0])
+    assert all(difference(found, expected) < 1e-6 for found in in_lockstep(worker))
+
+
+def test_what_is_frozen_is_not_decayed_either():
+    """Where zero_grad(set_to_none=False) leaves it a gradient of zeros."""
+    def worker():
+        network, optimizer = train(range(3), SPARSE, weight_decay=0.1)
+        weight = network[6].weight.requires_grad_(False)
+        before = weight.detach().clone()
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            backward(network, step)
+            optimizer.step()
+        return torch.equal(weight, before)
+
+    assert all(in_lockstep(worker))
