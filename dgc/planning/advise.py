@@ -26,7 +26,7 @@ WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long 
 # Waits as a share of all steps, and what the nearest that was measured cost at 99.9 % (docs/results/accuracy.md).
 LOST = ((0.02, "The paper lost nothing with such a share."),
         (0.11, "With a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
-        (0.6, "With half, ResNet-20 lost 3.7 points of accuracy on CIFAR-10: train longer, or send more."),
+        (0.6, "With half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more."),
         (1.0, "With eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send more."))
 LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
                  "99 %, give or take a point, among 4 workers; among 32, in 1,225 steps, 2.9 at 99 %.")
