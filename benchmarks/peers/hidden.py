@@ -29,7 +29,7 @@ import job
 from hosts import Network, check_tools, clean_leftovers, place, run_script
 
 from dgc.compression.kernels import compile_ahead
-from peers import METHODS, clock, measure
+from peers import METHODS, clock, measure, rehearsal
 from peers.predict import NAMES
 
 HERE = Path(__file__).resolve()
@@ -42,7 +42,7 @@ def work(a: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
     job.connect()
-    (parameters, peer, gradients), times = measure.ready(a), []
+    (parameters, peer, gradients), times = rehearsal.ready(a), []
     for _ in range(measure.WARMUP + a["steps"]):
         times.append(time.perf_counter())
         for p, gradient in zip(parameters, next(gradients), strict=True):

@@ -23,26 +23,24 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
-from gradients import heavy_tailed
 from hosts import RATES, WORK, Network, check_tools, clean_leftovers, place, run_script
 
 import dgc
 from dgc.collective import Collective
 from dgc.compression.kernels import compile_ahead
 from dgc.transport import find
-from peers import METHODS, Driver, attach, clock
+from peers import METHODS, clock, rehearsal
 from peers.diloco import DiLoCo
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
@@ -80,20 +78,9 @@ def computing(a: dict[str, Any]) -> list[float]:
     return found[2:]
 
 
-def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor]]]:
-    """A method at a rank: parameters, what drives their SGD, and a gradient for each step."""
-    entry, task = METHODS[a["method"]], TASKS[a["task"]]
-    (model, _), (lr, momentum) = task.rehearsal(), task.sgd(a["method"], entry.lr, entry.momentum)
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=task.defaults["weight_decay"],
-                          nesterov=momentum > 0)
-    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
-    parameters = list(model.parameters())
-    return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)
-
-
 def steps(a: dict[str, Any]) -> list[Step]:
     """A rank's."""
-    (parameters, peer, gradients), found = ready(a), []
+    (parameters, peer, gradients), found = rehearsal.ready(a), []
     for step in range(WARMUP + a["steps"]):
         for p, gradient in zip(parameters, next(gradients), strict=True):
             p.grad = gradient

@@ -149,7 +149,7 @@ def test_a_perplexity_is_lost_in_per_cent_and_reached_from_above(tmp_path, capsy
 def test_the_clock_stops_at_a_perplexity_that_is_low_enough(short, tmp_path):
     one = result("dense", 0, [130.0, 115.0, 101.0])
     assert clock.reached(one, 115) == 4 and clock.reached(one, 100) is None
-    assert "| dense | 1gbit | 4 | 3 | 101.00 | 0.020 | 1.0 MB |" in clock.markdown([one], 115)
+    assert "| dense | 1 Gbit/s | 4 | 3 | 101.00 | 0.020 | 1.0 MB |" in clock.markdown([{**one, "target": 115}])
     history = run("dense", tmp_path / "a.json", epochs=6, target=1000.0)["history"]
     assert len(history) == 1 and history[0]["seconds"] > 0
 

@@ -1,0 +1,30 @@
+"""A method at work without a training: random gradients of the shapes of a task's model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gradients import heavy_tailed
+
+from dgc.transport import find
+
+from . import METHODS, Driver, attach
+from .tasks import TASKS
+
+
+def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor]]]:
+    """A method at a rank: parameters, what drives their SGD, and a gradient for each step."""
+    entry, task = METHODS[a["method"]], TASKS[a["task"]]
+    (model, _), (lr, momentum) = task.rehearsal(), task.sgd(a["method"], entry.lr, entry.momentum)
+    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=task.defaults["weight_decay"],
+                          nesterov=momentum > 0)
+    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
+    parameters = list(model.parameters())
+    return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)
