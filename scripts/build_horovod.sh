@@ -118,7 +118,7 @@ if ! compgen -G "$wheels/*.whl" > /dev/null; then
     say "building for torch $torch, $abi, with $backend: two to five minutes (log: $log)"
     if ! PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH \
         "$python" -m pip wheel --no-deps --no-build-isolation -v "$work/horovod-$version" -w "$work/wheel" > "$log" 2>&1; then
-        grep -n -A 3 -E 'CMake Error|[Ee]rror:' "$log" | head -n 30 >&2 || tail -n 30 "$log" >&2
+        grep -n -m 8 -A 3 -E 'CMake Error|[Ee]rror:' "$log" >&2 || tail -n 30 "$log" >&2
         die "the build failed; the lines above are of its log, $log"
     fi
     mv "$work/wheel" "$wheels"  # whole or not at all: an interrupted build leaves no wheel behind

@@ -42,6 +42,11 @@ HOROVOD = "-horovod"  # after a method's name: over Horovod, and not torch.distr
 WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
 
 
+def depth_of(method: str) -> str:
+    """Of the bucket of the links."""
+    return "deep" if method in WHOLE else "shallow"
+
+
 def work(a: dict[str, Any]) -> None:
     """One rank of one training; writes its result into the network's folder."""
     (place_for_horovod if a["horovod"] else place)(a)
@@ -66,7 +71,8 @@ def run(network: Network, method: str, rate: str, options: dict[str, Any], file:
         RuntimeError: a process failed, or the time is up.
     """
     network.clear()
-    network.shape(rate, "deep" if (name := method.removesuffix(HOROVOD)) in WHOLE else "shallow")
+    name = method.removesuffix(HOROVOD)
+    network.shape(rate, depth_of(name))
     training = {**options, "method": name, "checkpoints": str(checkpoints), "resume": True}
     result = network.run(HERE, {"training": training, "horovod": name != method}, limit)[0]
     over = ", over Horovod" if name != method else ""

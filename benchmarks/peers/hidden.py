@@ -83,7 +83,7 @@ def main(rates: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.")] = "
             for name, found in waits.items():
                 rate, method = name.split()
                 network.clear()
-                network.shape(rate, "deep" if method in clock.WHOLE else "shallow")
+                network.shape(rate, clock.depth_of(method))
                 taken: Any = network.run(HERE, {"task": "cifar10", "method": method, "steps": steps,
                                                 "computing": computing}, 60 * minutes)
                 found.append(statistics.median(taken[0]) - computing)

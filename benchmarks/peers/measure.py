@@ -139,7 +139,7 @@ def measured(part: str, a: dict[str, Any], network: Network | None, limit: float
     a = {**a, "part": kind, "method": name, "bf16": name == "bfloat16"}
     if network is not None and rate:
         network.clear()
-        network.shape(*rate, "deep" if name in clock.WHOLE else "shallow")
+        network.shape(*rate, clock.depth_of(name))
         return medians(network.run(HERE, a, limit), slowest)
     return statistics.median(printed(a, limit)) if kind == "compute" else medians(printed(a, limit), in_turn)
 

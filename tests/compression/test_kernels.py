@@ -168,8 +168,9 @@ def test_a_residual_that_overflowed_is_told_and_kept(bad, at):
         before = bucket.v.clone()
         messages.append(kernel.encode(bucket, {}, layout, torch.tensor([1, 2, 3, 20, 21]), torch.tensor([3, 2]),
                                       True))
-        with pytest.raises(FloatingPointError, match=r"rank 0 has a gradient that is not finite, in: a(\n|$)"):
+        with pytest.raises(FloatingPointError) as told:
             kernel.Received(layout, messages[-1][None], 1)
+        assert str(told.value) == "rank 0 has a gradient that is not finite, in: a"
         before[20:22] = 0
         assert torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0))
     assert torch.equal(*messages)
