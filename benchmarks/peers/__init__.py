@@ -43,6 +43,7 @@ class Entry:
         make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``; or nothing.
         momentum: of SGD, with Nesterov's where it is not 0. 0 where the method has its own, or none.
         lr: at the start of the training.
+        weight_decay: times the parameters, added to what was exchanged.
         driver: what makes the steps.
         clips_own: where gradients are clipped, a worker's own before the exchange: what comes back is no gradient.
     """
@@ -53,6 +54,7 @@ class Entry:
     make: Callable[..., Any] | None = None
     momentum: float = 0.9
     lr: float = 0.1
+    weight_decay: float = 1e-4
     driver: Any = Exchanging
     clips_own: bool = False
 
@@ -79,17 +81,16 @@ METHODS = {
     "bf16": Entry("bf16", "allreduce", "", partial(Cast, dtype=torch.bfloat16)),
     "qsgd": Entry("QSGD, 4 bits", "allgather", "Alistarh et al. 2017", QSGD),
     "terngrad": Entry("TernGrad", "allgather", "Wen et al. 2017", TernGrad),
-    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-4,
-                     clips_own=True),
-    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD, momentum=0, lr=0.056,
-                        clips_own=True),
+    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-3,
+                     weight_decay=0.1, clips_own=True),
+    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD),
     "atomo": Entry("ATOMO, s = 3", "allgather", "Wang et al. 2018", Atomo),
     **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "allreduce", "Vogels et al. 2019",
                                  partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
     "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
     "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
                   clips_own=True),
-    "diloco": Entry("DiLoCo, H = 500", "allreduce", "Douillard et al. 2023", DiLoCo, clips_own=True),
+    "diloco": Entry(f"DiLoCo, H = {DiLoCo.local_steps}", "allreduce", "Douillard et al. 2023", DiLoCo, clips_own=True),
     **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},
     "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),
@@ -100,13 +101,14 @@ Driver = Exchanging | Compressed | Stale | ParameterServer
 
 
 def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
-           schedule: Schedule, clip: float | None = None) -> Driver:
+           schedule: Schedule, clip: float | None = None, flush: bool = True) -> Driver:
     """What drives this SGD by the method of that name.
 
     Args:
         schedule: of DGC's sparsity.
         clip: a bound on the norm of the exchanged gradient; with DGC, Config(clip_norm=...). A method that
             ``clips_own`` leaves it to the task.
+        flush: whether the last step of the training applies what is pending with DGC and gradient dropping.
     """
     entry = METHODS[name]
     if entry.driver is Exchanging:
@@ -114,4 +116,4 @@ def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], see
     if entry.driver is ParameterServer:
         return ParameterServer(sgd)
     config = None if entry.make is None else replace(entry.make(schedule), clip_norm=clip)
-    return entry.driver(sgd, named, config)
+    return Stale(sgd, named, config) if entry.driver is Stale else Compressed(sgd, named, config, flush)

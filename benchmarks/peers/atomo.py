@@ -4,9 +4,9 @@ g is a sum of atoms, lambda_i a_i; here its singular values and the outer produc
 is the sum of lambda_i t_i / p_i a_i, with t_i = 1 with probability p_i, else 0. So its mean is g. The p_i are those of
 least variance that sum up to a budget s.
 
-A tensor is a matrix of its first dimension by all others. Of a chosen atom two vectors travel, in float32. How many are
-chosen differs by rank and step: ranks tell one another the lengths first, and shorter messages are padded, which
-counts as sent. What has no use of it, and one-dimensional tensors, travel dense.
+A convolution is a matrix of two of its kernels in a row, as in the authors' code. Of a chosen atom two vectors travel,
+in float32. How many are chosen differs by rank and step: ranks tell one another the lengths first, and shorter messages
+are padded, which counts as sent. What has no use of it, and one-dimensional tensors, travel dense.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ def probabilities(atoms: Tensor, budget: float) -> Tensor:
     return p
 
 
+def matrix(tensor: Tensor) -> Tensor:
+    """A tensor (a, b, ...) as (a b / 2, 2 ...), where a b is even; of two dimensions as it is."""
+    kernels = tensor.reshape(len(tensor) * tensor.shape[1], -1)
+    if kernels.shape[1] == 1:
+        return tensor.reshape(len(tensor), -1)
+    return kernels if len(kernels) % 2 else kernels.reshape(len(kernels) // 2, -1)
+
+
 @dataclass
 class Atomo:
     world: World
@@ -47,10 +55,10 @@ class Atomo:
         return some(tensors, self.world, self.average, self.worth)
 
     def worth(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 1 and self.budget * (len(tensor) + tensor[0].numel()) < tensor.numel()
+        return tensor.ndim > 1 and self.budget * sum(matrix(tensor).shape) < tensor.numel()
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
-        own = self.encode([t.reshape(len(t), -1) for t in tensors])
+        own = self.encode([matrix(t) for t in tensors])
         lengths = (yield Collective("gather", torch.tensor([len(own)], device=own.device))).view(-1)
         padded = torch.nn.functional.pad(own, (0, int(lengths.max()) - len(own)))
         messages = yield Collective("gather", padded)
@@ -71,7 +79,7 @@ class Atomo:
     def decode(self, content: Tensor, tensors: list[Tensor]) -> list[Tensor]:
         counts, start, found = take(content, 0, len(tensors), torch.int16).tolist(), 2 * len(tensors), []
         for count, tensor in zip(counts, tensors, strict=True):
-            rows, columns = len(tensor), tensor[0].numel()
+            rows, columns = matrix(tensor).shape
             values = take(content, start, count * (rows + columns), torch.float32)
             u, v = values.split([count * rows, count * columns])
             found.append((u.view(count, rows).T @ v.view(count, columns)).view(tensor.shape))

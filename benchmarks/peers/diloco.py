@@ -21,7 +21,7 @@ from .packing import mean
 class DiLoCo:
     world: World
     seed: int = 0
-    local_steps: int = 500  # H
+    local_steps: int = 30  # H
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     steps: int = 0

@@ -1,11 +1,11 @@
 """EF-signSGD (Karimireddy, Rebjock, Stich, Jaggi, ICML 2019): signs, scaled, and what they get wrong comes back later.
 
-Algorithm 1 (EF-signSGD), on each rank and for each tensor of d entries:
+Algorithm 1 (EF-signSGD), on each rank and for each tensor of d entries, with p, D and e divided by lr:
 
-    p = lr g + e        D = ||p||_1 / d sign(p)        e = p - D        x = x - mean of D over ranks
+    p = g + e        D = ||p||_1 / d sign(p)        e = p - D        x = x - lr (mean of D over ranks)
 
-One bit an entry and one number a tensor. SGD multiplies by lr, so D / lr is what it is given. The mean over ranks is
-not in the paper, which has one worker.
+One bit an entry and one number a tensor. At one learning rate it is the same. The paper has one worker and no momentum;
+the mean, and SGD's momentum after it, are those of Vogels et al. 2019 (algorithm 2).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class EFSignSGD:
 
     def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
         layers, g = owners(tensors), flat(tensors)
-        p = lr * g if self.e is None else self.e + lr * g
+        p = g if self.e is None else self.e + g
         scales = torch.stack([part.abs().mean() for part in unflat(p, tensors)])
         own = message(scales, pack((p >= 0).to(torch.uint8), 1))
         self.e = p - self.decode(own, layers)
         messages = yield Collective("gather", own)
         total = sum(self.decode(content, layers) for content in messages)
-        return unflat(total / (self.world.size * lr), tensors)
+        return unflat(total / self.world.size, tensors)
 
     def decode(self, content: Tensor, layers: Tensor) -> Tensor:
         """D, of one rank."""

@@ -99,17 +99,17 @@ class Exchanging:
 class Compressed:
     """The same for ``dgc.DistributedOptimizer``, which does all of it by itself."""
 
-    def __init__(self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config):
+    def __init__(self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config, flush: bool):
         self.sgd: Any = dgc.DistributedOptimizer(sgd, named, config)
+        self._flush = flush  # whether the last step of a training applies what is pending
 
     @property
     def bytes_sent(self) -> float:
         return self.sgd.report().total_bytes_sent
 
     def step(self, last: bool = False) -> None:
-        """One step; after the last, what is pending is applied."""
         self.sgd.step()
-        if last:
+        if last and self._flush:
             self.sgd.flush()
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 import typer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.swa_utils import update_bn
 
+from . import METHODS
+from .diloco import DiLoCo
 from .metric import Metric
 
 
@@ -20,8 +23,10 @@ class Pictures:
 
     metric = Metric("accuracy", "test accuracy", " %", "points lost", "points of accuracy below dense training",
                     "test accuracy (%)", False)
-    defaults: ClassVar = {"batch_size": 32, "depth": 20, "weight_decay": 1e-4}
+    defaults: ClassVar = {"batch_size": 32, "depth": 20}
     clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
+    flush = True  # what DGC and gradient dropping hold back, after the last step, as in the recipe
+    normalising = 5000  # images from which statistics of averaged parameters are taken
     target, clock_target = 80.0, 85.0  # to which table.py tells seconds, and clock.py trains
 
     def __init__(self, a: Any, rank: int, size: int, device: torch.device):
@@ -46,12 +51,14 @@ class Pictures:
         torch.manual_seed(0)
         model, generator = cifar10.resnet(cls.defaults["depth"]), torch.Generator().manual_seed(0)
         images = torch.randint(256, (cls.defaults["batch_size"], 3, 32, 32), dtype=torch.uint8)
-        return model, lambda: backward(model, images, torch.arange(len(images)) % 10, True, generator, bf16)
+        labels = torch.arange(len(images)) % 10
+        return model, lambda: backward(model, seen(images, True, generator), labels, bf16)
 
     @staticmethod
-    def sgd(method: str, lr: float, momentum: float) -> tuple[float, float]:
-        """The method's learning rate and momentum."""
-        return lr, momentum
+    def sgd(method: str) -> tuple[float, float, float]:
+        """The method's learning rate, momentum and weight decay."""
+        entry = METHODS[method]
+        return entry.lr, entry.momentum, entry.weight_decay
 
     def scheduler(self, sgd: Any) -> Any:
         return MultiStepLR(sgd, cifar10.turns(self.a.epochs))
@@ -65,11 +72,17 @@ class Pictures:
 
     def backward(self, batch: Tensor) -> Tensor:
         """Leaves the gradients of a batch, and returns its loss."""
-        return backward(self.model, self.images[batch], self.labels[batch], self.dataset == "cifar10", self.generator,
-                        self.a.bf16)
+        return backward(self.model, self.seen(self.images[batch]), self.labels[batch], self.a.bf16)
+
+    def seen(self, images: Tensor) -> Tensor:
+        """As training sees them."""
+        return seen(images, self.dataset == "cifar10", self.generator)
 
     def score(self) -> float:
-        """After an epoch."""
+        """After an epoch. Averaged parameters have no running statistics of their own: those are a worker's."""
+        if METHODS[self.a.method].make is DiLoCo:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.bf16):
+                update_bn(map(self.seen, self.images[:self.normalising].split(500)), self.model)
         return cifar10.accuracy(self.model, *self.test, self.a)
 
     def result(self, history: list[dict[str, Any]]) -> float:
@@ -81,13 +94,17 @@ class Pictures:
         scheduler.step()
 
 
-def backward(model: nn.Module, images: Tensor, labels: Tensor, flip: bool, generator: torch.Generator,
-             bf16: bool) -> Tensor:
-    """All of a step but the method's: leaves the gradients of these images, augmented, and returns their loss."""
+def seen(images: Tensor, flip: bool, generator: torch.Generator) -> Tensor:
+    """Augmented and normalised."""
     x = cifar10.normalised(cifar10.augmented(images, flip, generator))
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def backward(model: nn.Module, x: Tensor, labels: Tensor, bf16: bool) -> Tensor:
+    """Leaves the gradients, and returns the loss."""
     model.zero_grad()  # the SGD may be that of a server
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
-        logits = model(x.contiguous(memory_format=torch.channels_last))
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+        logits = model(x)
     loss = F.cross_entropy(logits.float(), labels)
     loss.backward()
     return loss.detach()

@@ -15,16 +15,15 @@ from gradients import heavy_tailed
 
 from dgc.transport import find
 
-from . import METHODS, Driver, attach
+from . import Driver, attach
 from .tasks import TASKS
 
 
 def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor]]]:
     """A method at a rank: parameters, what drives their SGD, and a gradient for each step."""
-    entry, task = METHODS[a["method"]], TASKS[a["task"]]
-    (model, _), (lr, momentum) = task.rehearsal(), task.sgd(a["method"], entry.lr, entry.momentum)
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=task.defaults["weight_decay"],
-                          nesterov=momentum > 0)
+    task = TASKS[a["task"]]
+    (model, _), (lr, momentum, decay) = task.rehearsal(), task.sgd(a["method"])
+    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=decay, nesterov=momentum > 0)
     peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
     parameters = list(model.parameters())
     return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)

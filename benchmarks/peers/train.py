@@ -43,15 +43,15 @@ def train(a: Any) -> dict[str, Any]:
     task = TASKS[a.task](a, rank, size, device)
     model, metric, steps = task.model, task.metric, task.steps
     dgc.broadcast_parameters(model.state_dict())
-    lr, momentum = task.sgd(a.method, entry.lr, entry.momentum)
-    lr = lr if a.lr is None else a.lr
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=a.weight_decay, nesterov=momentum > 0)
+    lr, momentum, decay = task.sgd(a.method)
+    lr, decay = lr if a.lr is None else a.lr, decay if a.weight_decay is None else a.weight_decay
+    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=decay, nesterov=momentum > 0)
     peer = attach(a.method, sgd, list(model.named_parameters()), a.seed, warmup(a.epochs * task.warmup, steps),
-                  task.clip)
+                  task.clip, task.flush)
     scheduler = task.scheduler(peer.sgd)
 
     now = {**{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
-           "lr": lr, "dataset": task.dataset, "workers": size}
+           "lr": lr, "weight_decay": decay, "dataset": task.dataset, "workers": size}
     parts = {"model": model, "peer": peer, "scheduler": scheduler}
     history = resume(a, now, parts, rank, size, device) if a.resume else []
     for epoch in range(len(history), a.epochs):
@@ -158,7 +158,7 @@ def main(method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.
          target: Annotated[float | None, typer.Option(
              help="Accuracy, or validation perplexity, at which to stop. Epochs' seconds are noted then, those of rank "
                   "0's training.")] = None,
-         weight_decay: Annotated[float | None, typer.Option(min=0, help="Default: 1e-4; 0 of ptb.")] = None,
+         weight_decay: Annotated[float | None, typer.Option(min=0, help="Default: the method's; 0 of ptb.")] = None,
          bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
          virtual_workers: job.VirtualWorkers = 4,
          seed: job.Seed = 0, threads: job.Threads = None,

@@ -28,8 +28,9 @@ class Words:
 
     metric = Metric("perplexity", "test perplexity", "", "perplexity above dense (%)",
                     "perplexity above dense training (%)", "validation perplexity", True)
-    defaults: ClassVar = {"batch_size": 5, "weight_decay": 0.0}
+    defaults: ClassVar = {"batch_size": 5}
     clip, warmup = 0.25, 1 / 40
+    flush = False  # as in the recipe
     target = clock_target = 115.0
     rates: ClassVar = {"signsgd": 1e-3, "demo": 1e-3}  # these move each entry by about as much
     bptt = 35  # words of a column in a batch
@@ -59,8 +60,8 @@ class Words:
         return model, lambda: words_backward(model, words, None)[0]
 
     @classmethod
-    def sgd(cls, method: str, lr: float, momentum: float) -> tuple[float, float]:
-        return cls.rates.get(method, 20.0), 0.0
+    def sgd(cls, method: str) -> tuple[float, float, float]:
+        return cls.rates.get(method, 20.0), 0.0, 0.0
 
     def scheduler(self, sgd: Any) -> Any:
         return ReduceLROnPlateau(sgd, factor=0.25, patience=0, threshold=0, eps=0)

@@ -111,13 +111,14 @@ def test_an_even_vote_moves_nothing():
 
 
 def test_ef_signsgd_is_algorithm_1_and_conserves():
+    """The paper's error has the learning rate in it."""
     g = gradients(6)
     found, methods = steps_of(peers.EFSignSGD, g)
     expected, kept = papers.ef_signsgd(numpy(g), LR)
     assert_close(found, expected)
-    assert_close([method.e.numpy() for method in methods], kept)
+    assert_close([LR * method.e.numpy() for method in methods], kept)
     accumulated = LR * sum(papers.flat(tensors) for ranks in numpy(g) for tensors in ranks)
-    np.testing.assert_allclose(N * sum(found) + sum(method.e.double().numpy() for method in methods), accumulated,
+    np.testing.assert_allclose(N * sum(found) + LR * sum(method.e.double().numpy() for method in methods), accumulated,
                                atol=1e-5 * np.abs(accumulated).max())
 
 
@@ -271,6 +272,17 @@ def test_atomo_chooses_as_the_paper_and_is_unbiased(s):
     assert atomo.probabilities(torch.zeros(4), s).tolist() == [0] * 4
 
 
+def test_atomos_matrices_have_two_kernels_in_a_row():
+    """Of input channels 2 j and 2 j + 1, as the authors' code has it; where their number is odd, one."""
+    t = torch.arange(4 * 6 * 9.0).view(4, 6, 3, 3)
+    pairs = [torch.cat([t[o, i].flatten(), t[o, i + 1].flatten()]) for o in range(4) for i in (0, 2, 4)]
+    assert torch.equal(atomo.matrix(t), torch.stack(pairs))
+    odd = torch.arange(27.0).view(3, 1, 3, 3)
+    assert torch.equal(atomo.matrix(odd), odd.view(3, 9))
+    for t in (torch.randn(5, 7), torch.randn(5, 7, 1, 1)):
+        assert torch.equal(atomo.matrix(t), t.view(5, 7))
+
+
 def test_what_is_drawn_is_averaged_and_vectors_travel_dense():
     """Each rank's own draw again, with the seed that it has."""
     (ranks,) = g = gradients(1)
@@ -286,7 +298,7 @@ def test_what_is_drawn_is_averaged_and_vectors_travel_dense():
         if name == "terngrad":
             clipped = [terngrad.clipped(t, 2.5) for t in matrices[seed]]
             return method.decode(method.encode(clipped, layers), layers)
-        return packing.flat(method.decode(method.encode([t.flatten(1) for t in matrices[seed]]), matrices[seed]))
+        return packing.flat(method.decode(method.encode([atomo.matrix(t) for t in matrices[seed]]), matrices[seed]))
 
     for name in ("qsgd", "terngrad", "atomo"):
         (found,), _ = steps_of(peers.METHODS[name].make, g, lr=1.0)
@@ -414,7 +426,7 @@ def small(monkeypatch):
 def run(method, out, **options):
     train.main(**{
         "method": method, "data": "digits", "cache": None, "depth": 20, "epochs": 5, "batch_size": 8, "lr": None,
-        "target": None, "weight_decay": 1e-4, "bf16": False, "virtual_workers": 3, "seed": 0, "threads": 1,
+        "target": None, "weight_decay": None, "bf16": False, "virtual_workers": 3, "seed": 0, "threads": 1,
         "checkpoints": None, "resume": False, "out": out, **options})
     return json.loads(out.read_text())
 
@@ -432,6 +444,23 @@ def test_each_method_trains_and_goes_on_from_a_checkpoint(method, small, tmp_pat
     again = run(method, tmp_path / "again.json", checkpoints=tmp_path / "epochs", resume=True, lr=lr)
     for own, other in zip(again["history"], whole["history"], strict=True):
         assert own.pop("bytes_per_step") == pytest.approx(other.pop("bytes_per_step")) and own == other
+
+
+def test_averaged_parameters_are_scored_with_statistics_of_their_own(small, monkeypatch, tmp_path):
+    """Means over all images of what goes into the normalisation, and not those that a worker has seen on its way."""
+    away = []
+
+    def accuracy(model, images, labels, a):
+        x = model[:3](cifar10.normalised(cifar10.loaded()[1][0])).detach()
+        away.append(float((model[3].running_mean - x.mean(0)).abs().max() / x.std(0).min()))
+        return 50.0
+
+    monkeypatch.setattr(cifar10, "augmented", lambda images, flip, generator: images)
+    monkeypatch.setattr(cifar10, "accuracy", accuracy)
+    run("diloco", tmp_path / "a.json", epochs=2)
+    assert max(away) < 1e-4
+    run("dense", tmp_path / "b.json", epochs=2)
+    assert min(away[2:]) > 1e-2
 
 
 def test_bfloat16_is_another_training(small, tmp_path):

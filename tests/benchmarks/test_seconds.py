@@ -193,7 +193,7 @@ def test_it_measures_what_is_missing_also_on_hosts(tmp_path):
 
 
 def test_a_step_is_told_without_a_training(tmp_path, capsys):
-    """A row's numbers by hand; a method that exchanges every 500th step has a share of that step."""
+    """A row's numbers by hand; a method that exchanges every 30th step has a share of that step."""
     seconds = {"compute float32": 0.2, "local dense": {"exchanging": 0.004, "alone": None, "bytes": 6000.0}}
     for rate, dense, diloco in (("100mbit", 0.15, 0.4), ("1gbit", 0.03, 0.04)):
         seconds[f"exchange {rate} dense"] = {"exchanging": dense, "alone": None, "bytes": 6000.0}
@@ -203,9 +203,9 @@ def test_a_step_is_told_without_a_training(tmp_path, capsys):
     computing, _, heading, _, *lines = capsys.readouterr().out.splitlines()
     assert "200.00 ms" in computing and heading.count(" | ") == 8
     # The fastest first.
-    assert [line.split(" | ")[0] for line in lines] == ["| DiLoCo, H = 500", "| QSGD, 4 bits", "| dense"]
+    assert [line.split(" | ")[0] for line in lines] == ["| DiLoCo, H = 30", "| QSGD, 4 bits", "| dense"]
     cells = [line.strip("| ").split(" | ")[2:] for line in lines]
-    assert cells[0][:4] == ["12", "500.0 x", "-", "20.76 ms"]  # 6000 / 500; 0.4 / 500 + 0.02 * 499 / 500
+    assert cells[0][:4] == ["200", "30.0 x", "-", "32.67 ms"]  # 6000 / 30; 0.4 / 30 + 0.02 * 29 / 30
     assert cells[1][:4] == ["1,500", "4.0 x", "-", "75.00 ms"] and cells[1][5] == "15.00 ms"
     ring = 6 * 50e-6 + 6000 * 8 / 1e8  # as many rounds, and all bytes over 100 Mbit/s
     assert cells[2] == ["6,000", "1.0 x", "4.00 ms", "150.00 ms", f"{1e3 * ring:.2f} ms", "30.00 ms",
