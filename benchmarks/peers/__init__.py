@@ -5,8 +5,7 @@ Which of the settings are the paper's, and which are ours, is in docs/peers.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from .demo import DeMo
 from .dense import Dense
 from .diloco import DiLoCo
 from .efsignsgd import EFSignSGD
+from .entry import Entry
 from .exchange import Bring, Compressed, Exchanging, Method
 from .parameter_server import ParameterServer
 from .powersgd import PowerSGD, TorchPowerSGD
@@ -30,33 +30,6 @@ from .qsgd import QSGD
 from .signsgd import SignSGD
 from .stale import Stale
 from .terngrad import TernGrad
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A method with its settings.
-
-    Args:
-        title: in tables and figures.
-        collective: by which compressed tensors travel.
-        paper: whose it is.
-        make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``; or nothing.
-        momentum: of SGD, with Nesterov's where it is not 0. 0 where the method has its own, or none.
-        lr: at the start of the training.
-        weight_decay: times the parameters, added to what was exchanged.
-        driver: what makes the steps.
-        clips_own: where gradients are clipped, a worker's own before the exchange: what comes back is no gradient.
-    """
-
-    title: str
-    collective: Bring
-    paper: str
-    make: Callable[..., Any] | None = None
-    momentum: float = 0.9
-    lr: float = 0.1
-    weight_decay: float = 1e-4
-    driver: Any = Exchanging
-    clips_own: bool = False
 
 
 def powersgd(world: Any, seed: int, rank: int) -> Method:
@@ -72,6 +45,12 @@ def dropping(schedule: Schedule) -> dgc.Config:
 
 def deep(schedule: Schedule, exchange: ExchangeName) -> dgc.Config:
     return dgc.Config(schedule, exchange=exchange)
+
+
+def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
+    """Workers train alone, and then average how far they have gone."""
+    return Entry(f"{title}, H = {every}", "allreduce", paper, partial(DiLoCo, local_steps=every, **outer), every=every,
+                 clips_own=True)
 
 
 COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall", "shared": "allreduce"}
@@ -90,7 +69,8 @@ METHODS = {
     "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
     "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
                   clips_own=True),
-    "diloco": Entry(f"DiLoCo, H = {DiLoCo.local_steps}", "allreduce", "Douillard et al. 2023", DiLoCo, clips_own=True),
+    "diloco": local_steps("DiLoCo", "Douillard et al. 2023", 30),
+    "local-sgd": local_steps("local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0),
     **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},
     "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),

@@ -30,9 +30,9 @@ from peers import METHODS
 from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve().parent
-ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "dropping", "terngrad", "dgc-reduce",
-         "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale", "powersgd-1", "dgc-shared",
-         "bf16", "async")
+ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "local-sgd", "dropping", "terngrad",
+         "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale", "powersgd-1",
+         "dgc-shared", "bf16", "async")
 LANGUAGE = ("dense", "dgc-allgather", "powersgd-4", "qsgd", "fp16", "diloco")  # where no other methods are named
 
 

@@ -39,7 +39,8 @@ from peers.predict import NAMES
 
 HERE = Path(__file__).resolve()
 HOROVOD = "-horovod"  # after a method's name: over Horovod, and not torch.distributed
-WHOLE = ("dense", "fp16", "bf16", "diloco", "stale", "async")  # methods whose messages are as large as the model
+# Methods whose messages are as large as the model.
+WHOLE = ("dense", "fp16", "bf16", "diloco", "local-sgd", "stale", "async")
 
 
 def depth_of(method: str) -> str:

@@ -2,7 +2,9 @@
 
 Section 2: every H steps, D = mean over ranks of (x_before - x_rank) is the gradient of an outer SGD with Nesterov's
 momentum (lr 0.7, momentum 0.9) at x_before, and all ranks go on from what it gives. The last step of a training
-exchanges, too. The inner optimizer is the recipe's SGD; the paper's is AdamW. Its momentum stays on its rank.
+exchanges, too. Local SGD (Stich, ICLR 2019; Lin, Stich, Patel and Jaggi, ICLR 2020) is the same with lr 1 and no outer
+momentum: all ranks go on from the mean of their parameters. The inner optimizer is the recipe's SGD; DiLoCo's paper has
+AdamW. Its momentum stays on its rank.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ its own, of one thread each; medians are over ``--steps`` steps, after some to w
 - **exchange**: ``step()`` on hosts with shaped links (hosts.py), over torch.distributed (gloo): the slowest rank's. Its
   local work is in it. All hosts share this machine's cores. Before each step all meet, and buckets are full again.
 
-DGC has its sparsity after the warm-up. With DiLoCo every second step exchanges; the tables weigh both kinds. One step
-late, the time is from the call to the end of the exchange: nothing is hidden. What the JSON has is not measured again.
+DGC has its sparsity after the warm-up. With DiLoCo and local SGD every second step exchanges; the tables weigh both
+kinds. One step late, the time is from the call to the end of the exchange: nothing is hidden. What the JSON has is not
+measured again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from dgc.collective import Collective
 from dgc.compression.kernels import compile_ahead
 from dgc.transport import find
 from peers import METHODS, clock, rehearsal
-from peers.diloco import DiLoCo
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
 from peers.tasks import TASKS, fits, folder
@@ -89,7 +89,7 @@ def steps(a: dict[str, Any]) -> list[Step]:
             time.sleep(0.01)  # the buckets of the links are full again
         meet()
         began = time.perf_counter()
-        peer.step(last=METHODS[a["method"]].make is DiLoCo and step % 2 == 0)
+        peer.step(last=METHODS[a["method"]].every > 1 and step % 2 == 0)
         if isinstance(peer, Stale):
             peer.receive()
         ended = time.perf_counter()

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import update_bn
 
 from . import METHODS
-from .diloco import DiLoCo
 from .metric import Metric
 
 
@@ -80,7 +79,7 @@ class Pictures:
 
     def score(self) -> float:
         """After an epoch. Averaged parameters have no running statistics of their own: those are a worker's."""
-        if METHODS[self.a.method].make is DiLoCo:
+        if METHODS[self.a.method].every > 1:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.bf16):
                 update_bn(map(self.seen, self.images[:self.normalising].split(500)), self.model)
         return cifar10.accuracy(self.model, *self.test, self.a)

@@ -17,7 +17,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peers import METHODS, compose, predict
-from peers.diloco import DiLoCo
 from peers.table import milliseconds, shown
 
 SLOWEST = next(iter(predict.LINKS))
@@ -32,7 +31,7 @@ def rows(measured: dict[str, Any]) -> list[dict[str, Any]]:
 def row(measured: dict[str, Any], name: str) -> dict[str, Any]:
     """Bytes and seconds of a step, on average."""
     entry, seconds = METHODS[name], measured["seconds"]
-    exchanging = 1 / DiLoCo.local_steps if entry.make is DiLoCo else 1.0
+    exchanging = 1 / entry.every
     sent = exchanging * seconds[f"exchange {SLOWEST} {name}"]["bytes"]
     dense = seconds[f"exchange {SLOWEST} dense"]["bytes"]
     return {"title": entry.title, "collective": entry.collective, "bytes": sent, "ratio": dense / sent,

@@ -32,7 +32,7 @@ OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local st
 FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
             "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
             "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
-            "stale": "late", "stale-dgc": "late", "async": "late"}
+            "local-sgd": "local steps", "stale": "late", "stale-dgc": "late", "async": "late"}
 LEVEL = 0.9  # of intervals
 ALIKE = ("task", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
 

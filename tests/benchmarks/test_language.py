@@ -80,6 +80,7 @@ def test_the_exchanged_gradient_is_clipped_or_each_workers_own(short, monkeypatc
     own, mean = [[3.0, 4.0], [0.0, 12.0]], torch.tensor([[1.5, 8.0]])
     torch.testing.assert_close(moved("dense", own), mean / mean.norm(), rtol=1e-5, atol=0)
     torch.testing.assert_close(moved("diloco", own), 0.7 * 1.9 * mean, rtol=1e-5, atol=0)  # the outer step, from rest
+    torch.testing.assert_close(moved("local-sgd", own), mean, rtol=1e-5, atol=0)
     monkeypatch.setattr(Words, "clip", 1e-3)
     for method in METHODS:  # what a task leaves for the exchange
         a = argparse.Namespace(data=None, batch_size=2, seed=0, method=method)
@@ -87,7 +88,7 @@ def test_the_exchanged_gradient_is_clipped_or_each_workers_own(short, monkeypatc
         words.backward(next(words.batches(0)))
         norm = torch.stack([p.grad.norm() for p in words.model.parameters()]).norm().item()
         assert norm == pytest.approx(1e-3, rel=1e-2) if peers.METHODS[method].clips_own else norm > 1e-2
-    assert {name for name in METHODS if peers.METHODS[name].clips_own} == {"signsgd", "demo", "diloco"}
+    assert {name for name in METHODS if peers.METHODS[name].clips_own} == {"signsgd", "demo", "diloco", "local-sgd"}
 
 
 def test_ranks_must_have_the_same_text(monkeypatch):

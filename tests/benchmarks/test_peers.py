@@ -320,7 +320,7 @@ EXCHANGING = [name for name, entry in peers.METHODS.items() if entry.driver is E
 ENTRIES, VECTORS = 710, 10  # of SHAPES: 12 x 45, 10 x 16, and two vectors
 LARGE = 2 * (N - 1) / N * 4 * ENTRIES  # a dense exchange
 SENT = {  # bytes of the last of three steps, from the formats as they are documented
-    "dense": LARGE, "fp16": LARGE / 2, "bf16": LARGE / 2, "diloco": LARGE,
+    "dense": LARGE, "fp16": LARGE / 2, "bf16": LARGE / 2, "diloco": LARGE, "local-sgd": LARGE,
     "qsgd": 2 * (N - 1) / N * 4 * VECTORS + (N - 1) * (3 * 4 + 700 / 2),
     "terngrad": 2 * (N - 1) / N * 4 * VECTORS + (N - 1) * (2 * 4 + 700 / 4),
     "signsgd": (N - 1) * math.ceil(ENTRIES / 8), "ef-signsgd": (N - 1) * (4 * 4 + math.ceil(ENTRIES / 8)),
@@ -334,18 +334,18 @@ SENT = {  # bytes of the last of three steps, from the formats as they are docum
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_bytes_are_those_of_the_format(name):
     _, methods = steps_of(peers.METHODS[name].make, [[[torch.randn(shape) for shape in SHAPES]] * N] * 3) \
-        if name != "diloco" else (None, diloco_alone())
-    first = 2 * LARGE if name.startswith("powersgd") else 0 if name == "diloco" else 2 * SENT.get(name, 0)
+        if peers.METHODS[name].every == 1 else (None, alone(peers.METHODS[name].make))
+    first = 2 * LARGE if name.startswith("powersgd") else 0 if peers.METHODS[name].every > 1 else 2 * SENT.get(name, 0)
     if name == "atomo":  # as many atoms as chance has it
         assert 0 < methods[0].bytes_sent < 3 * LARGE
     else:
         assert [method.bytes_sent for method in methods] == [pytest.approx(first + SENT[name])] * N
 
 
-def diloco_alone():
+def alone(make):
     def worker():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        peer = Exchanging(torch.optim.SGD(parameters, LR), peers.DiLoCo)
+        peer = Exchanging(torch.optim.SGD(parameters, LR), make)
         for step in range(3):
             for p in parameters:
                 p.grad = torch.ones_like(p)
@@ -359,7 +359,7 @@ def test_the_collective_is_the_one_that_the_entry_names(name):
     def worker():
         world = dgc.lockstep.current().world
         method, tensors, ops = peers.METHODS[name].make(world, 0), [torch.randn(12, 45)], []
-        if name == "diloco":
+        if method.exchanges == "parameters":
             method.begin(tensors)
         for _ in range(3):
             path = method.exchange(tensors, 0.1, True)
