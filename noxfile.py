@@ -19,7 +19,7 @@ CORE = ("test_laws.py", "test_config.py", "test_schedule.py", "test_cost.py", "t
 LATER = ("compression/test_kernels_cuda.py", "compression/test_asynchronous.py",
          "compression/test_denominator.py::test_compiled_for_a_gpu",  # these: more than Triton 3.0 interprets
          "engine/test_shards.py")  # imports fully_shard from where torch 2.4 does not have it yet
-NEEDING_HOROVOD = "horovod or join_is_an_error or to_ranks_of_any_set or elastic_state_has_the_scaler"
+NEEDING_HOROVOD = "horovod or join_is_an_error"
 
 
 @nox.session

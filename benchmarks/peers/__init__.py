@@ -69,7 +69,7 @@ METHODS = {
     "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
     "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
                   clips_own=True),
-    "diloco": local_steps("DiLoCo", "Douillard et al. 2023", 30),
+    "diloco": local_steps("DiLoCo", "Douillard et al. 2023", DiLoCo.local_steps),
     "local-sgd": local_steps("local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0),
     **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},

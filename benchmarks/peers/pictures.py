@@ -54,10 +54,11 @@ class Pictures:
         return model, lambda: backward(model, seen(images, True, generator), labels, bf16)
 
     @staticmethod
-    def sgd(method: str) -> tuple[float, float, float]:
-        """The method's learning rate, momentum and weight decay."""
+    def sgd(method: str) -> dict[str, Any]:
+        """The arguments of the method's SGD."""
         entry = METHODS[method]
-        return entry.lr, entry.momentum, entry.weight_decay
+        return {"lr": entry.lr, "momentum": entry.momentum, "nesterov": entry.momentum > 0,
+                "weight_decay": entry.weight_decay}
 
     def scheduler(self, sgd: Any) -> Any:
         return MultiStepLR(sgd, cifar10.turns(self.a.epochs))

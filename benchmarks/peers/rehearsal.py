@@ -22,8 +22,8 @@ from .tasks import TASKS
 def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor]]]:
     """A method at a rank: parameters, what drives their SGD, and a gradient for each step."""
     task = TASKS[a["task"]]
-    (model, _), (lr, momentum, decay) = task.rehearsal(), task.sgd(a["method"])
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=decay, nesterov=momentum > 0)
+    model, _ = task.rehearsal()
+    sgd = torch.optim.SGD(model.parameters(), **task.sgd(a["method"]))
     peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
     parameters = list(model.parameters())
     return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)

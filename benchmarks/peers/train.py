@@ -43,15 +43,15 @@ def train(a: Any) -> dict[str, Any]:
     task = TASKS[a.task](a, rank, size, device)
     model, metric, steps = task.model, task.metric, task.steps
     dgc.broadcast_parameters(model.state_dict())
-    lr, momentum, decay = task.sgd(a.method)
-    lr, decay = lr if a.lr is None else a.lr, decay if a.weight_decay is None else a.weight_decay
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=decay, nesterov=momentum > 0)
+    given = {key: getattr(a, key) for key in ("lr", "weight_decay") if getattr(a, key) is not None}
+    chosen = {**task.sgd(a.method), **given}
+    sgd = torch.optim.SGD(model.parameters(), **chosen)
     peer = attach(a.method, sgd, list(model.named_parameters()), a.seed, warmup(a.epochs * task.warmup, steps),
                   task.clip, task.flush)
     scheduler = task.scheduler(peer.sgd)
 
     now = {**{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
-           "lr": lr, "weight_decay": decay, "dataset": task.dataset, "workers": size}
+           "lr": chosen["lr"], "weight_decay": chosen["weight_decay"], "dataset": task.dataset, "workers": size}
     parts = {"model": model, "peer": peer, "scheduler": scheduler}
     history = resume(a, now, parts, rank, size, device) if a.resume else []
     for epoch in range(len(history), a.epochs):

@@ -60,8 +60,8 @@ class Words:
         return model, lambda: words_backward(model, words, None)[0]
 
     @classmethod
-    def sgd(cls, method: str) -> tuple[float, float, float]:
-        return cls.rates.get(method, 20.0), 0.0, 0.0
+    def sgd(cls, method: str) -> dict[str, Any]:
+        return {"lr": cls.rates.get(method, 20.0), "momentum": 0.0, "weight_decay": 0.0}
 
     def scheduler(self, sgd: Any) -> Any:
         return ReduceLROnPlateau(sgd, factor=0.25, patience=0, threshold=0, eps=0)

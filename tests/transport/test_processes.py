@@ -231,7 +231,7 @@ def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     assert counted == pytest.approx(reported, rel=0.05)
 
 
-def test_the_state_is_broadcast_to_ranks_of_any_set():
+def test_the_state_is_broadcast_to_horovods_ranks_of_any_set():
     """Alike on all ranks, so that Horovod's broadcast ends; and a rank alone in its set, or in none, trains as torch's
     optimizer does.
     """
@@ -286,7 +286,7 @@ def test_more_than_horovod_broadcasts_at_once():
     assert ran("horovod", 2, IN_PROCESSES["horovod", 2])[shared_in_slices] == [[True] * 4] * 2
 
 
-def test_an_elastic_state_has_the_scaler_that_the_optimizer_has():
+def test_an_elastic_state_of_horovod_has_the_scaler_that_the_optimizer_has():
     (scales, parameters), other = ran("horovod", 2, IN_PROCESSES["horovod", 2])[scaler_of_an_elastic_state]
     assert scales == other[0] == [1024.0, 2048.0, 4096.0] and torch.equal(parameters, other[1])
 
