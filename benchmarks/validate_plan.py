@@ -141,15 +141,21 @@ def main(files: Annotated[list[Path] | None, typer.Argument(
     convert = used[list(FITS).index("convert")]
     alone = [cell for cell in measured if not cell["model"].startswith("resnet110") and cell is not convert
              and cell["method"] != "horovod-fp16"]
+    compressed = [cell for cell in alone if METHODS[cell["method"]].kind == "dgc"]
     plain = {kind: [abs(by_default(cell) / cell["median_seconds"] - 1) for cell in alone
-                    if (METHODS[cell["method"]].kind == "dgc") == (kind == "dgc")] for kind in ("dense", "dgc")}
+                    if (cell in compressed) == (kind == "dgc")] for kind in ("dense", "dgc")}
+    longer = {hosts: [cell["median_seconds"] / by_default(cell) for cell in compressed if cell["hosts"] == hosts]
+              for hosts in sorted({cell["hosts"] for cell in compressed})}
     every = [*plain["dense"], *plain["dgc"]]
     defaults = {"cells": len(every), "median_error": statistics.median(every), "largest_error": max(every),
                 "median_error_dense": statistics.median(plain["dense"]),
-                "median_error_dgc": statistics.median(plain["dgc"])}
+                "median_error_dgc": statistics.median(plain["dgc"]),
+                "dgc_longer": {str(hosts): [min(times), max(times)] for hosts, times in longer.items()}}
     print(f"{len(every)} cells of exchanges alone, with the defaults of dgc plan: median error "
           f"{100 * defaults['median_error']:.1f} % ({100 * defaults['median_error_dense']:.1f} % of the dense ones, "
           f"{100 * defaults['median_error_dgc']:.1f} % of DGC's), largest {100 * defaults['largest_error']:.1f} %")
+    for hosts, (least, most) in defaults["dgc_longer"].items():
+        print(f"{hosts} hosts: DGC took {least:.1f} to {most:.1f} times as long as these defaults say")
     if out:
         out.write_text(json.dumps({"machine": machine, "cells": rows, "median_error": median, "defaults": defaults},
                                   indent=1) + "\n")

@@ -49,33 +49,36 @@ def deep(schedule: Schedule, exchange: ExchangeName) -> dgc.Config:
 
 def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
     """Workers train alone, and then average how far they have gone."""
-    return Entry(f"{title}, H = {every}", "allreduce", paper, partial(DiLoCo, local_steps=every, **outer), every=every,
-                 clips_own=True)
+    return Entry(f"{title}, H = {every}", "local steps", "allreduce", paper,
+                 partial(DiLoCo, local_steps=every, **outer), every=every, whole=True, clips_own=True)
 
 
 COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall", "shared": "allreduce"}
 METHODS = {
-    "dense": Entry("dense", "allreduce", "", Dense),
-    "fp16": Entry("fp16", "allreduce", "", partial(Cast, dtype=torch.float16)),
-    "bf16": Entry("bf16", "allreduce", "", partial(Cast, dtype=torch.bfloat16)),
-    "qsgd": Entry("QSGD, 4 bits", "allgather", "Alistarh et al. 2017", QSGD),
-    "terngrad": Entry("TernGrad", "allgather", "Wen et al. 2017", TernGrad),
-    "signsgd": Entry("signSGD, majority vote", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0, lr=1e-3,
-                     weight_decay=0.1, clips_own=True),
-    "ef-signsgd": Entry("EF-signSGD", "allgather", "Karimireddy et al. 2019", EFSignSGD),
-    "atomo": Entry("ATOMO, s = 3", "allgather", "Wang et al. 2018", Atomo),
-    **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "allreduce", "Vogels et al. 2019",
+    "dense": Entry("dense", "dense", "allreduce", "", Dense, whole=True),
+    "fp16": Entry("fp16", "cast", "allreduce", "", partial(Cast, dtype=torch.float16), whole=True),
+    "bf16": Entry("bf16", "cast", "allreduce", "", partial(Cast, dtype=torch.bfloat16), whole=True),
+    "qsgd": Entry("QSGD, 4 bits", "quantised", "allgather", "Alistarh et al. 2017", QSGD),
+    "terngrad": Entry("TernGrad", "quantised", "allgather", "Wen et al. 2017", TernGrad),
+    "signsgd": Entry("signSGD, majority vote", "signs", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0,
+                     lr=1e-3, weight_decay=0.1, clips_own=True),
+    "ef-signsgd": Entry("EF-signSGD", "signs", "allgather", "Karimireddy et al. 2019", EFSignSGD),
+    "atomo": Entry("ATOMO, s = 3", "low rank", "allgather", "Wang et al. 2018", Atomo),
+    **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "low rank", "allreduce", "Vogels et al. 2019",
                                  partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
-    "dropping": Entry("gradient dropping, 99 %", "allgather", "Aji and Heafield 2017", dropping, driver=Compressed),
-    "demo": Entry("DeMo, 32 of 64 x 64", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
+    "dropping": Entry("gradient dropping, 99 %", "sparse", "allgather", "Aji and Heafield 2017", dropping,
+                      driver=Compressed),
+    "demo": Entry("DeMo, 32 of 64 x 64", "sparse", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
                   clips_own=True),
     "diloco": local_steps("DiLoCo", "Douillard et al. 2023", DiLoCo.local_steps),
     "local-sgd": local_steps("local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0),
-    **{f"dgc-{name}": Entry(f"DGC, {name}", collective, "Lin et al. 2018", partial(deep, exchange=name),
+    **{f"dgc-{name}": Entry(f"DGC, {name}", "DGC", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},
-    "stale": Entry("dense, one step late", "allreduce", "Li et al. 2018", driver=Stale),
-    "stale-dgc": Entry("DGC, one step late", "allgather", "", partial(deep, exchange="allgather"), driver=Stale),
-    "async": Entry("asynchronous server", "push and pull", "Dean et al. 2012", driver=ParameterServer),
+    "stale": Entry("dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True),
+    "stale-dgc": Entry("DGC, one step late", "late", "allgather", "", partial(deep, exchange="allgather"),
+                       driver=Stale),
+    "async": Entry("asynchronous server", "late", "push and pull", "Dean et al. 2012", driver=ParameterServer,
+                   whole=True),
 }
 Driver = Exchanging | Compressed | Stale | ParameterServer
 

@@ -39,13 +39,11 @@ from peers.predict import NAMES
 
 HERE = Path(__file__).resolve()
 HOROVOD = "-horovod"  # after a method's name: over Horovod, and not torch.distributed
-# Methods whose messages are as large as the model.
-WHOLE = ("dense", "fp16", "bf16", "diloco", "local-sgd", "stale", "async")
 
 
 def depth_of(method: str) -> str:
     """Of the bucket of the links."""
-    return "deep" if method in WHOLE else "shallow"
+    return "deep" if METHODS[method].whole else "shallow"
 
 
 def work(a: dict[str, Any]) -> None:

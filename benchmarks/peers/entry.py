@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .exchange import Bring, Exchanging
+
+Family = Literal["dense", "DGC", "quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Entry:
 
     Args:
         title: in tables and figures.
+        family: of which figures have a colour and a marker.
         collective: by which compressed tensors travel.
         paper: whose it is.
         make: the method, of the world and a seed; or, given a schedule of the sparsity, a ``dgc.Config``; or nothing.
@@ -23,10 +26,12 @@ class Entry:
         weight_decay: times the parameters, added to what was exchanged.
         driver: what makes the steps.
         every: steps from one exchange to the next.
+        whole: whether its messages are as large as the model, in 32 or 16 bits.
         clips_own: where gradients are clipped, a worker's own before the exchange: what comes back is no gradient.
     """
 
     title: str
+    family: Family
     collective: Bring
     paper: str
     make: Callable[..., Any] | None = None
@@ -35,4 +40,5 @@ class Entry:
     weight_decay: float = 1e-4
     driver: Any = Exchanging
     every: int = 1
+    whole: bool = False
     clips_own: bool = False

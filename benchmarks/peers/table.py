@@ -24,15 +24,12 @@ from report import half_width
 from dgc import drawing
 from dgc.drawing import DENSE as GREY
 from dgc.drawing import DGC as BLUE
-from peers import compose, predict
+from peers import METHODS, compose, predict
 from peers.tasks import TASKS
 
-OTHERS = dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
-                  zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))  # the marker says the same
-FAMILIES = {"fp16": "cast", "bf16": "cast", "qsgd": "quantised", "terngrad": "quantised", "signsgd": "signs",
-            "ef-signsgd": "signs", "atomo": "low rank", "powersgd-1": "low rank", "powersgd-2": "low rank",
-            "powersgd-4": "low rank", "dropping": "sparse", "demo": "sparse", "diloco": "local steps",
-            "local-sgd": "local steps", "stale": "late", "stale-dgc": "late", "async": "late"}
+STYLES = {"dense": (GREY, "o"), "DGC": (BLUE, "o"),  # the marker tells the rest apart, too
+          **dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
+                     zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))}
 LEVEL = 0.9  # of intervals
 ALIKE = ("task", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
 
@@ -130,9 +127,7 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def style(method: str) -> tuple[str, str]:
     """Colour and marker."""
-    if method == "dense":
-        return GREY, "o"
-    return (BLUE, "o") if method.startswith("dgc-") else OTHERS[FAMILIES[method]]
+    return STYLES[METHODS[method].family]
 
 
 def draw(found: list[dict[str, Any]], axis: str, out: Path) -> None:

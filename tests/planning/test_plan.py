@@ -455,7 +455,9 @@ def test_predictions_are_near_the_measurements():
     assert f"median error {told['']} ({told['_dense']} of the dense ones, {told['_dgc']} of DGC's)" in done.stdout
     predicted = sum(not cell["fitted"] for cell in kept["cells"])
     counts = f"{predicted} measured cells", f"{by_default['cells']} exchanges"
-    assert all(figure in text for figure in (fitted, *told.values(), *counts))
+    longer = [f"{least:.1f} to {most:.1f}" for least, most in by_default["dgc_longer"].values()]
+    assert all(figure in text for figure in (fitted, *told.values(), *counts, *longer))
+    assert all(f"DGC took {times} times as long" in done.stdout for times in longer)
 
 
 def test_milliseconds_for_seconds_are_told():
