@@ -317,7 +317,10 @@ def schedule(
     if epochs is None:
         last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
         epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
-        if epochs > EPOCHS and epochs * steps_per_epoch > STEPS:
+        if EPOCHS * steps_per_epoch > STEPS:
+            raise typer.BadParameter(f"--steps-per-epoch must be at most {STEPS // EPOCHS:,}, got {steps_per_epoch:,} "
+                                     "(or say by --epochs how far to look)")
+        if epochs * steps_per_epoch > STEPS:
             raise typer.BadParameter(f"EXPR must change for the last time before step {STEPS:,}, got {expression!r}, "
                                      f"which changes at step {last:,} (or say by --epochs how far to look)")
     steps = epochs * steps_per_epoch

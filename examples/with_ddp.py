@@ -31,7 +31,9 @@ def main() -> None:
     dgc.register_comm_hook(model, optimizer, dgc.Config(sparsity=sparsity))
 
     folder, begin = Path(sys.argv[1]) if len(sys.argv) > 1 else None, 0
-    if folder is not None and (folder / "manifest.json").exists():
+    there = torch.tensor(folder is not None and (folder / "manifest.json").exists())
+    torch.distributed.broadcast(there, 0)  # rank 0's disk counts
+    if there:
         begin = dgc.load_checkpoint(folder, net, optimizer)["epoch"]
     for epoch in range(begin, EPOCHS):
         sampler.set_epoch(epoch)

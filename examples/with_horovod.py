@@ -40,7 +40,7 @@ def main() -> None:
 
     accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     if hvd.rank() == 0:
-        print(f"accuracy {accuracy:.3f}, compression {optimizer.report().as_dict()['total_compression']:.1f}")
+        print(f"accuracy {accuracy:.3f}, compression {optimizer.report().as_dict().get('total_compression', 1):.1f}")
 
 
 if __name__ == "__main__":

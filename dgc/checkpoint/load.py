@@ -70,14 +70,18 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     Nothing in a file is ever executed (``torch.load(weights_only=True)``). The checksums guard against accidents, not
     against somebody who can write into the folder.
     """
-    ranks, folder = ranks_of(optimizer), Path(path)
-    look = partial(read_manifest, folder)
-    manifest = ranks.first(look)
+    ranks = ranks_of(optimizer)
+
+    def look() -> Any:
+        folder = Path(path)  # a TypeError where it is none
+        return read_manifest(folder) if ranks.world.rank == 0 else None
+
+    manifest, folder = ranks.together(look)[0], Path(path)
     for _ in range(10):
         try:
             return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
         except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
-            before, manifest = manifest, ranks.first(look)
+            before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
     return _Loading(folder, manifest or {}, model, optimizer, ranks).run()

@@ -88,7 +88,8 @@ def ranks_of(optimizer: Any) -> Ranks:
         raise TypeError(f"optimizer must be the DistributedOptimizer itself, which has the residuals, got a wrapper of "
                         f"it, {type(optimizer).__name__} (give its .optimizer)")
     engine = engine_or_none(optimizer)
-    transport = find() if engine is None else engine.settings.transport
+    # Horovod's own optimizer knows its process set, too.
+    transport = find(getattr(optimizer, "process_set", None)) if engine is None else engine.settings.transport
     if (world := transport.world) is None:
         raise RuntimeError("this process must be in the optimizer's process set, got one outside it (save and load on "
                            "its ranks only)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,30 +48,42 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     All ranks raise what one of them meets. The checkpoint that was at ``path`` before is then still there.
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
-    folder, written = Path(path), list[Path]()
-    buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    common = _common(ranks, model, optimizer, extras, buffers)
-    try:
-        # All have arrived here: in lockstep, where they have the same generators, they save the same states.
+    common = _common(ranks, path, model, optimizer, extras)
+    folder, buffers = Path(path), common["model"].keys() - {
+        name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # All have arrived here: in lockstep, where they have the same generators, they save the same states.
+    with _tidied() as written:
         files = _write_own(ranks, folder, model, optimizer, common, buffers, written)
+    # From here on rank 0 may publish when another rank fails, whose file would then be missed.
+    with _tidied(ranks.world.rank == 0) as written:
         _collect(ranks, folder, files, written)
-    except BaseException:
-        for file in written:  # a full disk should not stay full
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
-        raise
     manifest = {"format": FORMAT, "version": VERSION, "size": ranks.world.size, "files": files,
                 "average": engine is None or engine.settings.average}
     ranks.first(partial(publish, folder, manifest))
     ranks.together(lambda: clean(folder, files))
 
 
-def _common(ranks: Ranks, model: nn.Module, optimizer: Any, extras: Mapping[str, Any] | None,
-            buffers: set[str]) -> Tree:
-    """What is alike on all ranks, once that is known."""
+@contextlib.contextmanager
+def _tidied(unlinks: bool = True) -> Iterator[list[Path]]:
+    """A list of files, for those that are written. After a failure they are removed: a full disk should not stay full.
+    """
+    written = list[Path]()
+    try:
+        yield written
+    except BaseException:
+        for file in written if unlinks else ():
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        raise
+
+
+def _common(ranks: Ranks, path: str | os.PathLike[str], model: nn.Module, optimizer: Any,
+            extras: Mapping[str, Any] | None) -> Tree:
+    """What is alike on all ranks, once that is known; of the model, with the buffers, which need not be."""
     engine, common = engine_or_none(optimizer), Tree()
 
     def look() -> str:
+        os.fspath(path)  # a TypeError where it is none
         if waits_for_step(optimizer):
             raise RuntimeError("save_checkpoint() must be called after step(), got a call between backward() and "
                                "step()")
@@ -79,7 +91,8 @@ def _common(ranks: Ranks, model: nn.Module, optimizer: Any, extras: Mapping[str,
         common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}),
                       sparse={} if engine is None else engine.parameters.sparse_names())
         check_plain(common)
-        return tree_hash([{k: x for k, x in common["model"].items() if k not in buffers}, common["optimizer"]])
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return tree_hash([{k: x for k, x in common["model"].items() if k in parameters}, common["optimizer"]])
 
     hashes = ranks.together(look)
     if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:

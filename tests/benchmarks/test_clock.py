@@ -15,6 +15,8 @@ import hosts
 import typer
 from peers import clock, hidden, train
 
+ROOT = Path(__file__).parents[2]
+
 
 def result(method, accuracies, seconds=10.0, **more):
     return {"task": "cifar10", "method": method, "title": method, "rate": "100mbit", "target": 50,
@@ -73,6 +75,21 @@ def test_the_table_and_the_figure(tmp_path):
         "| fp16 | 1 Gbit/s | 10 | 1 | 51.00 % | 2.000 | 2.0 MB |"]
     clock.draw(results, tmp_path / "clock.png")
     assert (tmp_path / "clock.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documentation_has_what_was_timed():
+    files = sorted((ROOT / "benchmarks" / "results" / "peers-clock").glob("*.json"))
+    lines = clock.markdown([json.loads(file.read_text()) for file in files]).splitlines()
+    documented = (ROOT / "docs" / "peers.md").read_text().splitlines()
+    assert len(lines) == 2 + len(files) and [line for line in lines if line not in documented] == []
+
+
+def test_links_are_deep_where_half_a_dense_exchange_or_more_is_sent():
+    """By the bytes that were counted when the steps were timed."""
+    seconds = json.loads((ROOT / "benchmarks" / "results" / "peers-measured.json").read_text())["seconds"]
+    sent = {name.split()[-1]: part["bytes"] for name, part in seconds.items() if name.startswith("exchange 1gbit ")}
+    deep = {name for name in sent if clock.depth_of(name) == "deep"}
+    assert len(sent) >= 20 and deep == {name for name in sent if sent[name] >= sent["dense"] / 2}
 
 
 def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):

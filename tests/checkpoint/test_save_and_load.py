@@ -8,6 +8,7 @@ from laws import difference, model
 from shelves import DOUBLE, in_lockstep, made, pending, trained
 
 import dgc
+from dgc.checkpoint import save
 
 
 def test_one_process_goes_on_to_the_bit(tmp_path):
@@ -91,3 +92,37 @@ def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(
     assert names == ["common", "common", "manifest.json", "rank", "rank"]
     common = torch.load(next((tmp_path / "new" / "folder").glob("common-?*[0-9a-f].pt")), weights_only=True)
     model(dtype=DOUBLE).load_state_dict(common["model"])  # as the module says
+
+
+def test_a_rank_that_fails_when_the_new_one_is_published_leaves_its_file(tmp_path, monkeypatch):
+    """As by Ctrl-C, after the last exchange that rank 0 waits for before it publishes."""
+    def worker(number):
+        network, optimizer = made()
+        trained(range(number), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer, {"number": number})
+
+    def collected(ranks, *others):
+        collect(ranks, *others)
+        if ranks.world.rank == 1:
+            ranks.first(lambda: None)
+            raise KeyboardInterrupt
+
+    collect = save._collect
+    in_lockstep(lambda: worker(1), 2)
+    monkeypatch.setattr(save, "_collect", collected)
+    with pytest.raises(KeyboardInterrupt):
+        in_lockstep(lambda: worker(2), 2)
+    assert in_lockstep(lambda: dgc.load_checkpoint(tmp_path, *made()), 2) == [{"number": 2}] * 2
+
+
+@pytest.mark.parametrize("call", [dgc.save_checkpoint, dgc.load_checkpoint])
+def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(call, tmp_path):
+    def worker():
+        network, optimizer = made()
+        if call is dgc.load_checkpoint:
+            dgc.save_checkpoint(tmp_path, network, optimizer)
+        with pytest.raises(TypeError, match=r"NoneType \(on rank 1\)"):
+            call(None if dgc.lockstep.current().world.rank else tmp_path, network, optimizer)
+        return True
+
+    assert in_lockstep(worker, 2) == [True] * 2

@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def sets_of_two_and_of_one():
         train(range(4), None, network, optimizer)
         found.append((keys, flat(network)))
     return found
+
+
+def stock_saved_in_a_set():
+    """Horovod's own optimizer of ranks 1 and 2, saved and loaded by these alone."""
+    import horovod.torch as hvd
+    from launch import PROCESS_SETS
+    if hvd.rank() == 0:
+        return None
+    network, folder = model(), Path(sys.argv[2]) / "stock"
+    optimizer = hvd.DistributedOptimizer(plain("sgd", network), network.named_parameters(),
+                                         process_set=PROCESS_SETS[0])
+    train(range(2), None, network, optimizer)
+    dgc.save_checkpoint(folder, network, optimizer, {"rank": hvd.rank()})
+    saved = flat(network)
+    train(range(2, 4), None, network, optimizer)
+    extras = dgc.load_checkpoint(folder, network, optimizer)
+    return extras["rank"], torch.equal(flat(network), saved)
 
 
 def set_that_was_not_added():
@@ -216,7 +234,8 @@ def scaler_of_an_elastic_state():
 IN_PROCESSES = {("horovod", 2): (
     socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, started_anew),
                 **{("torch", n): (socket_bytes,) for n in (2, 4, 8)},
-                ("horovod", 3): (process_set, sets_of_two_and_of_one), ("torch", 3): (process_group,)}
+                ("horovod", 3): (process_set, sets_of_two_and_of_one, stock_saved_in_a_set),
+                ("torch", 3): (process_group,)}
 
 
 @pytest.mark.parametrize("place", [
@@ -268,6 +287,10 @@ def test_process_sets(launcher, case):
     for parameters, number, steps in inside:
         assert difference(parameters, flat(network)) < 1e-6
         assert (number, steps) == (2, 5)
+
+
+def test_horovods_own_optimizer_is_saved_by_the_ranks_of_its_set():
+    assert ran("horovod", 3, IN_PROCESSES["horovod", 3])[stock_saved_in_a_set] == [None, (1, True), (2, True)]
 
 
 def test_more_bytes_than_horovod_counts_are_refused():
