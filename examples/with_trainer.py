@@ -40,8 +40,8 @@ def main() -> None:
     found = model(rows).logits[:, 1:-1].argmax(2)  # from the second digit on the direction is known
     accuracy = (found == rows[:, 2:]).float().mean().item()
     if trainer.is_world_process_zero():
-        report = trainer.optimizer.optimizer.report().as_dict()
-        print(f"accuracy {accuracy:.3f}, compression {report['total_compression']:.1f}")
+        sent = trainer.optimizer.optimizer.report().as_dict() if trainer.args.world_size > 1 else {}
+        print(f"accuracy {accuracy:.3f}, compression {sent.get('total_compression', 1):.1f}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 import dgc.checkpoint
 from dgc.config import Config
 from dgc.frontends.ddp import register_comm_hook
+from dgc.warn import warn
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -32,7 +33,10 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
 
     ``accumulate()``, mixed precision and schedulers go as ever. ``save_state()`` also saves what each rank has pending,
     in a folder ``dgc`` within its own, and ``load_state()`` takes it up; without that folder the residuals begin with
-    zero. ``optimizer.optimizer.report()`` tells what was sent. With one process nothing is changed.
+    zero. ``optimizer.optimizer.report()`` tells what was sent. With one process nothing is changed, and there is no
+    ``report()``; where it loads a state of several processes, a warning says what is left out.
+
+    Several models, as of a GAN: one call for each, in the same order when the training goes on.
 
     The bound of ``accelerator.clip_grad_norm_`` must be known before the exchange: give it as
     ``Config(clip_norm=...)``, too. Each rank then bounds its local gradient (paper, section 3.2), and the call itself
@@ -51,6 +55,7 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
         raise TypeError(f"optimizer must be the one that accelerator.prepare() returned, got a "
                         f"{type(optimizer).__name__}")
     if accelerator.num_processes == 1:
+        accelerator.register_load_state_pre_hook(lambda models, folder: tell_of_what_is_left_out(folder))
         return
     config = Config() if config is None else config
     register_comm_hook(model, optimizer.optimizer, config, grad_scaler=accelerator.scaler)
@@ -61,24 +66,33 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
 
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Has ``save_state`` and ``load_state``, which call on all ranks, take the residuals along."""
+    number = accelerator.dgc_models = getattr(accelerator, "dgc_models", 0) + 1
+    part = FOLDER if number == 1 else f"{FOLDER}-{number}"
+
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
-            dgc.checkpoint.save_checkpoint(Path(folder) / FOLDER, model.module, optimizer)
+            dgc.checkpoint.save_checkpoint(Path(folder) / part, model.module, optimizer)
 
     def load(models: list[Any], folder: str) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
-            load_if_there(accelerator, folder, model.module, optimizer)
+            load_if_there(accelerator, Path(folder) / part, model.module, optimizer)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
 
-def load_if_there(accelerator: Any, folder: str, model: Any, optimizer: Any) -> None:
-    """Loads what :func:`dgc.save_checkpoint` has put into a checkpoint's folder; one without DGC has no such part."""
-    part = Path(folder) / FOLDER
+def load_if_there(accelerator: Any, part: Path, model: Any, optimizer: Any) -> None:
+    """Loads what :func:`dgc.save_checkpoint` has put into this part of a checkpoint; one without DGC has none."""
     there = torch.tensor(part.is_dir() and accelerator.is_main_process, device=accelerator.device)
     if accelerator.reduce(there.int()).item():  # rank 0's disk counts
         dgc.checkpoint.load_checkpoint(part, model, optimizer)
+
+
+def tell_of_what_is_left_out(folder: str) -> None:
+    """Warns where one process goes on with a checkpoint of several."""
+    if (part := Path(folder) / FOLDER).is_dir():
+        warn(f"One process goes on with a checkpoint of several: what these had pending in {part}, and the momentum of "
+             "compressed parameters, is left out and begins with zero (go on with two processes or more to keep it)")
 
 
 def _clip_by_config(accelerator: Any, model: Any, config: Config) -> None:

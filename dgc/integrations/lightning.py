@@ -84,7 +84,8 @@ class DGCStrategy(DDPStrategy):
         if checkpoint.get("optimizer_states"):
             dgc.checkpoint.save_checkpoint(folder / step, self.lightning_module, _inner(self.optimizers[0]))
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero and folder.is_dir():
+        self.barrier("DGCStrategy.save_checkpoint")  # by now the file names the new folder
+        if self.local_rank == 0 and folder.is_dir():  # on each machine's disk
             for other in folder.iterdir():
                 if other.name != step:
                     shutil.rmtree(other, ignore_errors=True)
@@ -92,12 +93,12 @@ class DGCStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Called by Lightning for a checkpoint that it keeps no longer."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self.local_rank == 0:  # on each machine's disk
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **arguments: Any) -> dict[str, Any]:
         """Called by Lightning before there is an optimizer."""
-        self._resumed = _beside(checkpoint_path)
+        self._resumed = None if _is_remote(checkpoint_path) else _beside(checkpoint_path)
         content: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **arguments)
         return content
 
@@ -113,7 +114,14 @@ class DGCStrategy(DDPStrategy):
 
 def _beside(checkpoint: Any) -> Path:
     """The folder of a checkpoint's file, or of the file that a link names."""
+    if _is_remote(checkpoint):
+        raise ValueError(f"a checkpoint's path must be on a disk with DGCStrategy, as a folder comes beside it, got "
+                         f"{checkpoint} (save on a disk, and copy both from there)")
     return Path(f"{os.path.realpath(checkpoint)}.dgc")
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)
 
 
 def _inner(optimizer: Any) -> Any:

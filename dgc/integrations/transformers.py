@@ -8,7 +8,7 @@ from typing import Any
 
 import dgc.checkpoint
 from dgc.config import Config
-from dgc.integrations.accelerate import FOLDER, compress, load_if_there
+from dgc.integrations.accelerate import FOLDER, compress, load_if_there, tell_of_what_is_left_out
 
 try:
     import transformers
@@ -24,7 +24,8 @@ class Trainer(transformers.Trainer):
     each rank before it is compressed, as the paper has it (section 3.2), and becomes the config's ``clip_norm``; what
     is logged as ``grad_norm`` is the norm of the exchanged update. A checkpoint's folder has a folder ``dgc`` more,
     with what each rank has pending. ``trainer.optimizer.optimizer.report()`` tells what was sent. With one process
-    nothing is changed.
+    nothing is changed, and there is no ``report()``; where it loads a checkpoint of several processes, a warning says
+    what is left out.
 
     Another trainer, say for sequences: ``class Mine(dgc.integrations.transformers.Trainer, Seq2SeqTrainer): pass``.
 
@@ -43,12 +44,14 @@ class Trainer(transformers.Trainer):
             raise ValueError(f"Config: clip_norm must be None or max_grad_norm, {bound}, got {config.clip_norm} (give "
                              "TrainingArguments(max_grad_norm=...) alone)")
         self.compression = replace(config, clip_norm=bound)
+        self._compressed: Any = None  # the model within DDP
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Connects model and optimizer before anything is loaded into them."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if not hasattr(self.optimizer.optimizer, "residual_state_dict"):  # it has them where train() is called again
+        if self.model_wrapped is not self._compressed:  # it is where train() is called again
             compress(self.accelerator, self.model_wrapped, self.optimizer, self.compression)
+            self._compressed = self.model_wrapped
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
@@ -64,4 +67,6 @@ class Trainer(transformers.Trainer):
         """Called on all ranks; random states are loaded later, by the trainer."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.accelerator.num_processes > 1:
-            load_if_there(self.accelerator, checkpoint, self.model, self.optimizer.optimizer)
+            load_if_there(self.accelerator, Path(checkpoint) / FOLDER, self.model, self.optimizer.optimizer)
+        elif checkpoint is not None:
+            tell_of_what_is_left_out(checkpoint)

@@ -145,6 +145,28 @@ def resumed():
     return results
 
 
+def two_models():
+    """As of a GAN: what each has pending, saved and taken up."""
+    name = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(name)
+
+    def both():
+        accelerator, first, optimizer, *_ = made(SPARSE)
+        inner = network(0.0)
+        second, other = accelerator.prepare(inner, sgd(inner.parameters()))
+        compress(accelerator, second, other, SPARSE)
+        return accelerator, (first, second), (optimizer, other)
+
+    accelerator, models, optimizers = both()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        accelerator.backward(model(torch.randn(8, 20)).square().sum())
+        optimizer.step()
+    accelerator.save_state(name[0])
+    again, _, others = both()
+    again.load_state(name[0])
+    return [[each.optimizer.residual_state_dict() for each in pair] for pair in (optimizers, others)]
+
+
 def from_ddp():
     """A state that was saved without DGC, gone on with at sparsity 0."""
     name = [tempfile.mkdtemp()]
@@ -180,7 +202,7 @@ def refused():
     return errors, torch.cat([p.grad.flatten() for p in other.parameters()]).norm().item()
 
 
-JOBS = (dense, like_a_script, resumed, from_ddp, refused)
+JOBS = (dense, like_a_script, resumed, two_models, from_ddp, refused)
 
 
 def of(job):
@@ -211,6 +233,23 @@ def test_resumed_it_goes_on_to_the_bit(name):
     for rank in of(resumed):
         whole, again, norms = rank[name]
         assert torch.equal(whole, again) and norms[0] == norms[1] > 0
+
+
+def test_each_model_has_a_part_of_its_own():
+    for saved, loaded in of(two_models):
+        for before, after in zip(saved, loaded, strict=True):
+            assert all(torch.equal(before[letter][name], after[letter][name]) for letter in "uv"
+                       for name in before[letter])
+        assert any(not torch.equal(saved[0]["v"][name], saved[1]["v"][name]) for name in saved[0]["v"])
+
+
+def test_one_process_says_what_it_leaves_out(tmp_path):
+    accelerator = made(SPARSE)[0]
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    (tmp_path / "dgc").mkdir()
+    with pytest.warns(UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"):
+        accelerator.load_state(str(tmp_path))
 
 
 def test_a_state_without_dgc_goes_on():

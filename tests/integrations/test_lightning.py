@@ -271,3 +271,8 @@ def test_what_cannot_be_is_refused():
         assert two.startswith("configure_optimizers must return one optimizer, got 2")
         assert value.startswith("gradient_clip_algorithm must be 'norm'")
         assert both.startswith("Config: clip_norm must be None or gradient_clip_val, 0.1, got 0.3")
+
+
+def test_a_path_that_is_on_no_disk_is_refused():
+    with pytest.raises(ValueError, match=r"must be on a disk with DGCStrategy, .*, got s3://bucket/x\.ckpt"):
+        compressed().save_checkpoint({"global_step": 1}, "s3://bucket/x.ckpt")

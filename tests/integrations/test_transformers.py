@@ -81,9 +81,9 @@ def train(kind, model, data, path=None, name="out", own_optimizer=True, **argume
     accelerate.state.GradientState._reset_state()
     logging.disable(logging.WARNING)
     compression = arguments.pop("compression", SPARSE)
-    settings = {"max_grad_norm": 0.0, "save_strategy": "no", **arguments}
+    settings = {"max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": BATCH, **arguments}
     given = transformers.TrainingArguments(
-        output_dir=str(folder() / name), use_cpu=True, report_to="none", per_device_train_batch_size=BATCH,
+        output_dir=str(folder() / name), use_cpu=True, report_to="none",
         num_train_epochs=EPOCHS, disable_tqdm=True, learning_rate=0.05, logging_steps=2, **settings)
     optimizers = (sgd(model.parameters()), None) if own_optimizer else (None, None)
     ours = {"compression": compression} if kind is Trainer else {}
@@ -171,6 +171,21 @@ def twice():
     return before, flat(trainer.model), trainer.optimizer.optimizer.report().steps
 
 
+def retried():
+    """Memory runs out in the first step, and the trainer begins anew with smaller batches."""
+    class Large(Regression):
+        calls = 0
+
+        def forward(self, x, labels):
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().forward(x, labels)
+
+    trainer = train(Trainer, Large(), numbers(), auto_find_batch_size=True)
+    return trainer.model.calls, trainer.optimizer.optimizer.report().steps, flat(trainer.model)
+
+
 def refused():
     try:
         train(Trainer, Regression(), numbers(), compression=dgc.Config(clip_norm=0.3), max_grad_norm=1.0)
@@ -178,7 +193,7 @@ def refused():
         return str(error)
 
 
-JOBS = (dense, like_a_script, resumed, from_stock, twice, refused)
+JOBS = (dense, like_a_script, resumed, from_stock, twice, retried, refused)
 
 
 def of(job):
@@ -224,3 +239,18 @@ def test_it_can_train_twice():
 def test_two_bounds_are_refused():
     for error in of(refused):
         assert error.startswith("Config: clip_norm must be None or max_grad_norm, 1.0, got 0.3")
+
+
+def test_it_goes_on_with_smaller_batches():
+    """transformers wraps the model anew then, and keeps the optimizer."""
+    (calls, steps, first), (_, _, second) = of(retried)
+    assert steps == calls - 1 and torch.equal(first, second)
+
+
+def test_one_process_says_what_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "folder", lambda: tmp_path)
+    train(Trainer, Regression(), numbers(), save_strategy="epoch")
+    checkpoint = min((tmp_path / "out").glob("checkpoint-*"))
+    (checkpoint / "dgc").mkdir()
+    with pytest.warns(UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"):
+        train(Trainer, Regression(), numbers(), str(checkpoint))
