@@ -25,7 +25,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "optimizer": {"config", "engine", "frontends"},
     "ddp": {"frontends"},
     "elastic": {"engine"},
-    "integrations": {"config", "frontends", "checkpoint"},
+    "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
     "planning": LEAVES | {"compression", "drawing", "engine", "schedule"},
     "tune": {"config", "drawing", "schedule", "transport"},

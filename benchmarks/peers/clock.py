@@ -110,20 +110,21 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 
 def draw(results: list[dict[str, Any]], out: Path) -> None:
-    """Scores against the clock, a panel for each rate."""
-    metric, rates = tasks.metric_of(results[0]), sorted({r["rate"] for r in results}, key=lambda r: RATES[r].bits)
-    figure, grid = drawing.panels(columns=len(rates), height=4.0, sharey=True, squeeze=False)
+    """Scores against the clock, a panel for each rate; the legend has the seconds to the target."""
+    metric, target, rates = tasks.metric_of(results[0]), results[0]["target"], sorted(
+        {r["rate"] for r in results}, key=lambda r: RATES[r].bits)
+    figure, grid = drawing.panels(columns=len(rates), height=4.6, sharey=True, squeeze=False)
     for axes, rate in zip(grid[0], rates, strict=True):
-        names = []
-        for result in results:
-            if result["rate"] == rate:
-                (seconds, scores), (colour, marker) = curve(result), table.style(result["method"])
-                axes.plot(seconds, scores, color=colour, marker=marker, markersize=3, linewidth=1.2,
-                          linestyle="--" if result["launcher"] == "horovod" else "-")
-                names.append((result["title"], (seconds[-1], scores[-1]), colour))
-        axes.axhline(results[0]["target"], color="#bbbbbb", linestyle=":", zorder=0)
+        for until, result in sorted(((reached(r, target) or math.inf, r) for r in results if r["rate"] == rate),
+                                    key=lambda one: one[0]):
+            colour, marker = table.style(result["method"])
+            name = f"{result['title']}: {f'{until:,.0f} s' if until < math.inf else 'not reached'}"
+            axes.plot(*curve(result), color=colour, marker=marker, markersize=3, linewidth=1.2, label=name,
+                      linestyle="--" if result["launcher"] == "horovod" else "-")
+        axes.axhline(target, color="#bbbbbb", linestyle=":", zorder=0)
         axes.set(title=f"links of {NAMES[rate]}", xlabel="seconds of training", xlim=(0, None))
-        drawing.name_lines(axes, names)
+        axes.legend(frameon=False, loc="upper right" if metric.lower else "lower right", fontsize=8,
+                    title=f"to {target:g}{metric.unit}")
     grid[0][0].set_ylabel(metric.curve)
     drawing.save(figure, out)
 

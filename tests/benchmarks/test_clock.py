@@ -95,12 +95,12 @@ def test_links_are_deep_where_half_a_dense_exchange_or_more_is_sent():
 def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit) as stop:
-        clock.main()
+        clock.main(results=tmp_path)
     assert stop.value.code == 2 and "needs Linux and root" in capsys.readouterr().err
     monkeypatch.setattr(clock, "check_tools", lambda: None)
     for option, wrong in (("methods", "dense,sgd"), ("rates", "5gbit")):
         with pytest.raises(typer.BadParameter, match=rf"--{option} must be of .*, got '{wrong.split(',')[-1]}'"):
-            clock.main(**{"methods": "dense", "rates": "1gbit", option: wrong})
+            clock.main(**{"methods": "dense", "rates": "1gbit", "results": tmp_path, option: wrong})
 
 
 @pytest.mark.long
