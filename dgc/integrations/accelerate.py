@@ -36,7 +36,7 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
     zero. ``optimizer.optimizer.report()`` tells what was sent. With one process nothing is changed, and there is no
     ``report()``; where it loads a state of several processes, a warning says what is left out.
 
-    Several models, as of a GAN: one call for each, in the same order when the training goes on.
+    Several models, as of a GAN: one call for each. They are prepared in the same order when the training goes on.
 
     The bound of ``accelerator.clip_grad_norm_`` must be known before the exchange: give it as
     ``Config(clip_norm=...)``, too. Each rank then bounds its local gradient (paper, section 3.2), and the call itself
@@ -66,16 +66,19 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
 
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Has ``save_state`` and ``load_state``, which call on all ranks, take the residuals along."""
-    number = accelerator.dgc_models = getattr(accelerator, "dgc_models", 0) + 1
-    part = FOLDER if number == 1 else f"{FOLDER}-{number}"
+    accelerator.dgc_models = [*getattr(accelerator, "dgc_models", ()), model.module]  # those that are compressed
+
+    def part(models: list[Any], folder: str) -> Path:
+        number = [one for one in models if one in accelerator.dgc_models].index(model.module)
+        return Path(folder) / (f"{FOLDER}-{number}" if number else FOLDER)
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
-            dgc.checkpoint.save_checkpoint(Path(folder) / part, model.module, optimizer)
+            dgc.checkpoint.save_checkpoint(part(models, folder), model.module, optimizer)
 
     def load(models: list[Any], folder: str) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
-            load_if_there(accelerator, Path(folder) / part, model.module, optimizer)
+            load_if_there(accelerator, part(models, folder), model.module, optimizer)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

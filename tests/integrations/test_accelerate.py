@@ -150,19 +150,23 @@ def two_models():
     name = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(name)
 
-    def both():
-        accelerator, first, optimizer, *_ = made(SPARSE)
-        inner = network(0.0)
-        second, other = accelerator.prepare(inner, sgd(inner.parameters()))
-        compress(accelerator, second, other, SPARSE)
-        return accelerator, (first, second), (optimizer, other)
+    def both(retries):
+        accelerator, *pair, _, _ = made(SPARSE)
+        if retries:
+            accelerator.free_memory()  # as find_executable_batch_size() does
+        pairs = [] if retries else [pair]
+        while len(pairs) < 2:
+            inner = network(0.0)
+            pairs.append(accelerator.prepare(inner, sgd(inner.parameters())))
+            compress(accelerator, *pairs[-1], SPARSE)
+        return accelerator, *zip(*pairs, strict=True)
 
-    accelerator, models, optimizers = both()
+    accelerator, models, optimizers = both(False)
     for model, optimizer in zip(models, optimizers, strict=True):
         accelerator.backward(model(torch.randn(8, 20)).square().sum())
         optimizer.step()
     accelerator.save_state(name[0])
-    again, _, others = both()
+    again, _, others = both(True)
     again.load_state(name[0])
     return [[each.optimizer.residual_state_dict() for each in pair] for pair in (optimizers, others)]
 
