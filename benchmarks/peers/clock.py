@@ -93,13 +93,18 @@ def reached(result: dict[str, Any], target: float) -> float | None:
     return next((second for second, score in zip(*curve(result), strict=True) if metric.reached(score, target)), None)
 
 
+def by_time(results: list[dict[str, Any]]) -> list[tuple[float | None, dict[str, Any]]]:
+    """Seconds to the target and the result; of each rate in turn, the first at the target first."""
+    found = [(reached(result, result["target"]), result) for result in results]
+    return sorted(found, key=lambda one: (RATES[one[1]["rate"]].bits, one[0] or math.inf))
+
+
 def markdown(results: list[dict[str, Any]]) -> str:
     """The methods of each rate in the order in which they reach the target."""
     metric, target = tasks.metric_of(results[0]), results[0]["target"]
     lines = [f"| method | links | seconds to {target:g}{metric.unit} | epochs | last {metric.name} | "
              "seconds of a step | sent in all |", "|" + 7 * "---|"]
-    found = [(RATES[result["rate"]].bits, reached(result, target), result) for result in results]
-    for _, until, result in sorted(found, key=lambda one: (one[0], one[1] or math.inf)):
+    for until, result in by_time(results):
         seconds, scores = curve(result)
         lines.append(f"| {result['title']} | {NAMES[result['rate']]} | "
                      f"{'not reached' if until is None else f'{until:,.0f}'} | "
@@ -115,10 +120,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
         {r["rate"] for r in results}, key=lambda r: RATES[r].bits)
     figure, grid = drawing.panels(columns=len(rates), height=4.6, sharey=True, squeeze=False)
     for axes, rate in zip(grid[0], rates, strict=True):
-        for until, result in sorted(((reached(r, target) or math.inf, r) for r in results if r["rate"] == rate),
-                                    key=lambda one: one[0]):
+        for until, result in by_time([r for r in results if r["rate"] == rate]):
             colour, marker = table.style(result["method"])
-            name = f"{result['title']}: {f'{until:,.0f} s' if until < math.inf else 'not reached'}"
+            name = f"{result['title']}: {'not reached' if until is None else f'{until:,.0f} s'}"
             axes.plot(*curve(result), color=colour, marker=marker, markersize=3, linewidth=1.2, label=name,
                       linestyle="--" if result["launcher"] == "horovod" else "-")
         axes.axhline(target, color="#bbbbbb", linestyle=":", zorder=0)

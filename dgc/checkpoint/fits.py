@@ -55,6 +55,11 @@ def _hollow(leaf: Any) -> Any:
     return torch.empty(0) if plain else leaf
 
 
+def parameter_names(model: nn.Module) -> set[str]:
+    """As its state has them: a parameter that modules share under each of its names."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
 def check_held(optimizer: Any, model: nn.Module) -> None:
     held = {*model.parameters(), *model.buffers()}
     if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in held]:
@@ -82,7 +87,7 @@ def on_cpu(model: nn.Module) -> Tree:
 
 
 def check_model(given: Mapping[str, Any], model: nn.Module) -> None:
-    expected, parameters = model.state_dict(), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    expected, parameters = model.state_dict(), parameter_names(model)
     # A module may change its buffers' shapes when it loads. One that does not will refuse others, but takes a scalar
     # from whatever has one dimension.
     check_same("model", given, expected, {name for name, x in expected.items() if isinstance(x, Tensor) and (

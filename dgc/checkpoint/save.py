@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dgc.checkpoint.files import FORMAT, VERSION, Tree, clean, dump, file_of, publish, put, write
-from dgc.checkpoint.fits import check_held, check_plain, engine_or_none, waits_for_step
+from dgc.checkpoint.fits import check_held, check_plain, engine_or_none, parameter_names, waits_for_step
 from dgc.checkpoint.random_states import random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
 from dgc.checkpoint.reshard import own_residuals
@@ -49,8 +49,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     common = _common(ranks, path, model, optimizer, extras)
-    folder, buffers = Path(path), common["model"].keys() - {
-        name for name, _ in model.named_parameters(remove_duplicate=False)}
+    folder, buffers = Path(path), common["model"].keys() - parameter_names(model)
     # All have arrived here: in lockstep, where they have the same generators, they save the same states.
     with _tidied() as written:
         files = _write_own(ranks, folder, model, optimizer, common, buffers, written)
@@ -91,7 +90,7 @@ def _common(ranks: Ranks, path: str | os.PathLike[str], model: nn.Module, optimi
         common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}),
                       sparse={} if engine is None else engine.parameters.sparse_names())
         check_plain(common)
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = parameter_names(model)
         return tree_hash([{k: x for k, x in common["model"].items() if k in parameters}, common["optimizer"]])
 
     hashes = ranks.together(look)
