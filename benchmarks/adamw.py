@@ -11,19 +11,18 @@ sent. What one rank does alone with all of the batch, torch's own step, is besid
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from gradients import heavy_tailed, resnet50
+from outfile import Out, write
 
 import dgc
 from dgc.compression.kernels import compile_ahead
@@ -56,7 +55,7 @@ def seconds(make: Made, compression: dgc.Config | None, warmup: int, steps: int)
 def main(sparsities: Annotated[str, typer.Option(help="Of what is sent.")] = "0.99,0.999",
          warmup: Annotated[int, typer.Option(min=DENSE + 1, help="Steps before the first that is timed.")] = 20,
          steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 11,
-         out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+         out: Out = None) -> None:
     """Times the steps and prints milliseconds."""
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
@@ -73,9 +72,9 @@ def main(sparsities: Annotated[str, typer.Option(help="Of what is sent.")] = "0.
             config = dgc.Config(dgc.piecewise({0: 0.0, DENSE: sparsity}))
             add(name, sparsity, dgc.lockstep.run(partial(seconds, make, config, warmup, steps), RANKS)[0])
     if out:
-        out.write_text(json.dumps({"benchmark": "adamw", "ranks": RANKS, "warmup": warmup, "rows": rows, "machine": {
+        write(out, {"benchmark": "adamw", "ranks": RANKS, "warmup": warmup, "rows": rows, "machine": {
             "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-            "torch": torch.__version__, "python": platform.python_version()}}, indent=1) + "\n")
+            "torch": torch.__version__, "python": platform.python_version()}})
         print(out)
 
 

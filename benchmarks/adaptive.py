@@ -75,8 +75,8 @@ def figures(seconds: list[float], sparsities: list[float], alone: float, change:
     """What has to be shown, of a run whose bandwidth changed at step ``change``."""
     densities = [1 - sparsity for sparsity in sparsities]
     settled = statistics.median(densities[(change + len(densities)) // 2:])
-    followed = next(i for i in range(change, len(densities))
-                    if max(densities[i] / settled, settled / densities[i]) <= FOLLOWS) - change
+    followed = next((i - change for i in range(change, len(densities))
+                     if max(densities[i] / settled, settled / densities[i]) <= FOLLOWS), None)
 
     def of_alone(begin: int, end: int | None) -> float:
         return statistics.median(seconds[begin:end]) / alone

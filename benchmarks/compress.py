@@ -17,7 +17,6 @@ where it has read: so a bare loop, u = m u + g and v += u and nothing else, is t
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import statistics
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 import typer
 from gradients import heavy_tailed, resnet50
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -260,7 +260,7 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     drawing.save(figure, file)
 
 
-def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a picture goes beside it.")] = None,
+def main(out: Out = None,
          repeats: Annotated[int, typer.Option(min=2)] = 15,
          warmup: Annotated[int, typer.Option(min=1, help="Steps before the first that counts.")] = 20,
          sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
@@ -280,8 +280,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results; a p
                   "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
                               "torch": torch.__version__, "numba": numba.__version__,
                               "python": platform.python_version()}}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
         picture(rows, out.with_suffix(".png"))
 
 

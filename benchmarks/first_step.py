@@ -22,10 +22,10 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
@@ -65,7 +65,7 @@ def measured(folder: str) -> dict[str, float]:
     return result
 
 
-def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+def main(out: Out = None) -> None:
     """Times the first step of processes with an empty cache and with a full one."""
     spec = importlib.util.find_spec("dgc")
     assert spec is not None and spec.origin is not None
@@ -83,11 +83,10 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
         table.add_row(part, f"{cold[part]:.2f}", f"{warm[part]:.2f}")
     Console().print(table)
     if out:
-        out.write_text(json.dumps({
+        write(out, {
             "benchmark": "first_step", "cold": cold, "warm": runs,
             "machine": {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-                        "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}},
-            indent=1) + "\n")
+                        "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of squares of what is chosen, over that of the k largest of each tensor.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -19,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import torch
 import typer
 from gradients import heavy_tailed, resnet50
+from outfile import Out, write
 from torch import Tensor
 
 from dgc.compression import select
@@ -138,7 +137,7 @@ def versions(device: torch.device) -> dict[str, str]:
             "python": platform.python_version()}
 
 
-def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
+def main(out: Out = None,
          device: Annotated[str, typer.Option(help="cpu: Triton's interpreter, to try the script and not to time.")
                            ] = "cuda",
          numel: Annotated[int, typer.Option(
@@ -184,8 +183,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
     if out:
         result = {"benchmark": "gpu", "sparsity": sparsity, "warmup": warmup, "steps": steps,
                   "date": time.strftime("%Y-%m-%d"), "copy_gb_per_s": bandwidth / 1e9, "machine": machine, "rows": rows}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ methods take, as what interrupts only adds.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import horovod.torch as hvd
 import torch
 import typer
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
@@ -54,7 +53,7 @@ def seconds(method: str, count: int, steps: int) -> tuple[float, float]:
 
 
 def main(steps: Annotated[int, typer.Option(min=10)] = 200,
-         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+         out: Out = None) -> None:
     """Times the thread that trains, and prints microseconds for each parameter."""
     hvd.init()
     torch.set_num_threads(1)
@@ -75,10 +74,10 @@ def main(steps: Annotated[int, typer.Option(min=10)] = 200,
                       f"{1e6 * case['more_seconds'] / case['parameters']:.1f}")
     Console().print(table)
     if out:
-        out.write_text(json.dumps({
+        write(out, {
             "benchmark": "host", "steps": steps, "cases": cases,
             "machine": {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-                        "torch": torch.__version__, "python": platform.python_version()}}, indent=1) + "\n")
+                        "torch": torch.__version__, "python": platform.python_version()}})
 
 
 if __name__ == "__main__":

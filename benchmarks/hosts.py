@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import typer
 
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
+CYCLE = 5.0  # of Horovod, in milliseconds, where nothing else is said
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
 MEASURE = ("network.py", "adaptive.py", "clock.py", "measure.py", "hidden.py")  # those who make such runs
 
@@ -210,7 +211,7 @@ def place(a: dict[str, Any]) -> None:
                        "RANK": str(a["rank"]), "WORLD_SIZE": str(a["hosts"])})
 
 
-def place_for_horovod(a: dict[str, Any], cycle: float = 5) -> None:
+def place_for_horovod(a: dict[str, Any], cycle: float = CYCLE) -> None:
     """The same as horovodrun would; ``hvd.init()`` comes next. A thread of rank 0 tells ranks where the others are.
 
     Args:

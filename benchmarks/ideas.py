@@ -267,6 +267,8 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
          checkpoints: Annotated[pathlib.Path | None, typer.Option(help="Folder; it goes on from there.")] = None,
          out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the result.")] = None) -> None:
     """Trains with one thing changed."""
+    if checkpoints and idea in ("scale", "late"):
+        raise typer.BadParameter(f"--checkpoints must be left out with --idea {idea}, whose own state is in none")
     chosen = IDEAS[idea]()
     follow(chosen)
     study = experiments.BUDGETS["cpu"].cifar10

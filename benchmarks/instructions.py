@@ -10,18 +10,17 @@ time, the counts do not depend on what else the machine does.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
@@ -73,7 +72,7 @@ def count(name: str, function: str) -> int:
     return int(match[1])
 
 
-def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
+def main(out: Out = None,
          work_: Annotated[str, typer.Option("--work", hidden=True)] = "") -> None:
     """Counts the instructions of the hottest functions, in torch operations and fused."""
     if work_:
@@ -92,8 +91,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
         table.add_row(title, f"{plain:,.0f}", f"{fused:,.0f}", f"{plain / fused:.1f} x", f"{fused / numel:.2f}")
     Console().print(table)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
 
 
 if __name__ == "__main__":

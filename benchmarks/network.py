@@ -41,6 +41,7 @@ from typing import Annotated, Any
 
 import typer
 from hosts import RATES, Network, check, check_tools, clean_leftovers, place, place_for_horovod, refuse, run_script
+from outfile import write
 from rich.console import Console
 from rich.table import Table
 
@@ -411,9 +412,10 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
             case["spread_seconds"] = [min(case["seconds"]), max(case["seconds"])]
             case["median_link_bytes"] = statistics.median(case["link_bytes"])
             result["cases"] = list(cases.values())
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            write(out, result)
             console.print(f"{repeat + 1}/{repeats} {rate} {model} {method}: {1e3 * case['median_seconds']:.1f} ms")
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    if cases:  # else what is there from before is left alone
+        write(out, result)
     for rate, model in dict.fromkeys((rate, model) for rate, model, _ in cases):
         console.print(table(result["cases"], rate, model, network.hosts))
     if cases:

@@ -23,13 +23,12 @@ measured; in the first two the means never change:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -153,7 +152,7 @@ def remaining(sparsity: float, steps: int) -> list[dict[str, Any]]:
             for choice, chosen in CHOICES.items()]
 
 
-def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] = None,
+def main(out: Out = None,
          scale: Annotated[float, typer.Option(min=0, help="Standard deviation of the means.")] = 0.1,
          steps: Annotated[int, typer.Option(min=1)] = 2000) -> None:
     """Measures and prints all three."""
@@ -170,9 +169,8 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON of the results.")] 
                             value if isinstance(value, str) else f"{value:.2f}" for key, value in row.items()))
         Console().print(table)
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"shape": SHAPE, "workers": WORKERS, "momentum": MOMENTUM, "scale": scale,
-                                   "steps": steps, "torch": torch.__version__, **found}, indent=1) + "\n")
+        write(out, {"shape": SHAPE, "workers": WORKERS, "momentum": MOMENTUM, "scale": scale, "steps": steps,
+                    "torch": torch.__version__, **found})
         print(out)
 
 

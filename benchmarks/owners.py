@@ -11,14 +11,13 @@ repeats.
 
 from __future__ import annotations
 
-import json
-import pathlib
 import platform
 import time
 from typing import Annotated
 
 import torch
 import typer
+from outfile import Out, write
 
 import dgc
 from dgc.collective import Path, World
@@ -76,7 +75,7 @@ def update_of(path: Path[Update], messages: torch.Tensor) -> Update:
 def main(workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,16,64",
          repeats: Annotated[int, typer.Option(min=1)] = 7,
          device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-         out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the results.")] = None) -> None:
+         out: Out = None) -> None:
     """Times both exchanges and prints milliseconds."""
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
@@ -90,10 +89,9 @@ def main(workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,
             print(f"{exchange:>9}, {n:>3} workers: "
                   + ", ".join(f"{phase} {rows[-1][phase]:.1f} ms" for phase in (*PHASES, "in all")))
     if out:
-        out.write_text(json.dumps({"benchmark": "owners", "entries": sum(b.numel for b in buckets), "rows": rows,
-                                   "device": str(there), "torch": torch.__version__,
-                                   "machine": platform.processor() or platform.machine()},
-                                  indent=1) + "\n")
+        write(out, {"benchmark": "owners", "entries": sum(b.numel for b in buckets), "rows": rows,
+                    "device": str(there), "torch": torch.__version__,
+                    "machine": platform.processor() or platform.machine()})
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ Messages of one parameter of 8 million entries at 99.9 %, from 4 and from 64 ran
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from outfile import Out, write
 
 from dgc.compression import kernels, select
 from dgc.compression.residual import Bucket
@@ -24,7 +23,7 @@ NUMEL, RANKS = 1 << 23, (4, 64)
 
 
 def main(repeats: Annotated[int, typer.Option(min=1)] = 15,
-         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+         out: Out = None) -> None:
     """Times decoding, and prints nanoseconds for each received entry."""
     torch.set_num_threads(1)
     bucket = Bucket("benchmark", {"w": torch.empty(2, NUMEL // 2)}, velocity=False)
@@ -43,9 +42,8 @@ def main(repeats: Annotated[int, typer.Option(min=1)] = 15,
     slope = 1e9 * (medians[1] - medians[0]) / ((RANKS[1] - RANKS[0]) * k)
     print(f"{kernel.__name__}: {slope:.1f} ns for each entry received")
     if out:
-        out.write_text(json.dumps({"benchmark": "receive", "kernel": kernel.__name__, "numel": NUMEL, "entries": k,
-                                   "ranks": RANKS, "repeats": repeats, "median_seconds": medians,
-                                   "ns_per_entry": slope}, indent=1) + "\n")
+        write(out, {"benchmark": "receive", "kernel": kernel.__name__, "numel": NUMEL, "entries": k, "ranks": RANKS,
+                    "repeats": repeats, "median_seconds": medians, "ns_per_entry": slope})
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ One bucket of 25 million entries, and the messages of 4, 16 and 64 ranks. The me
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from outfile import Out, write
 
 from dgc.collective import World
 from dgc.compression.residual import Bucket
@@ -42,7 +41,7 @@ def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
 
 
 def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: Annotated[int, typer.Option(min=1)] = 5,
-         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+         out: Out = None) -> None:
     """Times rounded sums, and prints nanoseconds for each entry."""
     torch.set_num_threads(1)
     gradient, medians = torch.randn(numel), dict[int, float]()
@@ -54,7 +53,7 @@ def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: 
                               "ns_per_entry": 1e9 * statistics.median(medians.values()) / numel,
                               "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
     if out:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write(out, result)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Annotated, Any
 import gradients
 import torch
 import typer
+from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
@@ -62,7 +63,11 @@ def cells(files: list[Path]) -> list[Cell]:
     found = []
     for file in files:
         run = json.loads(file.read_text())
-        if run.get("benchmark") == "network":
+        if run.get("benchmark") != "network":
+            continue
+        if others := run["options"].keys() - {"dense_dtype"}:
+            print(f"{file.name} is left out: {', '.join(sorted(others))} is not modelled here")
+        else:
             found += [{**case, "file": file.name, "hosts": run["hosts"], "cores": run["machine"]["cores"],
                        "options": run["options"], "bits": run["buckets"][case["rate"]]["bits"]}
                       for case in run["cases"] if case["method"] in METHODS and case["model"] in SHAPES]
@@ -115,7 +120,7 @@ def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:
 
 def main(files: Annotated[list[Path] | None, typer.Argument(
              help="Of network.py, one machine's; default: those in results/.")] = None,
-         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+         out: Out = None) -> None:
     """Prints prediction, measurement and error; ends with status 1 if the median error is above 20 %."""
     measured = cells(files or sorted(RESULTS.glob("network*.json")))
     receive = json.loads((RESULTS / "receive.json").read_text())["ns_per_entry"]
@@ -157,8 +162,7 @@ def main(files: Annotated[list[Path] | None, typer.Argument(
     for hosts, (least, most) in defaults["dgc_longer"].items():
         print(f"{hosts} hosts: DGC took {least:.1f} to {most:.1f} times as long as these defaults say")
     if out:
-        out.write_text(json.dumps({"machine": machine, "cells": rows, "median_error": median, "defaults": defaults},
-                                  indent=1) + "\n")
+        write(out, {"machine": machine, "cells": rows, "median_error": median, "defaults": defaults})
     raise SystemExit(int(median > ACCEPTED))
 
 

@@ -33,6 +33,7 @@ from dgc.extras import missing_extra
 ROWS = 24  # at most, of a schedule's table
 WORKERS = 1_000_000  # of a cluster, for which a plan takes half a minute
 EPOCHS, STEPS = 10, 500_000  # of a schedule that are looked at, if nothing is said; at most, if it changes later
+MOST_STEPS = 5_000_000  # whatever is said: these take some 2 GB
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   help="Deep Gradient Compression: plan, schedule, tune, and check. "
@@ -129,8 +130,9 @@ def plan(
         sparsity: Annotated[float | None, typer.Option(
             help=f"Share of entries kept back. Default: the tables have {planning.DGC.sparsity}, and advised is one of "
                  f"{', '.join(map(str, planning.SPARSITIES))}.")] = None,
-        worker: Annotated[Literal["cpu", "gpu"], typer.Option(
-            help="Whose cost of compressing; the CPU's is measured, the GPU's an estimate.")] = "cpu",
+        worker: Annotated[Literal["cpu", "gpu"] | None, typer.Option(
+            help="Whose cost of compressing; the CPU's is measured, the GPU's an estimate. Default: cpu; with "
+                 "--measure, what the model was timed on.")] = None,
         compress_ns: Annotated[float | None, typer.Option(
             min=0, help="Nanoseconds of compressing, for each entry, instead.")] = None,
         receive_ns: Annotated[float | None, typer.Option(
@@ -180,7 +182,7 @@ def plan(
     if compute is None:
         with usage("--measure"), aside(as_json):
             compute = planning.measure(loaded)
-    local = planning.LOCAL[worker]
+    local = planning.LOCAL[worker or ("gpu" if measure and torch.cuda.is_available() else "cpu")]
     for name, ns in (("compress", compress_ns), ("receive", receive_ns)):
         if ns is not None:
             with usage(f"--{name}-ns"):
@@ -315,15 +317,9 @@ def schedule(
     with usage("--model"), aside(as_json):
         loaded = planning.load(model)
     if epochs is None:
-        last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
-        epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
-        if EPOCHS * steps_per_epoch > STEPS:
-            raise typer.BadParameter(f"--steps-per-epoch must be at most {STEPS // EPOCHS:,}, got {steps_per_epoch:,} "
-                                     "(or say by --epochs how far to look)")
-        if epochs * steps_per_epoch > STEPS:
-            raise typer.BadParameter(f"EXPR must change for the last time before step {STEPS:,}, got {expression!r}, "
-                                     f"which changes at step {last:,} (or say by --epochs how far to look)")
-    steps = epochs * steps_per_epoch
+        epochs = _epochs(chosen, steps_per_epoch, expression)
+    if (steps := epochs * steps_per_epoch) > MOST_STEPS:
+        raise typer.BadParameter(f"--epochs times --steps-per-epoch must be at most {MOST_STEPS:,}, got {steps:,}")
     values = [chosen(step) for step in range(steps)]
     sent_at = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
     dense = dense_bytes(loaded.numel, workers)
@@ -346,6 +342,23 @@ def schedule(
         _draw_schedule(rows, dense, f"{expression}, {model}, {workers} workers", png)  # last, as it may fail
         if not as_json:
             console().print(f"Picture: {png}", highlight=False)
+
+
+def _epochs(schedule: Any, steps_per_epoch: int, expression: str) -> int:
+    """How far to look, where nothing is said.
+
+    Raises:
+        typer.BadParameter: that is too far.
+    """
+    last = schedule.steps if isinstance(schedule, schedules.Ramp) else max(schedule.steps)
+    epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
+    if EPOCHS * steps_per_epoch > STEPS:
+        raise typer.BadParameter(f"--steps-per-epoch must be at most {STEPS // EPOCHS:,}, got {steps_per_epoch:,} "
+                                 "(or say by --epochs how far to look)")
+    if epochs * steps_per_epoch > STEPS:
+        raise typer.BadParameter(f"EXPR must change for the last time before step {STEPS:,}, got {expression!r}, "
+                                 f"which changes at step {last:,} (or say by --epochs how far to look)")
+    return epochs
 
 
 def _sent(shapes: tuple[planning.Shape, ...], sparsity: float, workers: int) -> float:
@@ -452,6 +465,10 @@ def tune(
     if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
         raise typer.BadParameter(f"the study, its picture and its summary must be three files, got {study}, {png} and "
                                  f"{summary} (name the study such as tune.db, whose others are tune.png and tune.json)")
+    for file in (summary, png) if not _is_summary(summary) else ():
+        if file.exists():
+            raise typer.BadParameter(f"{file} must be free for the search's results, got a file that is no search's "
+                                     "(move it away, or give --study another name)")
     try:
         with aside(as_json):
             found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study,
@@ -472,6 +489,14 @@ def tune(
     if not as_json:
         print(f"Picture: {png}. All trials: {summary}" if found.front else f"All trials: {summary}")
     raise typer.Exit(0 if found.recommended else 1)
+
+
+def _is_summary(file: Path) -> bool:
+    """Whether an earlier search wrote it."""
+    try:
+        return {"task", "trials", "front"} <= json.loads(file.read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
@@ -520,6 +545,8 @@ def doctor(
 
       dgc doctor --json | jq .problems
     """
+    if not math.isfinite(limit):
+        raise typer.BadParameter(f"--limit must be finite, got {limit}")
     with Console(stderr=True).status("Two processes try it. This takes up to a minute, and longer the first time ..."):
         found = health.examine(limit)
     if as_json:

@@ -113,7 +113,7 @@ def port_bytes(rounds: Iterable[Round]) -> float:
         else:
             before, _ = apart.get(id(loads), (0.0, loads))
             apart[id(loads)] = before + nbytes, loads
-    total = torch.zeros(1, dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64, device="cpu")
     for nbytes, loads in apart.values():
         total = total + nbytes * loads
     return alike + float(total.max())
@@ -126,7 +126,7 @@ def parameter_server(nbytes: float, n: int, g: int) -> Rounds:
 
     Li et al., "Scaling distributed machine learning with the parameter server" (2014), with a single server.
     """
-    return (Round(2 * n * g, nbytes, 1, torch.full((2, 1), n * g)),) if n * g > 1 else ()
+    return (Round(2 * n * g, nbytes, 1, torch.full((2, 1), n * g, device="cpu")),) if n * g > 1 else ()
 
 
 def sharded_parameter_server(nbytes: float, n: int, g: int) -> Rounds:
@@ -144,7 +144,8 @@ def all_to_all(nbytes: float, n: int, g: int) -> Rounds:
 
 def master_worker(nbytes: float, n: int, g: int) -> Rounds:
     """One of the workers takes in all gradients, one after the other, and gives out the sum: (P - 1) M each."""
-    return _some(Round(2 * (n - 1) * g, nbytes, 1, torch.full((2, 1), (n - 1) * g)), Round(2 * (g - 1), nbytes, 0))
+    of_others = torch.full((2, 1), (n - 1) * g, device="cpu")
+    return _some(Round(2 * (n - 1) * g, nbytes, 1, of_others), Round(2 * (g - 1), nbytes, 0))
 
 
 def round_robin(nbytes: float, n: int, g: int) -> Rounds:
@@ -507,7 +508,7 @@ def _across(workers: int, g: int, pattern: str, distance: int, at_once: int = 1)
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:
     """The workers that send in one round, and those that they send to."""
-    rank = torch.arange(workers)
+    rank = torch.arange(workers, device="cpu")
     if pattern == "tree":
         sender = rank[(rank % (2 * distance) == 0) & (rank + distance < workers)]
         return sender, sender + distance

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.torch.elastic import state as stock
 
+from dgc.engine.agreement import is_known
 from dgc.engine.engine import engine_of
 
 
@@ -19,7 +21,9 @@ class TorchState(hvd.elastic.TorchState):
 
         state = dgc.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)  # and scaler=scaler
 
-    A ``GradScaler`` stays the object that the optimizer was given; its scale is committed, restored and synchronized.
+    A ``GradScaler`` stays the object that the optimizer was given, and a learning-rate scheduler the one that drives
+    it; their state dicts are committed, restored and synchronized. The schedule of the sparsity stays rank 0's,
+    whatever the number of workers: that of a worker that joins may have another number of steps in an epoch.
 
     A worker goes back to its own residuals of the last commit. When the number of workers changes from N to N', those
     that remain scale theirs by N'/N (under Average), so that what they had pending is worth the same in the new
@@ -29,11 +33,13 @@ class TorchState(hvd.elastic.TorchState):
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
                  **kwargs: Any):
-        scalers = {name: value for name, value in kwargs.items() if isinstance(value, torch.amp.GradScaler)}
-        super().__init__(model=model, optimizer=optimizer, **{k: v for k, v in kwargs.items() if k not in scalers})
-        for name, scaler in scalers.items():
-            setattr(self, name, scaler)
-            self._handlers[name] = _ScalerHandler(scaler)
+        kinds = {torch.amp.GradScaler: _ScalerHandler, torch.optim.lr_scheduler.LRScheduler: _StateDictHandler}
+        held = {name: (value, handler) for name, value in kwargs.items() for kind, handler in kinds.items()
+                if isinstance(value, kind)}
+        super().__init__(model=model, optimizer=optimizer, **{k: v for k, v in kwargs.items() if k not in held})
+        for name, (value, handler) in held.items():
+            setattr(self, name, value)
+            self._handlers[name] = handler(value)
         for name, handler in self._handlers.items():
             if hasattr(handler.value, "_dgc"):
                 self._handlers[name] = _Handler(handler.value)
@@ -51,7 +57,8 @@ class _Handler(stock.OptimizerStateHandler):
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        engine_of(optimizer).agreement.reached = False
+        agreement = engine_of(optimizer).agreement
+        agreement.reached, agreement.again = False, True
         self._keep()
 
     def _keep(self) -> None:
@@ -63,12 +70,19 @@ class _Handler(stock.OptimizerStateHandler):
         self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
 
     def set_value(self, value: Any) -> None:
-        engine_of(value).agreement.reached = False
+        agreement = engine_of(value).agreement
+        agreement.reached, agreement.again = False, True
         super().set_value(value)
 
     def save(self) -> None:
         super().save()
         self._keep()
+
+    def sync(self) -> None:
+        super().sync()
+        settings = engine_of(self.value).settings
+        if is_known(settings.config.sparsity):
+            settings.config = replace(settings.config, sparsity=hvd.broadcast_object(settings.config.sparsity))
 
     def restore(self) -> None:
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
@@ -77,8 +91,15 @@ class _Handler(stock.OptimizerStateHandler):
         engine_of(self.value).ledger.lost_residuals = self._lost  # those that are gone since are counted anew
 
 
-class _ScalerHandler(stock.SamplerStateHandler):
-    """Broadcasts a GradScaler's state dict, as of a sampler; without a handler each rank would make another scaler."""
+class _StateDictHandler(stock.SamplerStateHandler):
+    """Broadcasts a state dict, as of a sampler; without a handler each rank would make another object."""
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved_sampler_state))  # the commit may be wanted again
+
+
+class _ScalerHandler(_StateDictHandler):
+    """Of a GradScaler."""
 
     def restore(self) -> None:
         super().restore()

@@ -229,7 +229,7 @@ def main(
         prepay: job.Prepay = False,
         local_weight_decay: bool = True,
         clip_norm: Annotated[float | None, typer.Option(
-            min=0, callback=job.bound, help="Bound on the gradient's norm; 0 or inf: none.")] = None,
+            min=0, callback=job.bound, help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.")] = None,
         flush: job.Flush = True,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
@@ -243,6 +243,9 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
+    if clip_norm and method != "dgc":
+        raise typer.BadParameter(f"--clip-norm must be left out with --method {method}, got {clip_norm:g}: on CIFAR-10 "
+                                 "dgc alone clips")
     if nesterov and not momentum:
         raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
     a = argparse.Namespace(**locals())

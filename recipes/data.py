@@ -25,6 +25,7 @@ from tqdm import tqdm
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 SECONDS = 10  # for a download to begin
+RECORD = 1 + 3 * 32 * 32  # bytes of a label and its image
 
 
 def _cache() -> Path:
@@ -56,8 +57,12 @@ def load(data: str) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
                          f"{', '.join(missing)}")
 
     def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
+        for name in names:
+            if (size := (folder / name).stat().st_size) % RECORD or not size:
+                raise SystemExit(f"{folder / name} must be records of {RECORD} bytes, got {size:,} bytes (is the "
+                                 "download whole?)")
         records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))
-        records = records.view(-1, 3073)
+        records = records.view(-1, RECORD)
         return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
     return "cifar10", read([f"data_batch_{i}.bin" for i in range(1, 6)]), read(["test_batch.bin"])

@@ -27,6 +27,7 @@ WORKERS, BATCH, SPARSITY = 2, 64, 0.999
 SECONDS = 250  # to train for, both methods together: the rest of the five minutes is starting and evaluating
 LIMIT = 3600  # seconds, for one method on the slowest machine
 HERE = Path(__file__).parent
+HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 
 
 def epochs_that_fit(images: int) -> int:
@@ -43,12 +44,11 @@ def epochs_that_fit(images: int) -> int:
 
 def run(method: str, data: str, epochs: int, out: Path) -> dict[str, Any]:
     """One method, under horovodrun; its progress bar goes to the screen."""
-    bin_folder = Path(sys.executable).parent
-    command = [str(bin_folder / "horovodrun"), "--gloo", "-np", str(WORKERS), sys.executable, str(HERE / "cifar10.py")]
+    command = [str(HOROVODRUN), "--gloo", "-np", str(WORKERS), sys.executable, str(HERE / "cifar10.py")]
     command += ["--method", method, "--data", data, "--epochs", str(epochs), "--batch-size", str(BATCH),
                 "--threads", "1", "--sparsity", str(SPARSITY), "--warmup-epochs", str(epochs / 4), "--out", str(out)]
     out.unlink(missing_ok=True)
-    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": f"{HOROVODRUN.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
         status = process.wait(timeout=LIMIT)
@@ -66,6 +66,9 @@ def main(data: Annotated[str | None, typer.Option(help="Folder with cifar-10-bat
          out: Annotated[Path, typer.Option(help="Where the results go.")] = Path("runs/demo")) -> None:
     """Trains ResNet-20 dense and with DGC at 99.9 %, with two Horovod workers, and compares."""
     console = Console()
+    if not HOROVODRUN.exists():
+        raise SystemExit(f"the demo needs Horovod, got no {HOROVODRUN} (make demo builds it, or "
+                         "scripts/build_horovod.sh)")
     data = find_data(data, cache)
     dataset, (images, _), _ = load(data)
     epochs = epochs_that_fit(len(images))

@@ -57,6 +57,22 @@ def bound(number: float | None) -> float | None:
     return 0.0 if number == math.inf else finite(number)
 
 
+def writable(file: Path | None) -> Path | None:
+    """A file that can be written in the end, hours from now; makes its folder.
+
+    Raises:
+        typer.BadParameter: it cannot.
+    """
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"its folder cannot be made: {error}") from None
+        if not os.access(file.parent, os.W_OK):
+            raise typer.BadParameter(f"its folder must be one that can be written to, got {file.parent}")
+    return file
+
+
 # Options that mean the same in every recipe.
 Number = Annotated[float, typer.Option(min=0, callback=finite)]
 Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(
@@ -79,9 +95,10 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Of this process; defau
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")]
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")]
-Out = Annotated[Path | None, typer.Option(help="JSON of the results.")]
+Out = Annotated[Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)]
 
 FOLDER = "epoch{:03d}"
+OF_DGC = {"exchange": "allgather", "hierarchical": False, "prepay": False, "dense_dtype": None}  # and what is no word
 NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 
@@ -89,6 +106,10 @@ def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
     """Trains as one of the launched ranks, or as all of ``--virtual-workers``; what rank 0, or this rank, returned."""
     if a.resume and a.checkpoints is None:
         raise typer.BadParameter("--resume needs --checkpoints")
+    for name, default in OF_DGC.items():
+        if a.method != "dgc" and getattr(a, name, default) != default:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} must be left out with --method {a.method}: it is of "
+                                     "dgc alone")
     if isinstance(a.sparsity, str) and a.warmup_epochs is not None:
         raise typer.BadParameter(f"--warmup-epochs must be left out where --sparsity is a whole schedule, got "
                                  f"--sparsity {a.sparsity}")
@@ -172,8 +193,8 @@ def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, schedu
     Raises:
         typer.BadParameter: it is of another training, of which this one would be half.
     """
-    done = max((int(file.parent.name.removeprefix("epoch")) for file in a.checkpoints.glob("epoch*/manifest.json")),
-               default=0)
+    done = max((int(file.parent.name[5:]) for file in a.checkpoints.glob("epoch*/manifest.json")
+                if file.parent.name[5:].isdecimal()), default=0)  # and not what somebody has copied beside them
     done = int(of_rank_0([done], next(model.parameters()).device)[0])  # whose disk counts
     if not done:
         return []

@@ -343,10 +343,26 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
 
 
-def main(files: Annotated[list[Path], typer.Argument(help="JSON files that a recipe's --out wrote.", exists=True)],
+def loaded(file: Path) -> Result:
+    """What a recipe's ``--out`` wrote.
+
+    Raises:
+        typer.BadParameter: it is no such file.
+    """
+    try:
+        result = json.loads(file.read_text())
+        if {"recipe", "dataset", "settings", "history"} <= result.keys():
+            return result
+    except (ValueError, AttributeError):
+        pass
+    raise typer.BadParameter(f"a file must be what a recipe's --out writes, got {file}")
+
+
+def main(files: Annotated[list[Path], typer.Argument(
+             help="JSON files that a recipe's --out wrote.", exists=True, dir_okay=False)],
          out: Annotated[Path, typer.Option(help="The picture.")] = Path("runs/curves.png")) -> None:
     """Compares runs of one of the recipes on the same data."""
-    results = [json.loads(file.read_text()) for file in files]
+    results = [loaded(file) for file in files]
     for key in ("recipe", "dataset"):
         if len(values := {result[key] for result in results}) > 1:
             raise typer.BadParameter(f"the results must be of one {key}, got {', '.join(sorted(values))}")

@@ -50,7 +50,7 @@ def read(run: Run, budget: Budget) -> Result:
     try:
         result = json.loads(path.read_text())
         wrong = unlike(run, result)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} is not what a recipe's --out writes ({error!r}): move it away") from None
     if wrong:
         raise SystemExit(f"{path} is of another run than the matrix asks for: {'; '.join(wrong)}. Move it away, and it "

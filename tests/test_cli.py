@@ -60,6 +60,21 @@ def test_gpus_compress_faster():
     assert fast < slow
 
 
+def test_what_was_timed_on_a_gpu_compresses_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan.models.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plan, "measure", lambda loaded: 0.1)
+    measured, cpu = ["plan", "resnet110", "--json", "--measure"], ("--worker", "cpu")
+    assert invoke(*measured) == invoke(*PLAN, "--json", "--worker", "gpu")
+    assert invoke(*measured, *cpu) == invoke(*PLAN, "--json", *cpu) == invoke(*PLAN, "--json")
+
+
+def test_a_gpu_is_advised_to_those_who_have_not_said_what_compresses():
+    shown = [" ".join(invoke("plan", "llama-7b", "--nodes", 8, "--network", "10gbit", "--compute", 0.5, *how).split())
+             for how in ((), ("--worker", "gpu"), ("--compress-ns", 0.05))]
+    assert all("of that step is compressing and decoding" in text for text in shown)
+    assert [("--worker gpu" in text) for text in shown] == [True, False, False]
+
+
 def test_plan_measures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured.py").write_text(

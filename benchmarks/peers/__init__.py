@@ -71,6 +71,7 @@ METHODS = {
     "demo": Entry("DeMo, 32 of 64 x 64", "sparse", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
                   clips_own=True),
     "diloco": local_steps("DiLoCo", "Douillard et al. 2023", DiLoCo.local_steps),
+    "diloco-even": local_steps("DiLoCo with an outer rate of 0.1", "", DiLoCo.local_steps, outer_lr=0.1),
     "local-sgd": local_steps("local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0),
     **{f"dgc-{name}": Entry(f"DGC, {name}", "DGC", collective, "Lin et al. 2018", partial(deep, exchange=name),
                             driver=Compressed) for name, collective in COLLECTIVES.items()},

@@ -31,8 +31,8 @@ from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve().parent
 ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "local-sgd", "dropping", "terngrad",
-         "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale", "powersgd-1",
-         "dgc-shared", "bf16", "async")
+         "diloco-even", "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale",
+         "powersgd-1", "dgc-shared", "bf16", "async")
 LANGUAGE = ("dense", "dgc-allgather", "powersgd-4", "qsgd", "fp16", "diloco")  # where no other methods are named
 
 
@@ -40,7 +40,8 @@ def done(file: Path, asked: dict[str, Any]) -> bool:
     """Whether this run is there. SystemExit: another one is."""
     if not file.exists():
         return False
-    has = json.loads(file.read_text())["settings"]
+    found = json.loads(file.read_text())
+    has = {**found["settings"], "target": found.get("target")}
     if wrong := [f"its {key} is {has.get(key)!r}, asked is {value!r}" for key, value in asked.items()
                  if has.get(key) != value]:
         raise SystemExit(f"{file} must be of the run that is asked for, got another: {'; '.join(wrong)} (move it away, "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 
-from .packing import message, some, take
+from .packing import Apart, message, some, take
 
 
 def probabilities(atoms: Tensor, budget: float) -> Tensor:
@@ -51,7 +51,7 @@ class Atomo:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
 
-    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Apart:
         return some(tensors, self.world, self.average, self.worth)
 
     def worth(self, tensor: Tensor) -> bool:

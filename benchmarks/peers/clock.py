@@ -29,7 +29,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import job
-from hosts import RATES, Network, check_tools, clean_leftovers, place, place_for_horovod, run_script
+from hosts import CYCLE, RATES, Network, check_tools, clean_leftovers, place, place_for_horovod, run_script
 from reproduce import MALLOC
 
 from dgc import drawing
@@ -75,7 +75,8 @@ def run(network: Network, method: str, rate: str, options: dict[str, Any], file:
     training = {**options, "method": name, "checkpoints": str(checkpoints), "resume": True}
     result = network.run(HERE, {"training": training, "horovod": name != method}, limit)[0]
     over = ", over Horovod" if name != method else ""
-    job.write(file, {**result, "title": result["title"] + over, "rate": rate, "target": options["target"]})
+    job.write(file, {**result, "title": result["title"] + over, "rate": rate, "target": options["target"],
+                     **({"horovod_cycle": CYCLE} if over else {})})
     shutil.rmtree(checkpoints)
 
 
@@ -160,7 +161,8 @@ def main(methods: Annotated[str, typer.Option(
     target = tasks.TASKS[task].clock_target if target is None else target
     folder = f"{tasks.folder(task)}-clock"
     results, work = results or HERE.parents[1] / "results" / folder, work or Path("runs") / folder
-    asked = {"task": task, "seed": seed, "epochs": epochs, "bf16": bf16}
+    asked = {"task": task, "seed": seed, "epochs": epochs, "bf16": bf16, "workers": hosts, "target": target,
+             **({} if batch_size is None else {"batch_size": batch_size})}
     files = {(method, rate): results / f"{method}-{rate}-{seed}.json" for rate in rates.split(",")
              for method in methods.split(",")}
     left = {one: file for one, file in files.items()
@@ -172,7 +174,7 @@ def main(methods: Annotated[str, typer.Option(
         os.environ.update({**MALLOC, **os.environ})  # the hosts'
         options = {**asked, "data": data or {"cifar10": "digits"}.get(task), "cache": None, "depth": None,
                    "batch_size": batch_size, "lr": None, "weight_decay": None, "virtual_workers": 1, "threads": 1,
-                   "out": None, "target": target}
+                   "out": None}
         with Network(hosts) as network:
             for (method, rate), file in left.items():
                 try:

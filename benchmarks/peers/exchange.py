@@ -12,7 +12,8 @@ from torch.nn.utils import clip_grad_norm_
 import dgc
 from dgc.collective import Collective, Path, World, sent_bytes
 from dgc.transport import find
-from dgc.transport.runner import PathRun
+
+from .packing import Apart, carry
 
 Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]  # a ring; all see all; owners; a server
 
@@ -24,13 +25,13 @@ class Method(Protocol):
     world: World
     bytes_sent: float  # by this rank so far
 
-    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]] | Apart:
         """What replaces this rank's tensors, after the collectives that it yields.
 
         Args:
             tensors: float32, of any shapes, the same on every rank and in every step.
             lr: by which SGD multiplies a gradient in this step.
-            last: whether this is the last step of the training.
+            last: whether this is the last step of an epoch.
         """
 
 
@@ -64,22 +65,16 @@ class Exchanging:
         if self.method.exchanges == "parameters":
             self.sgd.step()
         tensors = [p if self.method.exchanges == "parameters" else p.grad for p in group["params"]]
-        for own, new in zip(tensors, self._run(self.method.exchange(tensors, group["lr"], last)), strict=True):
+        exchange = self.method.exchange(tensors, group["lr"], last)
+        for own, new in zip(tensors, carry(exchange, self._transport, self._count), strict=True):
             own.copy_(new)
         if self._clip:
             clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "gradients":
             self.sgd.step()
 
-    def _run(self, path: Path[list[Tensor]]) -> list[Tensor]:
-        def count(collective: Collective) -> None:
-            self.method.bytes_sent += sent_bytes(collective, self.method.world)
-
-        try:
-            run = PathRun(path, self._transport, "peers", count)
-        except StopIteration as end:  # nothing to exchange in this step
-            return end.value
-        return run.finish()
+    def _count(self, collective: Collective) -> None:
+        self.method.bytes_sent += sent_bytes(collective, self.method.world)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, for torch.save."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dgc.collective import Collective, Path, World
+from dgc.transport import Transport
+from dgc.transport.runner import PathRun
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -58,10 +61,36 @@ def mean(tensors: list[Tensor], world: World) -> Path[list[Tensor]]:
     return unflat(total / world.size, tensors)
 
 
+class Apart(NamedTuple):
+    """Paths whose collectives travel side by side, and what makes one list of what they return."""
+
+    paths: tuple[Path[list[Tensor]], ...]
+    together: Callable[..., list[Tensor]]
+
+
 def some(tensors: list[Tensor], world: World, compress: Callable[[list[Tensor]], Path[list[Tensor]]],
-         worth: Callable[[Tensor], bool] = lambda tensor: tensor.ndim > 1) -> Path[list[Tensor]]:
+         worth: Callable[[Tensor], bool] = lambda tensor: tensor.ndim > 1) -> Apart:
     """What ``compress`` makes of those that are worth it, and the dense mean of the others, in the order of all."""
-    dense = iter((yield from mean([t for t in tensors if not worth(t)], world)))
-    chosen = [t for t in tensors if worth(t)]
-    compressed = iter((yield from compress(chosen)) if chosen else [])
-    return [next(compressed if worth(t) else dense) for t in tensors]
+    chosen, others = ([t for t in tensors if worth(t) is large] for large in (True, False))
+
+    def together(dense: list[Tensor], compressed: list[Tensor]) -> list[Tensor]:
+        small, large = iter(dense), iter(compressed)
+        return [next(large if worth(t) else small) for t in tensors]
+
+    return Apart((mean(others, world), compress(chosen) if chosen else mean([], world)), together)
+
+
+def carry(exchange: Path[list[Tensor]] | Apart, transport: Transport,
+          count: Callable[[Collective], None]) -> list[Tensor]:
+    """Takes an exchange to its end: what travels apart has begun before anything is waited for."""
+    def begin(path: Path[list[Tensor]], name: str) -> Callable[[], list[Tensor]]:
+        try:
+            return PathRun(path, transport, name, count).finish
+        except StopIteration as end:  # nothing to exchange in this step
+            found: list[Tensor] = end.value
+            return lambda: found
+
+    if isinstance(exchange, Apart):
+        waits = [begin(path, f"peers.{i}") for i, path in enumerate(exchange.paths)]
+        return exchange.together(*(wait() for wait in waits))
+    return begin(exchange, "peers")()

@@ -25,7 +25,7 @@ class Pictures:
     defaults: ClassVar = {"batch_size": 32, "depth": 20}
     clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
     flush = True  # what DGC and gradient dropping hold back, after the last step, as in the recipe
-    normalising = 5000  # images from which statistics of averaged parameters are taken
+    normalising = 5000  # images from which batch normalisation's statistics are taken before a score
     target, clock_target = 80.0, 85.0  # to which table.py tells seconds, and clock.py trains
 
     def __init__(self, a: Any, rank: int, size: int, device: torch.device):
@@ -79,10 +79,9 @@ class Pictures:
         return seen(images, self.dataset == "cifar10", self.generator)
 
     def score(self) -> float:
-        """After an epoch. Averaged parameters have no running statistics of their own: those are a worker's."""
-        if METHODS[self.a.method].every > 1:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.bf16):
-                update_bn(map(self.seen, self.images[:self.normalising].split(500)), self.model)
+        """After an epoch, with statistics of these parameters: averaged ones have no others, and running ones lag."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.bf16):
+            update_bn(map(self.seen, self.images[:self.normalising].split(500)), self.model)
         return cifar10.accuracy(self.model, *self.test, self.a)
 
     def result(self, history: list[dict[str, Any]]) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World, dense_bytes
 
-from .packing import flat, mean, some, unflat
+from .packing import Apart, flat, mean, some, unflat
 
 START, SEED = 2, 0  # of the hook: dense steps, and its seed, which all ranks share
 
@@ -38,7 +38,7 @@ class PowerSGD:
     bytes_sent: float = 0.0
     exchanges = "gradients"
 
-    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]] | Apart:
         self.steps += 1
         if self.steps <= START:
             return mean(tensors, self.world)

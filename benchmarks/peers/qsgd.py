@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 
-from .packing import flat, message, pack, some, take, unflat, unpack
+from .packing import Apart, flat, message, pack, some, take, unflat, unpack
 
 
 @dataclass
@@ -34,7 +34,7 @@ class QSGD:
         self.levels = 2 ** (self.bits - 1) - 1  # s
         self.random = torch.Generator().manual_seed(self.seed)
 
-    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Apart:
         return some(tensors, self.world, self.average)
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:

@@ -8,7 +8,6 @@ sent, and accuracy or perplexity against composed seconds.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -19,18 +18,18 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-from report import half_width
-
 from dgc import drawing
 from dgc.drawing import DENSE as GREY
 from dgc.drawing import DGC as BLUE
 from peers import METHODS, compose, predict
+from peers.interval import half_width
 from peers.tasks import TASKS
 
 STYLES = {"dense": (GREY, "o"), "DGC": (BLUE, "o"),  # the marker tells the rest apart, too
           **dict(zip(("quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"),
                      zip(drawing.MUTED, "^DosvPX", strict=True), strict=True))}
 LEVEL = 0.9  # of intervals
+FAR = 5.0  # points, or per cent of perplexity: what loses more is of another kind, and no part of intervals
 ALIKE = ("task", "dataset", "workers", "epochs", "steps_per_epoch", "parameters", "bf16")  # to be compared
 
 
@@ -56,7 +55,7 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
 def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
          target: float | None = None) -> list[dict[str, Any]]:
     """One row a method, means over its seeds. Lost: to dense training with the same seeds, and the half-width of its
-    interval, the variance pooled over all rows; None where there is none.
+    interval, where the method has all of these, and is not ``FAR``.
     """
     task = TASKS[runs[0]["task"]]
     metric, target = task.metric, task.target if target is None else target
@@ -66,16 +65,17 @@ def rows(runs: list[dict[str, Any]], measured: dict[str, Any] | None = None,
         methods.setdefault(run["method"], []).append(run)
     losses = {name: [metric.difference(run[metric.name], dense[run["seed"]]) for run in own if run["seed"] in dense]
               for name, own in methods.items()}
-    half = half_width([lost for name, lost in losses.items() if name != "dense"], LEVEL)
+    near = {name: lost for name, lost in losses.items() if len(lost) == len(dense) and statistics.mean(lost) < FAR}
+    half = half_width(list(near.values()), LEVEL)
     found = []
     for (name, own), lost in zip(methods.items(), losses.values(), strict=True):
-        wide = half(len(lost)) if lost and name != "dense" else math.nan
         means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio")}
         exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)  # older files have none
         predicted = {rate: predict.seconds(own[0]["collective"], means["bytes_per_step"], own[0]["workers"], rate,
                                            exchanging) for rate in predict.LINKS}
         found.append({"method": name, **{key: own[0][key] for key in ("title", "collective", "paper")}, **means,
-                      "predicted": predicted, "lost": mean(lost), "half": None if math.isnan(wide) else wide,
+                      "predicted": predicted, "lost": mean(lost),
+                      "half": half if name in near and name != "dense" else None,
                       "score": (score := mean([run[metric.name] for run in own])),
                       "order": metric.order(score), "seeds": [run["seed"] for run in own],
                       **compose.times(own, measured or {"seconds": {}}, exchanging, target)})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 
-from .packing import flat, message, owners, pack, some, take, unflat, unpack
+from .packing import Apart, flat, message, owners, pack, some, take, unflat, unpack
 
 
 def clipped(g: Tensor, c: float) -> Tensor:
@@ -36,7 +36,7 @@ class TernGrad:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
 
-    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
+    def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Apart:
         return some(tensors, self.world, self.average)
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:

@@ -61,7 +61,7 @@ def train(a: Any) -> dict[str, Any]:
         for step, batch in enumerate(task.batches(epoch)):
             loss = task.backward(batch)
             before = peer.bytes_sent
-            peer.step(last=(epoch + 1, step + 1) == (a.epochs, steps))
+            peer.step(last=step + 1 == steps and (entry.every > 1 or epoch + 1 == a.epochs))
             exchanging += peer.bytes_sent > before
             loss_sum += loss
         seconds = {} if a.target is None else {"seconds": time.perf_counter() - began}

@@ -52,7 +52,7 @@ def _hollow(leaf: Any) -> Any:
     """A plain tensor without its content; anything else, tensors of other kinds too, as it is."""
     plain = type(leaf) in (Tensor, nn.Parameter) and not vars(leaf) and leaf.device.type != "meta" and (
         leaf.layout in (torch.strided, torch.sparse_coo))
-    return torch.empty(0) if plain else leaf
+    return torch.empty(0, device="cpu") if plain else leaf
 
 
 def parameter_names(model: nn.Module) -> set[str]:

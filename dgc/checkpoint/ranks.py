@@ -97,4 +97,6 @@ def ranks_of(optimizer: Any) -> Ranks:
         raise TypeError("the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
                         "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))")
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if engine is not None:  # Lightning takes the model off the GPU when it has ended, but not the residuals
+        device = next((bucket.v.device for bucket in engine.parameters.kept()), device)
     return Ranks(transport, device, world)

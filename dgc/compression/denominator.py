@@ -93,12 +93,12 @@ def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The table of 1 - b2^w for w = 0, 1, ..., cut off at the largest weight."""
     most = largest_weight(b2)
     longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
-    w = torch.arange(longest + 1, dtype=torch.float64)
+    w = torch.arange(longest + 1, dtype=torch.float64, device="cpu")
     return (1 - b2**w).clamp_(max=most).to(device, dtype)
 
 
 @lru_cache(TABLES)
 def _deficits(b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     longest = math.ceil(math.log(NOTHING) / math.log(b1)) if b1 > 0 else 1
-    n = torch.arange(min(longest * PARTS, LONGEST) + 1, dtype=torch.float64) / PARTS
+    n = torch.arange(min(longest * PARTS, LONGEST) + 1, dtype=torch.float64, device="cpu") / PARTS
     return (2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(device, dtype)

@@ -20,7 +20,7 @@ class HostCopy:
         self._tensor = tensor
         self._event: Any = None
         if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))

@@ -325,4 +325,4 @@ class Plan(Level):
             inner = range((first // BLOCK + 1) * BLOCK, end, BLOCK)
             cuts += [(a, b, p) for a, b in zip((first, *inner), (*inner, end), strict=True) if a < b]
             first = end
-        return torch.tensor(cuts, dtype=torch.int64).view(-1, 3).T
+        return torch.tensor(cuts, dtype=torch.int64, device="cpu").view(-1, 3).T

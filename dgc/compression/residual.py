@@ -142,7 +142,7 @@ class Bucket:
                    [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given]]
         made_for, tensor = self._prepayment
         if made_for != numbers:
-            tensor = torch.tensor(numbers, dtype=self.v.dtype).to(self.v.device, non_blocking=True)
+            tensor = torch.tensor(numbers, dtype=self.v.dtype, device="cpu").to(self.v.device, non_blocking=True)
             self._prepayment = numbers, tensor
         return tensor
 

@@ -134,7 +134,7 @@ class Denominators:
             fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
             if step >= fewest and not self._nodes.alone and moves(self._parameters.groups) and self._has_seen():
                 self._take_over(step)
-            elif step == 0 and self._settings.world.rank == 0:
+            elif step == 0 and self._settings.world.rank == 0 and not self._nodes.alone:
                 warn(f"the first {fewest:,} {DENSE_FIRST}")
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class Denominators:
     def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
         rates.passed(group)
-        given = [p for p in parameters if p.grad is not None and local(p).numel()]  # a rank may have none of it
+        given = [p for p in parameters if p.requires_grad and p.grad is not None and local(p).numel()]  # of a shard
         if not given:
             return
         values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
@@ -322,8 +322,8 @@ def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
 
 def mean_of_seen(squares: list[Tensor]) -> Tensor:
     """The mean of the positive entries; 0 where there is none. 0-dim."""
-    total = sum((square.sum(dtype=torch.float64) for square in squares), torch.zeros(()))
-    count = sum(((square > 0).sum() for square in squares), torch.zeros((), dtype=torch.int64))
+    total = sum((square.sum(dtype=torch.float64) for square in squares), torch.zeros((), device="cpu"))
+    count = sum(((square > 0).sum() for square in squares), torch.zeros((), dtype=torch.int64, device="cpu"))
     return total / count.clamp(min=1)
 
 

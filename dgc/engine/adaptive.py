@@ -74,7 +74,7 @@ class AdaptiveSparsity:
         """The exposed time of exchanges / computing time; None if most steps were not measured on all ranks."""
         if self._device.type == "cuda":
             now.synchronize()
-        own = torch.full((self._schedule.every, 2), torch.nan, dtype=torch.float64)
+        own = torch.full((self._schedule.every, 2), torch.nan, dtype=torch.float64, device="cpu")
         for row, (began, ended, exposed) in self._steps.items():
             seconds = sum(_seconds(*times) for times in exposed)
             own[row, 0], own[row, 1] = seconds, max(_seconds(began, ended) - seconds, 1e-9)

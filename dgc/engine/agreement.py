@@ -12,7 +12,9 @@ from torch import Tensor
 from dgc.collective import Collective
 from dgc.config import Config
 from dgc.engine.adam import settling
+from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import STEP, Parameters
+from dgc.engine.pending import Pending
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local, shard
 from dgc.schedule import Adaptive, Piecewise, Ramp
@@ -26,6 +28,9 @@ AHEAD = 4096  # steps to come at which a user's own schedule is compared
 PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
+OTHER_STATE = ("an elastic job should hold its optimizer in dgc.elastic.TorchState, in place of "
+               "hvd.elastic.TorchState, which does not know of u and v: what is pending is lost where it restores, and "
+               "has another worth when workers come or go")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,7 +44,27 @@ class Agreement:
 
     def __init__(self, settings: Settings, parameters: Parameters):
         self._settings, self._parameters = settings, parameters
-        self.reached = settings.elastic  # new ranks cannot ask those that have been asked already
+        self.reached = False
+        self.again = not settings.elastic  # in an elastic job, whether a state has the ranks compared when one joins
+
+    def reach(self, nodes: Nodes, pending: Pending) -> int:
+        """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
+        pending. Returns how many ranks are gone.
+
+        Raises:
+            ValueError: on all ranks alike.
+        """
+        world, elastic, lost = self._settings.world, self._settings.elastic, 0
+        if self.again:
+            self.compare(world.rank)
+        elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
+            warn(OTHER_STATE)
+        if elastic and self.again:
+            lost = pending.rescale(world.size)
+        elif not elastic and self._settings.config.hierarchical:
+            nodes.group(world)
+        self.reached = True
+        return lost
 
     def compare(self, rank: int) -> None:
         """Compares with the other ranks what an exchange depends on.
@@ -100,7 +125,6 @@ class Agreement:
         settings = {**{key: value for key, value in vars(given.config).items() if key != "sparsity"}, "op": given.op,
                     "gradient_predivide_factor": given.gradient_predivide_factor,
                     "sparse_as_dense": given.sparse_as_dense,
-                    "backward_passes_per_step": given.backward_passes_per_step,
                     "grad_scaler, its state": None if scaler is None else scaler.state_dict()}
         return [f"{key}={value}" for key, value in settings.items()]
 
@@ -184,10 +208,14 @@ def _schedule(config: Config, step: int) -> list[str]:
     """Lines about the sparsities to come: of a user's own function, its next values, and some beyond."""
     if isinstance(config.sparsity, Adaptive):
         return [str(config.sparsity)]
-    known = isinstance(config.sparsity, (Piecewise, Ramp, float, int))
-    ahead = 1 if known else AHEAD
+    ahead = 1 if (known := is_known(config.sparsity)) else AHEAD
     steps = (*range(step, step + ahead), *(step + 2 ** i for i in range(20) if 2 ** i >= ahead))
     return [*(f"step {at}: {_sparsity(config, at)}" for at in steps), *([str(config.sparsity)] if known else [])]
+
+
+def is_known(sparsity: Any) -> bool:
+    """Whether a schedule is plain data, which tells all steps."""
+    return isinstance(sparsity, (Piecewise, Ramp, float, int))
 
 
 def _dense_steps(config: Config, groups: Iterable[Mapping[str, Any]]) -> list[str]:

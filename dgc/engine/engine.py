@@ -143,7 +143,8 @@ class Engine:
         world = replace(self.settings.world, node_size=self.nodes.size)
         if self.step.phase is not Phase.IDLE:
             self._next_step()
-        self.progress.open()
+        if self.agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
+            self.progress.open()
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
         self.pending.loaded = False
         self.ledger.open(self.parameters.dense_bytes(world.size))
@@ -163,10 +164,13 @@ class Engine:
             self.misuse.refuse_unexchanged()
             self._open()
         step, count = self.step, self.ledger.counting(self.step)
+        met = self.agreement.reached
         self._meet(step)
         self.misuse.tell_of_late_change()
         self.progress.computing_stops()
         try:
+            if not met:
+                self.progress.open()
             step.inverse = self.scaling.measure_inverse()
             if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
                 self._skip(step)
@@ -184,19 +188,13 @@ class Engine:
 
     def _meet(self, step: Step) -> None:
         """Agrees with the other ranks, the first time, before anything is exchanged."""
-        world = self.settings.world
         try:
             if not self.agreement.reached:
-                self.agreement.compare(world.rank)
-                if self.settings.elastic:
-                    self.ledger.lost_residuals += self.pending.rescale(world.size)
-                elif self.settings.config.hierarchical:
-                    self.nodes.group(world)
-                self.agreement.reached = True
+                self.ledger.lost_residuals += self.agreement.reach(self.nodes, self.pending)
         except ValueError:  # on all ranks alike
             self.give_up()
             raise
-        step.world = replace(world, node_size=self.nodes.size)
+        step.world = replace(self.settings.world, node_size=self.nodes.size)
         self.nodes.level()
 
     def _skip(self, step: Step) -> None:

@@ -77,8 +77,8 @@ class Misuse:
         if gradient is not None and self._versions.get(parameter) == (id(gradient), gradient._version - 1):
             raise AssertionError(
                 "backward() was called between synchronize() and step(), and has added to an update that was "
-                "exchanged already; momentum would count it twice. Call step() first, or increase "
-                "backward_passes_per_step to accumulate gradients locally.")
+                "exchanged already; momentum would count it twice. Call step() first; or, to accumulate gradients "
+                "locally, increase backward_passes_per_step, and call synchronize() after the last pass alone.")
 
     def refuse_unexchanged(self) -> None:
         """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last step."""

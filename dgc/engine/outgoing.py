@@ -88,9 +88,9 @@ class Outgoing:
         """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
         dimensions = self._parameters.sparse[parameter]
         if (g := parameter.grad) is None:
-            return torch.sparse_coo_tensor(
-                torch.empty(dimensions, 0), torch.empty(0, *parameter.shape[dimensions:]), parameter.shape,
-                dtype=parameter.dtype, device=parameter.device, check_invariants=False)
+            places, rows = torch.empty(dimensions, 0, device="cpu"), (0, *parameter.shape[dimensions:])
+            return torch.sparse_coo_tensor(places, torch.empty(rows, device="cpu"), parameter.shape,
+                                           dtype=parameter.dtype, device=parameter.device, check_invariants=False)
         return g if g.is_sparse else g.to_sparse(dimensions)
 
     def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,

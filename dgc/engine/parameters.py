@@ -147,6 +147,7 @@ class Parameters:
         """Refuses parameters that were added, taken away, moved or reshaped by hand: kernels are given addresses, and
         cannot find out for themselves.
         """
+        refuse_apex(self.optimizer)
         groups = self.group_of()
         if STEP not in self.groups[0]:
             raise RuntimeError("param_groups must stay in their order, got another group as the first one")
@@ -188,3 +189,14 @@ class Parameters:
 def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     """The parameters that may have a gradient: integers, say, are left alone."""
     return [p for group in param_groups for p in group["params"] if p.dtype in DTYPES]
+
+
+def refuse_apex(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what apex.amp has changed: it scales gradients, and replaces parameters, behind our back.
+
+    Raises:
+        TypeError: it has.
+    """
+    if "_amp_stash" in vars(optimizer):
+        raise TypeError("optimizer must not be one that apex.amp.initialize() has changed, got such a one (use "
+                        "torch.amp, and give its GradScaler as grad_scaler=)")

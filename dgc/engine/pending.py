@@ -77,6 +77,11 @@ class Pending:
                     raise ValueError(f"residual_state_dict: {letter} of {name} must have shape "
                                      f"{tuple(expected[name].shape)}, got {tuple(tensor.shape)}")
 
+    def is_of_another_rank(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state was given by another rank of as many."""
+        own = self._identity()
+        return state.get("size") == own["size"] and state.get("rank") != own["rank"]
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""
         self.missing, self.loaded, self.world_size = False, True, state["size"]

@@ -55,7 +55,7 @@ def inverse_squares(group: dict[str, Any], like: Tensor) -> Tensor:
 
 @lru_cache(TABLES)
 def _table(means: tuple[float, ...], b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    known = torch.tensor(means, dtype=torch.float64)
+    known = torch.tensor(means, dtype=torch.float64, device="cpu")
     place, part = _between(b1)
     mean = torch.lerp(known[place], known[place + 1], part)
     return torch.where(mean > 0, 1 / mean.clamp(min=LEAST), 1).to(dtype).to(device, non_blocking=True)
@@ -68,7 +68,7 @@ def _between(b1: float) -> tuple[Tensor, Tensor]:
     The squares of n steps are (n - 1) / 2 steps old in the mean, those in a step's momentum b1^2 / (1 - b1^2) more; and
     those in a running mean that takes in a 2^j-th, 2^j - 1.
     """
-    age = (torch.arange(LONGEST + 1, dtype=torch.float64) - 1).clamp_(min=0) / 2 + b1 * b1 / (1 - b1 * b1)
+    age = (torch.arange(LONGEST + 1, dtype=torch.float64, device="cpu") - 1).clamp_(min=0) / 2 + b1 * b1 / (1 - b1 * b1)
     j = torch.log2(age + 1).clamp_(max=MEANS - 1)
     place = j.floor().clamp_(max=MEANS - 2)
     return place.long(), j - place

@@ -29,7 +29,7 @@ class Scaling:
         """1 / the loss's scale of this step. A host-device synchronisation; None without a scaler."""
         if (scaler := self._settings.grad_scaler) is None:
             return None
-        inverse = torch.tensor(1 / scaler.get_scale())
+        inverse = torch.tensor(1 / scaler.get_scale(), device="cpu")
         return Inverse(inverse.to(self._parameters.device), inverse.item())
 
     def gradients(self, step: Step) -> list[Tensor]:
@@ -75,7 +75,8 @@ class Scaling:
         """The clipping factor by the norm of all these gradients, 0-dim."""
         norms = [norm(gradient) for gradient in gradients]
         device = norms[0].device if norms else torch.device("cpu")
-        total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else torch.zeros(())
+        zero = torch.zeros((), device="cpu")
+        total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else zero
         first = self._parameters.all()[0]
         if shard(first) is not None:
             total = sum_of_shards(total.square(), first).sqrt()

@@ -14,6 +14,7 @@ from dgc.engine.adam import check_decay
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
 from dgc.engine.kind import decays_apart, is_adam, is_sgd
 from dgc.engine.outgoing import check_dampening
+from dgc.engine.parameters import refuse_apex
 from dgc.engine.settings import Role, Settings
 from dgc.warn import warn
 
@@ -53,6 +54,7 @@ def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
     if config.hierarchical is True and os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ValueError("Config: hierarchical must be False, or 'auto', which is False there, in an elastic job, "
                          "whose machines come and go, got True")
+    refuse_apex(optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError("optimizer must be the plain optimizer, wrapped once, got a DistributedOptimizer")
 
@@ -67,12 +69,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
         _check_adam(optimizer, config)
     elif not is_sgd(type(optimizer)) and config.momentum_correction:
         raise TypeError(f"optimizer must be torch.optim.SGD or AdamW for momentum correction, which gives its step() "
-                        f"updates in place of gradients, got {kind} (give Config(momentum_correction=False), and "
-                        f"{kind} gets the averaged sparse gradients)")
+                        f"updates in place of gradients, got {kind} (" + (
+                            "torch.optim.AdamW learns better with compressed gradients; or "
+                            if "betas" in optimizer.defaults else "") +
+                        f"give Config(momentum_correction=False), and {kind} gets the averaged sparse gradients)")
     if not is_sgd(type(optimizer)) and not config.local_weight_decay:
         raise TypeError(f"optimizer must be torch.optim.SGD for Config(local_weight_decay=False), got {kind}")
     for group in optimizer.param_groups:
-        check_group(group, config)
+        check_group(group, config, type(optimizer))
     if not any(p.dtype in DTYPES for group in optimizer.param_groups for p in group["params"]):
         raise TypeError(f"the optimizer must have a parameter of {', '.join(map(str, DTYPES))}, got none whose "
                         "gradient can be exchanged")
@@ -86,8 +90,6 @@ def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
                              "(where ranks accumulate gradients in place of its momentum, a transformer ended 7 % "
                              "above dense training's perplexity at 99 %; with momentum correction, 1 %)")
         return
-    for group in optimizer.param_groups:
-        check_decay(type(optimizer), group)
     for name in ("apply_directly", "clip_per_tensor"):
         if getattr(config, name):
             raise ValueError(f"Config: {name} must be False for {type(optimizer).__name__} with momentum correction, "
@@ -95,8 +97,12 @@ def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
                                            else ""))
 
 
-def check_group(group: dict[str, Any], config: Config) -> None:
-    """Refuses a param group with a dampening, or with parameters that cannot be exchanged."""
+def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Optimizer]) -> None:
+    """Refuses a param group with a dampening, with an Adam's weight decay that is in the gradient, or with parameters
+    that cannot be exchanged.
+    """
+    if config.momentum_correction and is_adam(kind):
+        check_decay(kind, group)
     if config.momentum_correction and "dampening" in group:
         check_dampening(group)
     for parameter in group["params"]:
@@ -110,13 +116,20 @@ def check_group(group: dict[str, Any], config: Config) -> None:
                              "by Config: min_numel)")
 
 
-def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer]) -> None:
-    """Warns, on rank 0, of what the next release will refuse, and of what learns badly and cannot be done better."""
+def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adaptive: bool) -> None:
+    """Warns, on rank 0, of what the next release will refuse, and of what learns badly and cannot be done better.
+
+    Args:
+        settings: of the optimizer.
+        inner: the wrapped optimizer's class.
+        adaptive: whether it has Adam's betas.
+    """
     config = settings.config
     if settings.role is Role.OUTSIDE or settings.world.rank != 0:
         return
-    if is_adam(inner) and not config.momentum_correction and config.sparsity != 0.0:
-        warn("Config: momentum_correction should be True, with torch.optim.AdamW in place of Adam with weight_decay: "
+    if adaptive and not config.momentum_correction and config.sparsity != 0.0:
+        kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
+        warn(f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "
              "where ranks accumulate gradients, a transformer ended 7 % above dense training's perplexity at 99 %, and "
              "1 % above it with momentum correction")
     if config.exchange == "shared":

@@ -156,6 +156,11 @@ class _InDDP(Distributed):
             raise ValueError(f"passes must be 1 with DistributedDataParallel, got {passes!r} (to accumulate gradients, "
                              "call all but the last backward() within no_sync())")
 
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
+        """As the wrapped optimizer's. What is zeroed between backward() and step() stays so, on all ranks."""
+        engine_of(self).source.forget_updates()  # type: ignore[attr-defined]
+        Distributed.zero_grad(self, *args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
         inner, state, names, residuals, sparse = pickled_parts(self)
@@ -281,6 +286,10 @@ class DDPBuckets:
         for future, buffer, parameters in self._futures:
             future.set_result(sparse.get(parameters[0], buffer))
         self._futures.clear()
+
+    def forget_updates(self) -> None:
+        """Gradients are zeroed: those that no rank used are not to be filled in."""
+        self._updates = []
 
     def has_step(self, engine: Engine) -> bool:
         """A step() before any backward(), to quiet a scheduler's warning, is none in torch either."""

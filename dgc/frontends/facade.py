@@ -15,7 +15,7 @@ from dgc.engine.adam import restore_counts
 from dgc.engine.backward import frames, making_state
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.kind import unhooked
-from dgc.engine.parameters import STEP
+from dgc.engine.parameters import STEP, refuse_apex
 from dgc.engine.report import Report
 from dgc.engine.step import Phase
 from dgc.frontends import checks
@@ -101,13 +101,20 @@ class Distributed(torch.optim.Optimizer):
             return unhooked(self._inner.step)(engine.parameters.optimizer)  # its gradients and learning rates are 0
         return engine.take_step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.optim.Optimizer.zero_grad``; refused while gradients are being exchanged."""
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
+        """As the wrapped optimizer's; refused while gradients are being exchanged. An update that waits for step() is
+        left out, unless ``backward()`` has made the exchange: then the next one is refused.
+        """
         engine = engine_of(self)
         if engine.step.phase is Phase.COLLECTING:
             raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
                                  "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
-        self._inner.zero_grad(engine.parameters.optimizer, set_to_none)
+        waits = engine.step.phase is Phase.EXCHANGED and not engine.source.ends_with_backward
+        if waits:
+            engine.misuse.tell_of_dropped_update()
+        if waits or engine.step.phase is Phase.SKIPPED:
+            engine.give_up()
+        self._inner.zero_grad(engine.parameters.optimizer, *args, **kwargs)
 
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
@@ -178,12 +185,13 @@ class Distributed(torch.optim.Optimizer):
         before = len(optimizer.param_groups)
         self._inner.add_param_group(optimizer, param_group)
         try:
-            checks.check_group(optimizer.param_groups[-1], settings.config)
+            checks.check_group(optimizer.param_groups[-1], settings.config, self._inner)
             checks.check_shards(optimizer.param_groups, settings.process_set, settings.config, settings.grad_scaler)
+            names = checks.named(optimizer.param_groups, settings.named_parameters, generate=True)
         except (TypeError, ValueError):
             del optimizer.param_groups[before:]
             raise
-        engine.parameters.names = checks.named(optimizer.param_groups, settings.named_parameters, generate=True)
+        engine.parameters.names = names
         engine.adopt(optimizer.param_groups[-1:])
         if settings.exchanges:
             engine.applier.fill_state()
@@ -210,9 +218,10 @@ class Distributed(torch.optim.Optimizer):
         They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
         """
         engine = engine_of(self)
+        optimizer = engine.parameters.optimizer
+        refuse_apex(optimizer)
         engine.give_up()
         engine.synchronizes = True
-        optimizer = engine.parameters.optimizer
         groups = optimizer.param_groups
         self._inner.load_state_dict(optimizer, state_dict)
         restore_counts(optimizer, state_dict)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -94,6 +95,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         stock: Distributed = hvd.DistributedOptimizer(
             optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
             groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
+        if hvd.rank() == 0:
+            warn("compression is Horovod's, and so is all of this optimizer: leave it out, or give a dgc.Config, for "
+                 "Deep Gradient Compression")
         return stock
     config = Config() if compression is None else compression
     grad_scaler = checks.check_all(optimizer, config, op, grad_scaler)
@@ -139,12 +143,13 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
     """
     members = {**vars(Distributed), **vars(methods)}
     members.update({name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")})
+    members["zero_grad"].__signature__ = inspect.signature(inner.zero_grad)  # Accelerate looks at it
     return type(inner.__name__, (inner,), {**members, "__module__": module, "_inner": inner})
 
 
 def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_config(settings, optimizer._inner)
+    checks.tell_of_config(settings, optimizer._inner, "betas" in optimizer.defaults)
     optimizer._dgc = Engine(optimizer, optimizer._inner, names, settings, source)
 
 
@@ -171,10 +176,16 @@ def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
 
 
 def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-    """Gives a copy what its original had, until another training is loaded into it."""
+    """Gives a copy what its original had, until another training is loaded into it. The residuals of another rank are
+    left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
+    """
     engine = engine_of(optimizer)
-    optimizer.load_residual_state_dict(residuals)
-    engine.pending.loaded = False
+    if engine.pending.is_of_another_rank(residuals):
+        warn(f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, as "
+             "each has its own (to broadcast a scheduler, broadcast its state_dict())")
+    else:
+        optimizer.load_residual_state_dict(residuals)
+        engine.pending.loaded = False
     engine.parameters.load_sparse_names(sparse)
 
 

@@ -58,6 +58,7 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
         accelerator.register_load_state_pre_hook(lambda models, folder: tell_of_what_is_left_out(folder))
         return
     config = Config() if config is None else config
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     register_comm_hook(model, optimizer.optimizer, config, grad_scaler=accelerator.scaler)
     optimizer.__setstate__(optimizer.__getstate__())  # with a scaler it holds the step() of the class before
     _add_to_checkpoints(accelerator, model, optimizer.optimizer)
@@ -100,18 +101,22 @@ def tell_of_what_is_left_out(folder: str) -> None:
 
 def _clip_by_config(accelerator: Any, model: Any, config: Config) -> None:
     """Has ``clip_grad_norm_`` leave this model's gradients alone, which were clipped before the exchange."""
-    own, stock = set(model.parameters()), accelerator.clip_grad_norm_
+    stock = accelerator.clip_grad_norm_
+    accelerator.dgc_parameters = own = {*getattr(accelerator, "dgc_parameters", ()), *model.parameters()}
 
     def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if own.isdisjoint(parameters):
             norm: Tensor = stock(parameters, max_norm, norm_type)
             return norm
+        if not own.issuperset(parameters):
+            raise ValueError("parameters must be all of models whose gradients are compressed, or none of them, got "
+                             "both (call clip_grad_norm_ once for each kind)")
         if max_norm not in (config.clip_norm, float("inf")) or (max_norm == config.clip_norm and norm_type != 2):
             raise ValueError(f"max_norm must be that of Config(clip_norm=...), which bounds gradients before they are "
                              f"exchanged, {config.clip_norm}, with norm_type 2, got {max_norm} and {norm_type}")
         accelerator.unscale_gradients()
         norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
 
     accelerator.clip_grad_norm_ = clip_grad_norm_

@@ -41,5 +41,7 @@ def compress(fabric: Any, model: Any, optimizer: Any, config: Config | None = No
         if not is_wrapped(given):
             raise TypeError(f"{name} must be the one that fabric.setup() returned, got a {type(given).__name__}")
     if fabric.world_size > 1:
-        register_comm_hook(model._forward_module, optimizer.optimizer, Config() if config is None else config,
+        ddp_model = getattr(model._forward_module, "_orig_mod", model._forward_module)  # torch.compile wraps it
+        register_comm_hook(ddp_model, optimizer.optimizer, Config() if config is None else config,
                            grad_scaler=getattr(fabric.strategy.precision, "scaler", None))
+        optimizer.zero_grad = optimizer.optimizer.zero_grad  # the wrapper has that of the class before

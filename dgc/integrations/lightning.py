@@ -13,6 +13,7 @@ from dgc.config import Config
 from dgc.frontends.ddp import register_comm_hook
 
 try:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ImportError("dgc.integrations.lightning must have PyTorch Lightning, got none "
@@ -42,6 +43,7 @@ class DGCStrategy(DDPStrategy):
     model: Any  # this and what follows is Lightning's
     lightning_module: Any
     optimizers: list[Any]
+    _lightning_optimizers: list[Any]
 
     def __init__(self, compression: Config | None = None, **arguments: Any):
         super().__init__(**arguments)
@@ -58,6 +60,8 @@ class DGCStrategy(DDPStrategy):
                              "with several param groups)")
         register_comm_hook(self.model, self.optimizers[0], self._with_bound(trainer),
                            grad_scaler=getattr(self.precision_plugin, "scaler", None))
+        for wrapper in self._lightning_optimizers:  # made before, they have the method of the class before
+            wrapper.zero_grad = self.optimizers[0].zero_grad
 
     def _with_bound(self, trainer: Any) -> Config:
         """The config with the trainer's bound, which the trainer forgets until the end."""
@@ -80,21 +84,26 @@ class DGCStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Called by Lightning on all ranks. The file names the folder's step, so that both change at one moment."""
+        if self.local_rank == 0 and os.path.islink(filepath):  # to another checkpoint, which keeps its folder
+            os.unlink(filepath)
+        self.barrier("DGCStrategy.save_checkpoint: links")
         folder, step = _beside(filepath), f"step-{checkpoint['global_step']}"
         if checkpoint.get("optimizer_states"):
             dgc.checkpoint.save_checkpoint(folder / step, self.lightning_module, _inner(self.optimizers[0]))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier("DGCStrategy.save_checkpoint")  # by now the file names the new folder
         if self.local_rank == 0 and folder.is_dir():  # on each machine's disk
-            for other in folder.iterdir():
-                if other.name != step:
-                    shutil.rmtree(other, ignore_errors=True)
+            others = sorted((each for each in folder.iterdir() if each.name != step), key=lambda it: it.stat().st_mtime)
+            if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+                others = others[:-1]  # a thread may still be writing the file
+            for other in others:
+                shutil.rmtree(other, ignore_errors=True)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Called by Lightning for a checkpoint that it keeps no longer."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:  # on each machine's disk
-            shutil.rmtree(_beside(filepath), ignore_errors=True)
+            shutil.rmtree(f"{os.path.abspath(filepath)}.dgc", ignore_errors=True)  # not that of what a link names
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **arguments: Any) -> dict[str, Any]:
         """Called by Lightning before there is an optimizer."""

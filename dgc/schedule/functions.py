@@ -104,7 +104,7 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
 
     Raises:
         ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
-            ``per_step``, more than 10,000 parts, or a sparsity outside [0, 1).
+            ``per_step``, more than 10,000 parts or 2**63 steps, or a sparsity outside [0, 1).
     """
     start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
     if not (math.isfinite(epochs) and epochs >= 0):
@@ -115,7 +115,9 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
         raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
     if stages is not None and per_step:
         raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
-    length = round(epochs * steps_per_epoch)
+    if (steps := epochs * steps_per_epoch) > 2**63:
+        raise ValueError(f"warmup: epochs times steps_per_epoch must be at most 2**63, got {steps:g}")
+    length = round(steps)
     if length == 0:
         return constant(end)
     if per_step:

@@ -74,8 +74,8 @@ class Horovod:
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":
             splits = row_splits(collective, process_set.size())
-            handle = hvd.alltoall_async(bits, None if splits is None else torch.tensor(splits, dtype=torch.int32),
-                                        name=name, process_set=process_set)
+            rows = None if splits is None else torch.tensor(splits, dtype=torch.int32, device="cpu")
+            handle = hvd.alltoall_async(bits, rows, name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype).view_as(tensor))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
         slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]

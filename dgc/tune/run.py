@@ -90,6 +90,9 @@ def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool,
         raise ValueError(f"jobs must be 1 for a function, which trains within this process, got {jobs}")
     path = Path(study).absolute()
     with quiet(optuna), locked(path):
+        if not path.exists() and any(folder_of(path).glob("[0-9]*")):
+            raise ValueError(f"study must be there or have no trials, got none at {path}, and {folder_of(path)} with "
+                             "another's trials (move or delete that folder)")
         opened = open_study(optuna, path, task, seed)
         Search(optuna, opened, task, objective, trials, jobs, path).run()
         return result_of(finished_trials(opened), task, tolerance)

@@ -4,12 +4,13 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from launch import end
-from laws import loss, model, train
+from launch import end, ran
+from laws import flat, loss, model, train
 
 import dgc
 from dgc.engine.engine import engine_of
@@ -128,6 +129,57 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         for letter in "uv":
             for name, old in kept[rank][letter].items():
                 assert old.any() and torch.allclose(state[letter][name].double() / 2, old.double() / sizes[rank])
+
+
+def a_worker_joins():
+    """It has made another warm-up, as an epoch has other steps with it, and knows nothing of the rate's schedule."""
+    import horovod.torch as hvd
+
+    import dgc.elastic
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    config = dgc.Config(dgc.warmup(2, steps_per_epoch=6 - 2 * hvd.rank(), end=0.9))
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    if hvd.rank() == 0:
+        scheduler.last_epoch = 2
+    state = dgc.elastic.TorchState(model=network, optimizer=optimizer, scheduler=scheduler, epoch=0)
+    state.sync()
+    train(range(2), None, network, optimizer)
+    scheduler.step()
+    return (optimizer._compression.sparsity == dgc.warmup(2, steps_per_epoch=6, end=0.9),
+            state.scheduler is scheduler and scheduler.optimizer is optimizer, optimizer.param_groups[0]["lr"],
+            flat(network))
+
+
+def with_horovods_state():
+    """Warnings of a training in hvd.elastic.TorchState."""
+    import horovod.torch as hvd
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
+    hvd.elastic.TorchState(model=network, optimizer=optimizer).sync()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(range(2), None, network, optimizer)
+    return [str(w.message) for w in told]
+
+
+CASES = a_worker_joins, with_horovods_state
+
+
+def test_a_worker_that_joins_takes_rank_0s_schedules():
+    first, second = ran("horovod", 2, CASES)[a_worker_joins]
+    for schedule, scheduler, rate, _ in (first, second):
+        assert schedule and scheduler and rate == pytest.approx(0.005)
+    assert torch.equal(first[-1], second[-1])
+
+
+def test_horovods_own_state_is_told_of_once():
+    first, second = ran("horovod", 2, CASES)[with_horovods_state]
+    assert len(first) == 1 and "should hold its optimizer in dgc.elastic.TorchState" in first[0] and not second
 
 
 def test_a_lost_rank_is_counted_once(monkeypatch):

@@ -78,6 +78,56 @@ def test_where_nothing_is_compressed_it_is_torchs_adamw(size, node, config):
         torch.testing.assert_close(found, train(False), rtol=1e-5, atol=0)
 
 
+def test_where_nothing_is_compressed_a_copy_goes_on_as_the_original():
+    """It does not know yet that all ranks are on one machine."""
+    def worker():
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        optimizer = adamw([p], dgc.piecewise({0: 0.0, 10: 0.9}), hierarchical=True)
+        noise = torch.Generator().manual_seed(1)
+        pairs = [(p, optimizer)]
+        for step in range(30):
+            if step == 15:
+                pairs.append(copy.deepcopy((p, optimizer)))
+            factor = 1 + 0.1 * torch.randn(4, 4, generator=noise)
+            for q, each in pairs:
+                each.zero_grad()
+                (q * factor).sum().backward()
+                each.step()
+        return [q.detach() for q, _ in pairs]
+
+    for original, other in dgc.lockstep.run(worker, 2, 2):
+        assert torch.equal(original, other)
+
+
+def test_what_is_frozen_is_not_decayed():
+    """Where zero_grad(set_to_none=False) leaves it a gradient of zeros, in compressed steps."""
+    def worker():
+        body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+        parameters = [*body.parameters(), *head.parameters()]
+        optimizer = adamw(parameters, dgc.piecewise({0: 0.0, 2: 0.5}))
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        for step in range(8):
+            if step == 5:
+                before = body.requires_grad_(False).weight.detach().clone()
+            optimizer.zero_grad(set_to_none=False)
+            head(body(torch.ones(4, 8)).tanh()).square().sum().backward()
+            optimizer.step()
+        return torch.equal(body.weight, before)
+
+    assert dgc.lockstep.run(worker, 2) == [True, True]
+
+
+def test_a_param_group_whose_decay_is_in_the_gradient_is_refused():
+    def worker():
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.Adam([torch.nn.Parameter(torch.zeros(4, 4))]), compression=dgc.Config(0.9, min_numel=0))
+        with pytest.raises(ValueError, match="weight_decay"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4, 4))], "weight_decay": 0.1})
+        return len(optimizer.param_groups)
+
+    assert dgc.lockstep.run(worker, 2) == [1, 1]
+
+
 def test_a_step_without_a_learning_rate_takes_no_momentum_away():
     """Nor where it is the first that would be compressed. Gradients end before it, so that all that moves is momentum;
     D, which follows from what comes, is another than torch's by then.

@@ -53,8 +53,6 @@ def another_shape(network):
 @pytest.mark.parametrize(("worker", "section", "there", "here"), [
     (lambda odd: train([0], dgc.Config(0.95, clip_norm=1.0 if odd else None)),
      "the arguments of DistributedOptimizer", "clip_norm=1.0", "clip_norm=None"),
-    (lambda odd: train([0], dgc.Config(), backward_passes_per_step=2 if odd else 1),
-     "the arguments of DistributedOptimizer", "backward_passes_per_step=2", "backward_passes_per_step=1"),
     (lambda odd: train([0], dgc.Config(), another_shape(model()) if odd else model()),
      "the model's parameters", "8.weight (11, 40) torch.float32", "8.weight (10, 40) torch.float32"),
     (lambda odd: train([0], dgc.Config(), model()[:7] if odd else model()),

@@ -334,6 +334,28 @@ def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_sync
     assert dgc.lockstep.run(worker, 2) == [True, True]
 
 
+def test_after_an_overflow_gradients_set_by_hand_are_exchanged():
+    """The step that the scaler leaves out has ended with zero_grad(): the next one is another."""
+    def worker():
+        scaler = scaler_of()
+        network, optimizer = wrapped(SPARSE, scaler)
+        for step in range(4):
+            value = scaler.scale(loss(network, rank(), step))
+            gradients = torch.autograd.grad(value, list(network.parameters()))
+            for p, g in zip(network.parameters(), gradients, strict=True):
+                p.grad = g.fill_(torch.inf) if step == 1 else g
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.report().skipped == 1
+        return torch.allclose(flat(network), flat(scaled([0, 2, 3], SPARSE)[0]), rtol=1e-5, atol=1e-7)
+
+    assert dgc.lockstep.run(worker, 2) == [True, True]
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
     def worker():

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from laws import SPARSE, backward, flat, in_lockstep, rank, train, wrapped
+from laws import SPARSE, backward, flat, in_lockstep, loss, rank, train, wrapped
 from torch import nn
 
 import dgc
@@ -145,6 +145,49 @@ def test_a_step_left_out_is_left_out(directly, to_none):
     with pytest.warns(UserWarning, match=r"there was no step\(\) after synchronize\(\)") as told:
         in_lockstep(worker)
     assert len(told) == 2  # each rank
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part(directly):
+    """With zeros, as after any step; and a state may be asked for in between."""
+    def worker():
+        config = dgc.Config(sparsity=0.9, apply_directly=directly)
+        network, optimizer = wrapped(config)
+        backward(network)
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        pending = optimizer.residual_state_dict()
+        if rank() == 0:
+            backward(network, 1)
+        optimizer.step()
+        other, expected = wrapped(config)
+        expected.load_residual_state_dict(pending)
+        expected.param_groups[0]["dgc_step"] = 1  # which rotates the sample
+        (loss(other, rank(), 1) * (rank() == 0)).backward()
+        expected.step()
+        return flat(network), flat(other)
+
+    with pytest.warns(UserWarning, match=r"there was no step\(\) after synchronize\(\)") as told:
+        ranks = in_lockstep(worker)
+    assert len(told) == 2  # each rank; and none of a second synchronize() before the step
+    for found, expected in ranks:
+        assert torch.equal(found, expected) and torch.equal(found, ranks[0][0])
+
+
+def test_alone_a_step_left_out_does_not_keep_the_next_from_being_clipped():
+    def worker():
+        network, optimizer = wrapped(dgc.Config(clip_norm=1e-3), momentum=0.0)
+        backward(network)
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        before = flat(network)
+        backward(network)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        return (flat(network) - before).norm() / optimizer.param_groups[0]["lr"]
+
+    assert dgc.lockstep.run(worker, 1)[0] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_changing_gradients_before_the_step_warns_once():

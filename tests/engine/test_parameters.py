@@ -1,6 +1,7 @@
 """Parameters: their buckets, their memory, and models of any shape."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,11 @@ def test_a_refused_param_group_leaves_nothing_behind():
             with pytest.raises((ValueError, TypeError), match="must be"):
                 optimizer.add_param_group(bad)
             assert len(optimizer.param_groups) == 1
+        twice = nn.Parameter(torch.zeros(3))
+        with warnings.catch_warnings(), pytest.raises(ValueError, match="each parameter once"):
+            warnings.simplefilter("ignore")  # torch's
+            optimizer.add_param_group({"params": [twice, twice]})
+        assert len(optimizer.param_groups) == 1
         train(range(2), None, network, optimizer)
         backward(network)
         with pytest.raises(RuntimeError,

@@ -7,7 +7,40 @@ import torch
 from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
 
 import dgc
+from dgc.compression import kernels
+from dgc.compression.kernels import plain
 from dgc.engine.engine import engine_of
+
+
+@pytest.mark.parametrize(("config", "node"), [
+    ({}, 1), ({"selection": "exact"}, 1), ({"exchange": "reduce"}, 1), ({"dense_dtype": torch.float16}, 1),
+    ({"clip_norm": 0.5, "nonfinite": "skip"}, 1), ({"hierarchical": True}, 2)], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_default_device_of_the_users_is_not_where_we_compute(config, node, kind, fused, monkeypatch):
+    """On "meta", where nothing can be computed."""
+    if not fused:
+        monkeypatch.setattr(kernels, "current", lambda *_: plain)
+
+    def worker(device):
+        network = model()
+        optimizer = kind(network.parameters(), lr=1e-3)
+        with torch.device(device):
+            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
+                dgc.dense_until(2, then=0.9), **config))
+        for step in range(4):
+            value = loss(network, rank(), step)
+            with torch.device(device):
+                optimizer.zero_grad()
+                value.backward()
+                optimizer.step()
+        with torch.device(device):
+            optimizer.flush()
+            assert optimizer.report().steps == 4
+        return flat(network)
+
+    here, there = (dgc.lockstep.run(lambda on=on: worker(on), 4, node) for on in ("cpu", "meta"))
+    assert all(map(torch.equal, here, there))
 
 
 def test_messages_leave_during_the_backward_pass():

@@ -52,7 +52,7 @@ def observed():
             outcome = {"alike": None, "close": [], "error": None}
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                warnings.filterwarnings("ignore", ".* in place of Adam with weight_decay")  # see wrap
+                warnings.filterwarnings("ignore", ".*with torch.optim.AdamW in place of")  # see wrap
                 try:
                     result = behave(wrapper(mode)) or {}
                     outcome.update(result)
@@ -288,6 +288,19 @@ def several_backward_passes(wrap):
 
 
 @behaviour
+def another_number_of_backward_passes_on_each_rank(wrap):
+    """As of a job that keeps its batch where workers are not alike."""
+    model, passes = network(), 1 + hvd.rank()
+    optimizer = wrap(sgd(model), model.named_parameters(), backward_passes_per_step=passes)
+    for step in range(3):
+        for each in range(passes):
+            backward(model, 3 * step + each)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"close": [flat(model)]}
+
+
+@behaviour
 def one_backward_pass_too_many(wrap):
     model = network()
     optimizer = wrap(sgd(model), model.named_parameters())
@@ -305,6 +318,16 @@ def zero_grad_while_gradients_travel(wrap):
     error = raised(optimizer.zero_grad)
     optimizer.step()
     return {"alike": error, "close": gradients(model)}
+
+
+@behaviour
+def a_zero_grad_that_takes_no_argument(wrap):
+    class Plain(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    model = network()
+    return trained(model, wrap(Plain(model.parameters(), lr=0.1), model.named_parameters()))
 
 
 @behaviour
@@ -396,6 +419,19 @@ def a_scheduler(wrap):
         optimizer.step()
         scheduler.step()
     return {"alike": optimizer.param_groups[0]["lr"], "close": [flat(model)]}
+
+
+@behaviour
+def a_scheduler_that_is_broadcast(wrap):
+    """With the optimizer that it holds."""
+    model = network()
+    optimizer = wrap(sgd(model), model.named_parameters())
+    backward(model)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    other = hvd.broadcast_object(scheduler, root_rank=0)
+    optimizer.zero_grad()
+    return {"alike": type(other).__name__, **trained(model, optimizer)}
 
 
 @behaviour

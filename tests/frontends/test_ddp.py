@@ -283,6 +283,18 @@ def ddp_user():
                 warnings.simplefilter("ignore")  # that it was changed
                 optimizer.step()
         results["cancelled", view] = torch.equal(before, network.module[8].weight)
+    network, optimizer = in_ddp(Branches(rank), dgc.Config(0.5), momentum=0.9, find_unused_parameters=True)
+    optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
+    for step in range(5):
+        before = flat(network)
+        optimizer.zero_grad()
+        network(torch.arange(4), step).square().mean().backward()
+        if step == 4:  # in which rank 0 alone has used a branch
+            optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    results["zeroed"] = torch.equal(flat(network), before)
     inner = model()
     inner[0].requires_grad_(False)
     network, optimizer = in_ddp(inner, CONFIGS["default"])
@@ -497,7 +509,7 @@ def test_a_rank_that_joins_keeps_up(size):
 @sizes
 def test_what_a_user_does_with_it(size):
     for results in ran("torch", size, CASES)[ddp_user]:
-        assert results["cancelled", True] and results["cancelled", False]
+        assert results["cancelled", True] and results["cancelled", False] and results["zeroed"]
         assert results["thawed"].startswith("DistributedDataParallel does not exchange 0.weight, 0.bias: when it was")
         passes, config, scaler = results["refused"]
         assert "passes must be 1 with DistributedDataParallel" in passes

@@ -16,6 +16,7 @@ SIZES = (1, 2)
 SAID_BESIDES = {
     "other_values_and_settings_on_each_rank": (0, "the ranks differ in the optimizer's settings"),
     "gradients_that_are_not_finite": (0, "It is applied as it is, as by Horovod"),
+    "a_scheduler_that_is_broadcast": (1, "a copy of rank 0's DistributedOptimizer begins without residuals"),
     "state_loaded_into_another": (None, "training goes on at step 1 without the residuals"),
 }
 

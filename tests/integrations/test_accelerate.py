@@ -75,7 +75,7 @@ def train(parts, epochs=EPOCHS, clip=None):
                             grads = torch.cat([p.grad.flatten() for p in model.parameters()])
                             torch.testing.assert_close(norm, grads.norm())
                     optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.zero_grad(set_to_none=True)
             scheduler.step()
     return flat(model)
 
@@ -123,6 +123,7 @@ def like_a_script():
             "bf16": (train(made(SPARSE, mixed_precision="bf16")), script(precision=True)),
             "clipped": (train(made(CLIPPED), clip=0.2), script(config=CLIPPED)),
             "scaled": (train(made(CLIPPED, scaler=scaler()), clip=0.2), script(config=CLIPPED, scaler=scaler())),
+            "compiled": (train(made(SPARSE, dynamo_backend="aot_eager")), script()),
             "looked at": (train(made(SPARSE), clip=float("inf")), script())}
 
 
@@ -203,6 +204,10 @@ def refused():
     compress(accelerator, model, optimizer, CLIPPED)
     other(torch.ones(1, 3)).sum().backward()
     accelerator.clip_grad_norm_(other.parameters(), 0.5)
+    try:
+        accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], 0.2)
+    except ValueError as error:
+        errors.append(str(error))
     return errors, torch.cat([p.grad.flatten() for p in other.parameters()]).norm().item()
 
 
@@ -226,7 +231,7 @@ def test_at_sparsity_0_it_is_accelerates_ddp():
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "scaled", "looked at"])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "scaled", "compiled", "looked at"])
 def test_it_is_a_script_with_the_hook_to_the_bit(name):
     first, second = of(like_a_script)
     assert torch.equal(*first[name]) and torch.equal(first[name][0], second[name][0])
@@ -262,7 +267,8 @@ def test_a_state_without_dgc_goes_on():
 
 
 def test_what_cannot_be_is_refused():
-    for (unknown, other, wrapper), norm in of(refused):
+    for (unknown, other, wrapper, both), norm in of(refused):
+        assert both.startswith("parameters must be all of models whose gradients are compressed, or none of them")
         assert unknown.startswith("max_norm must be that of Config(clip_norm=...)") and "None" in unknown
         assert "0.2, with norm_type 2, got 0.5 and 2" in other
         assert wrapper == "optimizer must be the one that accelerator.prepare() returned, got a SGD"

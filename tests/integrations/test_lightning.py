@@ -189,9 +189,13 @@ def files():
     saver = ModelCheckpoint(folder() / "one", filename="one", every_n_train_steps=2, enable_version_counter=False,
                             save_top_k=1)
     fit(compressed(), enable_checkpointing=True, callbacks=[saver])
+    for path in (None, folder() / "linked" / "last.ckpt"):  # a link to the first epoch's, which stays the best
+        fit(compressed(), path=path, epochs=1 if path is None else 2, enable_checkpointing=True,
+            callbacks=[keep("linked", save_last="link", save_top_k=1, monitor="epoch", mode="min",
+                            enable_version_counter=False)])
     torch.distributed.barrier()
-    return [sorted(str(path.relative_to(folder())) for name in ("two", "one") for path in (folder() / name).glob(glob))
-            for glob in ("*", "*/*")]
+    return {name: [sorted(str(path.relative_to(folder() / name)) for path in (folder() / name).glob(glob))
+                   for glob in ("*", "*/*")] for name in ("two", "one", "linked")}
 
 
 def from_ddp():
@@ -254,11 +258,12 @@ def test_resumed_it_goes_on_to_the_bit(name):
 
 
 def test_a_checkpoints_file_and_folder_come_and_go_together():
-    top, below = of(files)[0]
-    assert top == ["one/one.ckpt", "one/one.ckpt.dgc", "two/epoch=1-step=8.ckpt", "two/epoch=1-step=8.ckpt.dgc",
-                   "two/epoch=2-step=12.ckpt", "two/epoch=2-step=12.ckpt.dgc"]
-    assert below == ["one/one.ckpt.dgc/step-12", "two/epoch=1-step=8.ckpt.dgc/step-8",
-                     "two/epoch=2-step=12.ckpt.dgc/step-12"]
+    found = of(files)[0]
+    assert found["one"] == [["one.ckpt", "one.ckpt.dgc"], ["one.ckpt.dgc/step-12"]]
+    for name, steps in {"two": {"epoch=1-step=8": 8, "epoch=2-step=12": 12},
+                        "linked": {"epoch=0-step=4": 4, "last": 8}}.items():
+        assert found[name] == [[f"{file}.ckpt{end}" for file in steps for end in ("", ".dgc")],
+                               [f"{file}.ckpt.dgc/step-{step}" for file, step in steps.items()]]
 
 
 def test_a_checkpoint_of_lightnings_ddp_goes_on():

@@ -26,6 +26,10 @@ def test_the_official_binary_layout_is_read(tmp_path):
         assert name == "cifar10" and images.shape == (10, 3, 32, 32) and test_images.shape == (2, 3, 32, 32)
         assert labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4] and test_labels.tolist() == [5, 5]
         assert images[0, 0, 0, 0] == 11 and images[0, 2, 31, 31] == 22
+    with (folder / "data_batch_3.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(SystemExit, match=r"data_batch_3\.bin must be records of 3073 bytes, got 6,147 bytes"):
+        load(str(tmp_path))
     (folder / "data_batch_3.bin").unlink()
     with pytest.raises(SystemExit,
                        match=r"a folder with all of cifar-10-batches-bin, got one without data_batch_3\.bin"):

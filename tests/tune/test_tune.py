@@ -481,6 +481,20 @@ def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys)
     assert message in told and told.count("\n") == 1 and not output
 
 
+def test_files_of_others_are_left_alone(place, monkeypatch, capsys):
+    """A result where the summary would go, a picture beside no summary, and the trials of a study that was moved."""
+    line = ["dgc", "tune", "--epochs", "2", "--minimize", "--study", "one.db", "true", "{sparsity}"]
+    monkeypatch.setattr(sys, "argv", line)
+    for name, text in (("one.json", '{"recipe": "cifar10"}'), ("one.json", "[1]"), ("one.png", "")):
+        (place / name).write_text(text)
+        assert cli.run() == 2 and f"{name} must be free for the search's results" in capsys.readouterr().err
+        assert (place / name).read_text() == text
+        (place / name).unlink()
+    (place / "one.db-trials" / "0000").mkdir(parents=True)
+    assert cli.run() == 2 and "study must be there or have no trials, got none at" in capsys.readouterr().err
+    assert (place / "one.db-trials" / "0000").exists()
+
+
 @pytest.mark.parametrize(("code", "message"), [
     ("", "got none though it ended well (call dgc.tune.report(epoch, metric, bytes_sent) after"),
     ("open(sys.argv[2], 'w')", "the command ended well and left no"),

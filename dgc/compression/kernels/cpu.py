@@ -842,7 +842,7 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
         return square
 
     squares = _in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
-    bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype)
+    bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype, device="cpu")
     return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
 
 
@@ -869,7 +869,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
             table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
     with stage("dgc::accumulate"):
         bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
-    index, used = torch.empty(layout.slots, dtype=torch.int64), torch.empty(len(table.numels), dtype=torch.int64)
+    index, used = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (layout.slots, len(table.numels)))
     positions, numbers = index.numpy(), used.numpy()
     _in_threads(lambda first, last: _choose(
         first, last, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
@@ -891,7 +891,7 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
         first, last, table.offsets, table.starts, table.block_starts, chosen, numbers, u, v,
         masking is True and bucket.u is not None, to_come, least, layout.dtype == torch.float16, block_counts, singles,
-        words, slots, exponents), table.parameters, table.threads))))
+        words, slots, exponents), table.parameters, table.threads)), device="cpu"))
     _seal(message.view(np.int32))
     return torch.from_numpy(message)
 

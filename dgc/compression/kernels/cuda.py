@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -736,7 +737,7 @@ class _Tables:
             blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
         self.tiles_count, self.chunks_count, self.blocks_count = len(tiles), len(chunks), len(blocks)
         self.parameters, self.tiles, self.chunks, self.blocks = (
-            _sent(torch.tensor(numbers, dtype=torch.int64), layout.device) for numbers in (rows, tiles, chunks, blocks))
+            _sent(_table_of(numbers), layout.device) for numbers in (rows, tiles, chunks, blocks))
         expected = TILE.value * layout.slots / max(1, layout.numel)
         self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
         self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
@@ -751,6 +752,11 @@ def _ranks(numel: int, k: int) -> tuple[int, int]:
         return k, k
     hits = k * SAMPLE.value / numel
     return (max(1, math.floor(hits - DEVIATIONS * math.sqrt(hits))), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
+
+
+def _table_of(numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    """On the host, whatever the user's default device is."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def _sent(host: Tensor, device: torch.device) -> Tensor:
@@ -786,7 +792,7 @@ class _Gradients:
         addresses = [0 if g is None else g.data_ptr() for g in self._alive]
         kinds = [_kind(bucket, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
-        self.table = _sent(torch.tensor([addresses, kinds, momenta]), device)
+        self.table = _sent(_table_of([addresses, kinds, momenta]), device)
         self.like, self.aligned = torch.empty(0, dtype=common, device=device), all(a % 16 == 0 for a in addresses)
         self.scaled, self.scale = 0, bucket.v
         if isinstance(scale, Mapping):
@@ -999,7 +1005,7 @@ class Received:
         values, positions, exponents, words = _places(layout)
         addresses = [0 if target is None else target.data_ptr() for target in targets]
         factors = [0.0] * count if rates is None else [float(rate) for rate in rates]
-        numbers = torch.tensor(addresses + _doubles([*factors, float(self._divisor)]))
+        numbers = _table_of(addresses + _doubles([*factors, float(self._divisor)]))
         total = torch.empty(layout.numel, dtype=layout.residual, device=layout.device)
         if not table.blocks_count:
             return

@@ -131,7 +131,7 @@ def _locked(file: int) -> bool:
 
 def run_all(dtype: torch.dtype) -> None:
     """Calls each loop, with what it is called with in training."""
-    parameter = torch.zeros(64, 64, dtype=dtype)
+    parameter = torch.zeros(64, 64, dtype=dtype, device="cpu")
     bucket, gradients = Bucket("fill", {"a": parameter}), {"a": Gradient(torch.ones_like(parameter), 0.9)}
     layout = Layout(bucket, [40], torch.float16)
     cpu.accumulate(bucket, gradients, None, layout)
@@ -149,7 +149,7 @@ def run_all(dtype: torch.dtype) -> None:
 def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:
     """Those of the exchange that adds up at owners."""
     _, index, used = owners_cpu.select(bucket, gradients, None, plan, False, 0)
-    rows, _ = owners_cpu.send(bucket, gradients, plan, index, used, torch.tensor(False), True)
+    rows, _ = owners_cpu.send(bucket, gradients, plan, index, used, torch.tensor(False, device="cpu"), True)
     arrived = owners_cpu.add(bucket, plan, rows[1:2].expand(3, -1))
     message, _ = owners_cpu.pass_on(bucket, gradients, plan, arrived, 0, True)
     owners_cpu._among_all(owners_cpu._table(plan), bucket.v.numpy(), bucket.v.numpy()[:1])

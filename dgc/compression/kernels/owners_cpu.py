@@ -542,18 +542,18 @@ def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: T
     """As :func:`owners_plain.send`."""
     n, starts, v = plan.regions.owners, cpu._table(plan.layout).starts, bucket.v.numpy()
     if refused:
-        bucket.count(torch.tensor(0))
+        bucket.count(torch.tensor(0, device="cpu"))
         return plan.to_owners.telling(n, NONFINITE), _nothing(bucket)
     (places, parameters), begins = np.empty((2, len(index)), np.int64), np.empty(n + 1, np.int64)
     wanted = _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, v,
                    np.finfo(v.dtype).tiny, places, parameters, begins)
     rows, taken, entries = _written(bucket, gradients, plan, plan.to_owners, begins, places, parameters, masking)
-    bucket.overflow_entries = torch.tensor(wanted - entries)
+    bucket.overflow_entries = torch.tensor(wanted - entries, device="cpu")
     return rows, taken
 
 
 def _nothing(bucket: Bucket) -> Taken:
-    return Taken(torch.empty(0, dtype=torch.int64), bucket.v[:0])
+    return Taken(torch.empty(0, dtype=torch.int64, device="cpu"), bucket.v[:0])
 
 
 def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, rows: Rows, begins: Any, places: Any,
@@ -572,7 +572,7 @@ def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, rows
         first, last, begins, places, parameters, plan.regions.owners, u, v, masking is True and bucket.u is not None,
         to_come, least, rows.dtype == torch.float16, counts, singles, words, positions, exponents, numbers, sent),
         list(pairwise(count * w // shares for w in range(shares + 1))), threads))
-    bucket.count(torch.tensor(entries))
+    bucket.count(torch.tensor(entries, device="cpu"))
     taken = Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent))
     return torch.from_numpy(message[:count]), taken, entries
 
@@ -613,7 +613,7 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
             masking: Masking) -> tuple[Tensor, Taken]:
     """As :func:`owners_plain.pass_on`."""
     if arrived.status.max() >= CORRUPT:
-        bucket.count(torch.tensor(0))
+        bucket.count(torch.tensor(0, device="cpu"))
         return plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax())), _nothing(
             bucket)
     index = _largest_sums(bucket, gradients, plan, step)
@@ -621,7 +621,8 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     begins = np.array([0, len(index)])
     message, taken, _ = _written(bucket, gradients, plan, plan.to_all, begins, index, parameters, masking)
     added = arrived.added
-    bucket.held_entries = torch.tensor(_held(added.places.numpy(), added.sent.numpy(), index, taken.sent.numpy()))
+    held = _held(added.places.numpy(), added.sent.numpy(), index, taken.sent.numpy())
+    bucket.held_entries = torch.tensor(held, device="cpu")
     return message, taken
 
 

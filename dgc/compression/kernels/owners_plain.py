@@ -169,7 +169,7 @@ def _scores(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan) -> Te
     means = _means(sums, plan).clamp_(min=torch.finfo(sums.dtype).tiny)
     absent = [name not in gradients for name in bucket.names]
     if any(absent):
-        means.masked_fill_(torch.tensor(absent).to(means.device, non_blocking=True), torch.inf)
+        means.masked_fill_(torch.tensor(absent, device="cpu").to(means.device, non_blocking=True), torch.inf)
     sums.div_(means.repeat_interleave(plan.lengths, output_size=len(sums)))
     return sums.nan_to_num_(torch.inf, torch.inf)  # infinity over infinity, which is to be passed on, and told
 
@@ -181,9 +181,11 @@ def _means(sums: Tensor, plan: Plan) -> Tensor:
     if device.is_asynchronous(sums.device):
         return torch.segment_reduce(sums, "mean", lengths=plan.lengths, initial=0.0, unsafe=True)  # waits for no check
     first, end, parameter = plan.pieces
-    lane = torch.arange(len(first)).repeat_interleave(end - first) * LINE + torch.arange(len(sums)) % LINE
-    lanes = torch.zeros(len(first) * LINE, dtype=torch.float64).index_add_(0, lane, sums.double()).view(-1, LINE)
-    total = torch.zeros(len(plan.lengths), dtype=torch.float64).index_add_(0, parameter, lanes.cumsum(1)[:, -1])
+    pieces, stretches = (torch.arange(len(each), device="cpu") for each in (first, sums))
+    lane = pieces.repeat_interleave(end - first) * LINE + stretches % LINE
+    lanes, total = (torch.zeros(n, dtype=torch.float64, device="cpu") for n in (len(first) * LINE, len(plan.lengths)))
+    lanes = lanes.index_add_(0, lane, sums.double()).view(-1, LINE)
+    total = total.index_add_(0, parameter, lanes.cumsum(1)[:, -1])
     return (total / plan.lengths.clamp(min=1)).to(sums.dtype)
 
 

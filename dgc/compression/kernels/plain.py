@@ -45,7 +45,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     """
     with stage("dgc::accumulate"):
         bad = bucket.accumulate(gradients, scale)
-    index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
+    index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64, device="cpu")
     parts = zip(bucket.names, bucket.v.split(bucket.numels), layout.counts, layout.starts, bucket.offsets, strict=True)
     for p, (name, v, k, start, offset) in enumerate(parts):
         if name in gradients:
