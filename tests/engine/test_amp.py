@@ -304,6 +304,16 @@ def test_fewer_passes_than_said_are_an_error():
     dgc.lockstep.run(worker, 2)
 
 
+def step_by_hand(optimizer, scaler):
+    """With gradients that no backward() has brought."""
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_synchronized():
     """Else they would be kept without their scale twice over."""
     def by_hand(network, scaler, step):
@@ -323,12 +333,7 @@ def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_sync
         network, optimizer = wrapped(SPARSE, scaler)
         for step in range(4):
             by_hand(network, scaler, step)
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            step_by_hand(optimizer, scaler)
         return torch.equal(flat(network), flat(scaled(range(4), SPARSE)[0]))
 
     assert dgc.lockstep.run(worker, 2) == [True, True]
@@ -344,12 +349,7 @@ def test_after_an_overflow_gradients_set_by_hand_are_exchanged():
             gradients = torch.autograd.grad(value, list(network.parameters()))
             for p, g in zip(network.parameters(), gradients, strict=True):
                 p.grad = g.fill_(torch.inf) if step == 1 else g
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            step_by_hand(optimizer, scaler)
         assert optimizer.report().skipped == 1
         return torch.allclose(flat(network), flat(scaled([0, 2, 3], SPARSE)[0]), rtol=1e-5, atol=1e-7)
 

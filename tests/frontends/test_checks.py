@@ -24,6 +24,12 @@ def twice():
         return torch.optim.SGD([a, b, a], 0.1)
 
 
+def by_apex(optimizer):
+    """With what ``apex.amp.initialize`` leaves in any optimizer, as its source has it."""
+    optimizer._amp_stash = object()
+    return optimizer
+
+
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: dgc.DistributedOptimizer(sgd(), compression="fp16"), TypeError,
      r"compression must be a dgc\.Config, .* got 'fp16'"),
@@ -50,6 +56,14 @@ def twice():
         r"must be torch\.optim\.SGD for Config\(local_weight_decay=False\)"),
     (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], 0.1)),
      TypeError, r"got one of shape \(2, 2\) and dtype torch\.complex64"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.NAdam(model().parameters())), TypeError,
+     r"got NAdam \(torch\.optim\.AdamW learns better with compressed gradients; or give Config\(momentum_c"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.RMSprop(model().parameters())), TypeError,
+     r"got RMSprop \(give Config\(momentum_correction=False\), and RMSprop gets the averaged"),
+    (lambda: dgc.DistributedOptimizer(by_apex(sgd())), TypeError, "must not be one that apex.amp"),
+    (lambda: by_apex(dgc.DistributedOptimizer(sgd())).load_state_dict({}), TypeError, "must not be one that apex.amp"),
+    (lambda: train(range(1), None, network := model(), by_apex(dgc.DistributedOptimizer(torch.optim.SGD(
+        network.parameters(), 0.1)))), TypeError, "must not be one that apex.amp"),
     (lambda: dgc.DistributedOptimizer(sgd(), backward_passes_per_step=0), ValueError,
      "backward_passes_per_step must be > 0"),
     (lambda: dgc.DistributedOptimizer(sgd(), op=dgc.Sum, gradient_predivide_factor=2.0), ValueError,
