@@ -26,6 +26,7 @@ from typing import Annotated, Any
 import typer
 from hosts import Network, check_tools, clean_leftovers, run_script, shape_link
 from network import METHODS, exchanges, sgd
+from outfile import write
 
 HERE = Path(__file__).resolve()
 OPTIONS = {"apply_directly": True, "dense_dtype": "torch.float16"}  # so that DGC itself takes the least
@@ -145,13 +146,12 @@ def main(
         print(f"computing alone: {1000 * alone:.0f} ms a step, {1000 * compute:.0f} of them asleep", flush=True)
         moved = run(network, method="dgc-torch", steps=steps, rates=[(0, rates[0]), (change, rates[1])], **settings)
     told = figures(moved["seconds"], moved["sparsities"], alone, change)
-    out.parent.mkdir(parents=True, exist_ok=True)
     result = {"benchmark": "adaptive", "model": "resnet50", "hosts": hosts, "rates": rates, "compute": compute,
               "schedule": schedule, "options": OPTIONS, "steps": steps, "change": change, "alone": alone,
               "alone_seconds": free["seconds"], **moved, "figures": told, "machine": {
                   "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
                   "kernel": platform.release(), "python": platform.python_version()}}
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
     draw(result, out.with_suffix(".png"))
     print(f"{rates[0]:g} -> {rates[1]:g} Mbit/s at step {change}: sparsity {100 * told['sparsity_before']:.3f} -> "
           f"{100 * told['sparsity_after']:.3f} %, followed after {told['followed_after_steps']} steps\n"

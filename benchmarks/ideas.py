@@ -277,7 +277,7 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
     cifar10.main(**{**row.options, "prepay": chosen.prepays, "factor_masking": factor_masking, "data": data,
                     "checkpoints": checkpoints, "resume": checkpoints is not None, "out": out})
     if out:
-        out.write_text(json.dumps({"idea": idea, **json.loads(out.read_text())}, indent=1) + "\n")
+        job.write(out, {"idea": idea, **json.loads(out.read_text())})
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ where rows would hold few entries.
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from outfile import write
 
 import dgc
 from dgc import cost, drawing
@@ -134,7 +134,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
               "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto_at_99_percent": auto,
               "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)],
               "by_level": [by_level(model, n) for model, n in FEW]}
-    (Path(__file__).parent / "results" / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(Path(__file__).parent / "results" / "scaling.json", result)
     draw(result, out)
     for row in rows:
         print(f"{row['exchange']:>20} {row['workers']:>3} workers: {row['counted']:>9,.0f} bytes counted, "

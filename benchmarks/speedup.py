@@ -17,11 +17,11 @@ figure is without.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from outfile import write
 
 from dgc import Config, drawing
 from dgc import planning as plan
@@ -87,7 +87,7 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     result = {"nodes": NODES, "compute_seconds": {m: compute(m) for m in WORK}, "speedup_by_overlap": results}
     draw(result, out)
     numbers = Path(__file__).parent / "results" / "speedup.json"
-    numbers.write_text(json.dumps(result, indent=1) + "\n")
+    write(numbers, result)
     for overlap in (False, True):
         r = results[str(overlap)]
         print(f"AlexNet, 64 nodes, {'with' if overlap else 'without'} overlap: dense at 10 Gbit/s "

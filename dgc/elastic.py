@@ -48,7 +48,7 @@ class TorchState(hvd.elastic.TorchState):
         """Called by ``hvd.elastic.run`` when Horovod has begun anew."""
         for handler in self._handlers.values():
             if isinstance(handler, _Handler):
-                engine_of(handler.value).agreement.reached = False
+                engine_of(handler.value).agreement.compare_again()
         super().on_reset()
 
 
@@ -57,8 +57,7 @@ class _Handler(stock.OptimizerStateHandler):
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        agreement = engine_of(optimizer).agreement
-        agreement.reached, agreement.again = False, True
+        engine_of(optimizer).agreement.compare_again()
         self._keep()
 
     def _keep(self) -> None:
@@ -70,8 +69,7 @@ class _Handler(stock.OptimizerStateHandler):
         self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
 
     def set_value(self, value: Any) -> None:
-        agreement = engine_of(value).agreement
-        agreement.reached, agreement.again = False, True
+        engine_of(value).agreement.compare_again()
         super().set_value(value)
 
     def save(self) -> None:

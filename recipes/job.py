@@ -98,7 +98,7 @@ TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard."
 Out = Annotated[Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)]
 
 FOLDER = "epoch{:03d}"
-OF_DGC = {"exchange": "allgather", "hierarchical": False, "prepay": False, "dense_dtype": None}  # and what is no word
+OF_DGC = {"exchange": "allgather", "hierarchical": False, "prepay": False, "dense_dtype": None}  # -> without it
 NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 

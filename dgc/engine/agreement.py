@@ -47,6 +47,10 @@ class Agreement:
         self.reached = False
         self.again = not settings.elastic  # in an elastic job, whether a state has the ranks compared when one joins
 
+    def compare_again(self) -> None:
+        """Has the ranks of an elastic job compared at the next step, whose state knows when one joins."""
+        self.reached, self.again = False, True
+
     def reach(self, nodes: Nodes, pending: Pending) -> int:
         """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
         pending. Returns how many ranks are gone.

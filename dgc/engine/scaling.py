@@ -75,8 +75,8 @@ class Scaling:
         """The clipping factor by the norm of all these gradients, 0-dim."""
         norms = [norm(gradient) for gradient in gradients]
         device = norms[0].device if norms else torch.device("cpu")
-        zero = torch.zeros((), device="cpu")
-        total = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else zero
+        total = (torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms
+                 else torch.zeros((), device="cpu"))
         first = self._parameters.all()[0]
         if shard(first) is not None:
             total = sum_of_shards(total.square(), first).sqrt()
