@@ -15,10 +15,9 @@ measured; in the first two the means never change:
   which entries are large in the mean.
 - The valley: the mean leads back to a minimum, the faster the more curved the loss is along an entry, and so answers
   what has been applied. The loss that remains, over dense training's, when each worker sends its own largest entries
-  (all-gather), when all send those of one worker, another one each step (shared), when owners add up what workers
-  send and pass on the largest sums (reduce, with so many messages' worth of entries sent and of sums passed on; the
-  package's are 3 and 3), and when all send those that are largest in the mean, which nobody knows. A transcription in
-  plain torch, without masking.
+  (all-gather), when owners add up what workers send and pass on the largest sums (reduce, with so many messages' worth
+  of entries sent and of sums passed on; the package's are 3 and 3), and when all send those that are largest in the
+  mean, which nobody knows. A transcription in plain torch, without masking.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from dgc.compression import select
 from dgc.compression.regions import Regions
 
 SPARSITIES = (0.75, 0.9, 0.9375, 0.984375, 0.99, 0.996, 0.999)
-CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("shared", 0.999), ("shared", 0.996), ("shared", 0.99),
-                                  ("reduce", 0.999), ("reduce", 0.996))
+CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("reduce", 0.999), ("reduce", 0.996))
 SHAPE, WORKERS, MOMENTUM = (100, 100), 4, 0.9
-CHOICES = {"allgather": "a worker's own", "shared": "one worker's", "mean": "the mean's",
+CHOICES = {"allgather": "a worker's own", "mean": "the mean's",
            **{f"reduce {a} {b}": f"owners', {a} + {b}" for a, b in ((1, 1), (2, 2), (1, 4), (3, 3), (1, 8), (4, 4))}}
 VALLEY, CURVATURES = 4000, (-3.0, 0.5)  # entries, and the range of the decimal logarithms of their curvatures
 
@@ -116,7 +114,7 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
     x, u, v, sums = torch.zeros(VALLEY), *torch.zeros(3, workers, VALLEY)
     owner = Regions(VALLEY, workers, x.device).owner(torch.arange(VALLEY))
     own = owner == torch.arange(workers)[:, None]  # which entries each worker adds up
-    for step in range(steps):
+    for _ in range(steps):
         u.mul_(MOMENTUM).add_(curvature * x + noise * torch.randn(workers, VALLEY, generator=draw))
         v += u
         if choice is None:
@@ -130,7 +128,7 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
             sent = _largest(sums, sums, -(-kept // workers))
             sums -= sent
         else:
-            sent = _largest({"allgather": v, "shared": v[step % workers], "mean": v.mean(0)}[choice], v, k)
+            sent = _largest({"allgather": v, "mean": v.mean(0)}[choice], v, k)
         if not (choice or "").startswith("reduce"):
             v -= sent
         x = x - 0.2 * (1 - sparsity) * sent.mean(0)

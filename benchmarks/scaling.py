@@ -3,10 +3,9 @@
     python benchmarks/scaling.py --out docs/scaling.png
 
 ResNet-110's gradient at 99.9 %, all workers in this process (dgc.lockstep), collective by collective: ring all-gather,
-ring allreduce, tree broadcast. Only what travels compressed is counted; the small tensors are the same with each
+ring allreduce, all-to-all. Only what travels compressed is counted; the small tensors are the same with each
 exchange. "auto" is run at 99 %, at every number of workers, to see where it changes its mind. The model's bytes are
-those of the busiest port: with a shared support the leader's, who sends it log2 N times, while a worker sends it once
-on average.
+those of the busiest port.
 
 Up to 4,096 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
 it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
@@ -33,7 +32,7 @@ from dgc.compression.regions import Regions
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
-NAMES = tuple(cost.EXCHANGES)  # "hierarchical shared" and the like
+NAMES = tuple(cost.EXCHANGES)
 MANY = (4, 16, 64, 256, 1024, 4096)  # workers, by formula
 FEW = (("resnet110", 512), ("resnet110", 1000), ("resnet110", 1024), ("resnet50", 4096))  # entries in a row
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers

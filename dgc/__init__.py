@@ -21,7 +21,7 @@ __all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "
 
 # Imported where used: not every training needs them, and one of them needs Horovod.
 _MODULES = {"checkpoint": "dgc.checkpoint", "ddp": "dgc.ddp", "elastic": "dgc.elastic",
-            "lockstep": "dgc.transport.lockstep", "optimizer": "dgc.optimizer"}
+            "lockstep": "dgc.transport.lockstep", "optimizer": "dgc.optimizer", "tune": "dgc.tune"}
 _NAMES = {"Residuals": "dgc.checkpoint", "load_checkpoint": "dgc.checkpoint", "save_checkpoint": "dgc.checkpoint",
           "register_comm_hook": "dgc.frontends.ddp"}
 

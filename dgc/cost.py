@@ -203,8 +203,6 @@ class Sizes(NamedTuple):
 
     dense: int  # all entries, as they are summed
     message: int  # indices and values, as they are gathered
-    support: int  # the indices alone
-    values: int  # the chosen entries, as they are summed
     numel: int = 0  # entries of the bucket
     slots: int = 0  # those that are chosen, of a worker
     width: int = 2  # bytes of one of their values in a message
@@ -218,26 +216,12 @@ def allgather(sizes: Sizes, n: int, g: int) -> Rounds:
     return _some(Round(n * g - 1, sizes.message, int(n > 1)))
 
 
-def shared(sizes: Sizes, n: int, g: int) -> Rounds:
-    """The leader's indices to all, by a binomial tree (as gloo does), and the values there, summed around a ring
-    (Chen et al., "ScaleCom", 2020).
-    """
-    return (*broadcast(sizes.support, n, g), *ring(sizes.values, n, g))
-
-
 def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; then each worker gathers a g-th part of the nodes' messages, and the node puts them
     together: over each port pass (n - 1) m.
     """
     return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, sizes.message / g, g),
                  Round((g - 1) * (n > 1), n * sizes.message / g, 0))
-
-
-def hierarchical_shared(sizes: Sizes, n: int, g: int) -> Rounds:
-    """Dense within the node; across nodes, shared support, each worker with a g-th part of it."""
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *broadcast(sizes.support / g, n, 1, at_once=g),
-                 Round(2 * (n - 1), sizes.values / (n * g), g),
-                 Round((g - 1) * (n > 1), (sizes.support + sizes.values) / g, 0))
 
 
 # Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
@@ -344,20 +328,18 @@ class Exchange:
         rounds: of one bucket's messages, on n nodes of g workers.
         exchange: its name in :class:`dgc.Config`.
         hierarchical: nodes exchange, rather than workers.
-        sums: values travel as a sum, rather than each worker's to all.
     """
 
     rounds: Callable[[Sizes, int, int], Rounds]
     exchange: str
     hierarchical: bool = False
-    sums: bool = False
 
     def own_bytes(self, sizes: Sizes, n: int, g: int) -> int:
-        """Bytes that a worker contributes: its message or values; its rows, and what it passes on as an owner."""
+        """Bytes that a worker contributes: its message; or its rows, and what it passes on as an owner."""
         if self.exchange == "reduce":
             contributors = n if self.hierarchical else n * g
             return sum((times + 1) * row for times, row in _routes(sizes, contributors)) + _kept(sizes, contributors)
-        return sizes.values if self.sums else sizes.message
+        return sizes.message
 
     def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
         """See :func:`sends_dense`."""
@@ -366,8 +348,6 @@ class Exchange:
         if self.exchange == "reduce":
             rows = sum(times * row for times, row in _routes(sizes, contributors))
             return each * dense < rows + (contributors - 1) * _kept(sizes, contributors)
-        if self.sums:
-            return each * dense < sizes.support + each * sizes.values
         return 2 * dense < sizes.message * contributors
 
 
@@ -398,7 +378,7 @@ def always_dense(numel: int, dtype: torch.dtype | None, itemsize: int = FLOAT32)
         dtype: in which, as in :class:`dgc.Config`.
         itemsize: bytes of an entry that is not rounded.
     """
-    return Sizes(itemsize * numel, 0, 0, 0, numel, rounded=0 if dtype is None else dtype.itemsize)
+    return Sizes(itemsize * numel, 0, numel, rounded=0 if dtype is None else dtype.itemsize)
 
 
 def summed_bytes(sizes: Sizes, n: int) -> int:
@@ -432,18 +412,16 @@ def _summed(sizes: Sizes, n: int) -> int:
 
 EXCHANGES: dict[str, Exchange] = {
     "allgather": Exchange(allgather, "allgather"),
-    "shared": Exchange(shared, "shared", sums=True),
     "reduce": Exchange(reduce, "reduce"),
     "hierarchical": Exchange(hierarchical, "allgather", hierarchical=True),
-    "hierarchical reduce": Exchange(hierarchical_reduce, "reduce", hierarchical=True),
-    "hierarchical shared": Exchange(hierarchical_shared, "shared", hierarchical=True, sums=True)}
+    "hierarchical reduce": Exchange(hierarchical_reduce, "reduce", hierarchical=True)}
 
 
 def sends_dense(name: str, sizes: Sizes, n: int, g: int) -> bool:
     """Whether the same entries travel as one dense sum, which would be fewer bytes ("never more bytes than dense").
 
-    Each worker sends 2 (N-1)/N of a sum, (N-1) messages, and the support once; N counts nodes where the exchange is
-    hierarchical. With all-gather it is the rule of :func:`dgc.paths.compressed.reduce`.
+    Each worker sends 2 (N-1)/N of a sum, and (N-1) messages; N counts nodes where the exchange is hierarchical. With
+    all-gather it is the rule of :func:`dgc.paths.compressed.reduce`.
     """
     return EXCHANGES[name].sends_dense(sizes, n, g)
 
@@ -465,14 +443,6 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
 
 
 # -- who sends to whom -------------------------------------------------------------------------------------------------
-
-def broadcast(nbytes: float, n: int, g: int, at_once: int = 1) -> Rounds:
-    """Sends from worker 0 to all, down a binomial tree: ceil(log2 P) rounds of M; ``at_once``, so many trees through
-    the same ports.
-    """
-    levels = reversed(range((n * g - 1).bit_length()))
-    return tuple(Round(1, nbytes, *_across(n * g, g, "tree", 1 << level, at_once)) for level in levels)
-
 
 def _there_and_back(nbytes: float, workers: int, g: int, pattern: str, distance: int) -> Round:
     """A round of a pattern, and later the same the other way round."""
@@ -496,13 +466,13 @@ def _both_ways(workers: int, g: int, pattern: str, distance: int) -> tuple[int, 
 
 
 @cache
-def _across(workers: int, g: int, pattern: str, distance: int, at_once: int = 1) -> tuple[int, Tensor]:
-    """Counts the messages of one round of a pattern, or of so many at once: those that leave by the busiest port, of
-    which none receives more; and those that leave by each and come in, float64.
+def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
+    """Counts the messages of one round of a pattern: those that leave by the busiest port, of which none receives more;
+    and those that leave by each and come in, float64.
     """
     nodes = torch.stack(_pairs(workers, pattern, distance)) // g
     crossing = nodes[:, nodes[0] != nodes[1]]
-    loads = at_once * torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing]).double()
+    loads = torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing]).double()
     return int(loads[0].max()), loads
 
 

@@ -57,8 +57,11 @@ def _torch() -> dict[str, Any]:
     distributed = torch.distributed.is_available()
     found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "distributed": distributed,
                              "gloo": distributed and torch.distributed.is_gloo_available(),
-                             "nccl": distributed and torch.distributed.is_nccl_available(),
-                             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+                             "nccl": distributed and torch.distributed.is_nccl_available(), "devices": []}
+    try:
+        found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # they are there, but the driver is older than torch's CUDA, say
+        found["error"] = _line(error)
     if found["nccl"]:
         found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -109,6 +112,8 @@ def _line(error: BaseException) -> str:
 
 
 def _problems(found: dict[str, Any]) -> Any:
+    if "error" in found["torch"]:
+        yield f"there are GPUs, and CUDA does not work: {found['torch']['error']}"
     for name in ("horovod", *PACKAGES):
         if found[name] and "error" in found[name]:
             yield f"{name} is installed but cannot be imported: {found[name]['error']}"

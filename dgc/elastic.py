@@ -83,6 +83,7 @@ class _Handler(stock.OptimizerStateHandler):
             settings.config = replace(settings.config, sparsity=hvd.broadcast_object(settings.config.sparsity))
 
     def restore(self) -> None:
+        engine_of(self.value).give_up()  # what is under way may never end: ranks are gone
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine_of(self.value).pending.load(self._residuals)

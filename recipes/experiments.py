@@ -237,28 +237,20 @@ def by_warmup(budget: Budget) -> dict[float, dict[int, Run]]:
 
 
 def by_exchange(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
-    """Exchange -> workers -> seed -> run. All train with 128 images a step, whatever the number of workers. Of the
-    deprecated shared support with more entries there is only what was run.
-    """
+    """Exchange -> workers -> seed -> run. All train with 128 images a step, whatever the number of workers."""
     def at(workers: int, seed: int, **options: Any) -> Run:
         return run(budget.exchange, "dgc", seed, virtual_workers=workers, batch_size=128 // workers, **options)
-
-    shared, denser = {"exchange": "shared"}, {"sparsity": 0.99, "factor_masking": False}
 
     def machines(workers: int) -> dict[str, Any]:
         return {"hierarchical": True, "virtual_node": 2 if workers == 4 else 4}
 
     ways: dict[str, Any] = {
-        "all-gather": lambda n: {}, "shared": lambda n: shared, "hierarchical": machines,
+        "all-gather": lambda n: {}, "hierarchical": machines,
         "reduce, 99.6 %": lambda n: {"exchange": "reduce", "sparsity": 0.996},
         "reduce": lambda n: {"exchange": "reduce"},
-        "shared, 99.6 %": lambda n: {**shared, "sparsity": 0.996},
-        "shared, 99 %, no masking": lambda n: {**shared, **denser},
-        "hierarchical shared, 99 %, no masking": lambda n: {**shared, **denser, **machines(n)},
-        "all-gather, 99 %, no masking": lambda n: denser}
-    once = {"shared, 99.6 %": (4,), "shared, 99 %, no masking": (4, 16), "hierarchical shared, 99 %, no masking": (16,)}
-    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair[:1 if name in once else None]}
-                   for n in budget.crowds if n in once.get(name, budget.crowds)} for name, way in ways.items()}
+        "all-gather, 99 %, no masking": lambda n: {"sparsity": 0.99, "factor_masking": False}}
+    return {name: {n: {seed: at(n, seed, **way(n)) for seed in budget.pair} for n in budget.crowds}
+            for name, way in ways.items()}
 
 
 def by_bytes(budget: Budget) -> dict[str, dict[float, Run]]:

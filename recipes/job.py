@@ -84,7 +84,7 @@ Prepay = Annotated[bool, typer.Option("--prepay", help=(
     "Pay momentum in advance where an entry is sent, in place of momentum factor masking."))]
 Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
-Exchange = Annotated[Literal["allgather", "reduce", "shared", "auto"], typer.Option(help="As in dgc.Config.")]
+Exchange = Annotated[Literal["allgather", "reduce", "auto"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 DenseDtype = Annotated[Literal["float16", "bfloat16"] | None, typer.Option(
     help="Of what travels dense; what rounding drops is kept. Default: float32.")]

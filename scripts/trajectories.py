@@ -34,9 +34,9 @@ LOCKSTEP = {  # name -> (Config, what else is done)
     "nesterov, groups, sum": (dgc.Config(sparsity=0.95), {"nesterov": True, "groups": 2, "op": dgc.Sum}),
     "clip": (dgc.Config(sparsity=0.95, clip_norm=0.2), {}),
     "clip per tensor": (dgc.Config(sparsity=0.95, clip_norm=0.2, clip_per_tensor=True), {}),
-    "shared": (dgc.Config(sparsity=0.95, exchange="shared"), {}),
+    "reduce": (dgc.Config(sparsity=0.95, exchange="reduce"), {}),
     "hierarchical": (dgc.Config(sparsity=0.95, hierarchical=True, clip_norm=0.5), {"node_size": 2}),
-    "hierarchical, shared": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="auto"), {"node_size": 2}),
+    "hierarchical, auto": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="auto"), {"node_size": 2}),
     "decay sent": (dgc.Config(sparsity=0.95, local_weight_decay=False, clip_norm=0.5), {}),
     "Adam": (dgc.Config(dgc.dense_until(5, then=0.95)), {"adam": True}),
     "directly": (dgc.Config(sparsity=0.95, apply_directly=True), {}),
@@ -57,7 +57,7 @@ TORCH = {
 }
 HOROVOD = {
     "Horovod": (dgc.Config(sparsity=WARM), {"groups": 2}),
-    "Horovod, shared, passes": (dgc.Config(sparsity=0.95, exchange="shared", clip_norm=0.5), {"passes": 2}),
+    "Horovod, reduce, passes": (dgc.Config(sparsity=0.95, exchange="reduce", clip_norm=0.5), {"passes": 2}),
 }
 
 

@@ -58,7 +58,9 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
                 raise AssertionError(message) from None
             finally:
                 end(process.pid)
+                left = survivors(folder)
         output = log.read_text()
+        assert not left, f"processes outlived their launcher, and were ended: {left}\n{output}"
         if not check:
             return status, output, time.monotonic() - began
         assert status == 0, output
@@ -93,6 +95,25 @@ def end(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(family, timeout=10)
+
+
+def survivors(folder):
+    """Ends the processes of a launch whose launcher has ended, after a moment to end by themselves. Their commands."""
+    def there():
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if folder in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+
+    deadline = time.monotonic() + 20
+    while (found := list(there())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    commands = []
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            commands.append(process.cmdline())
+            process.kill()
+    return commands
 
 
 def places(launcher, nodes):

@@ -11,7 +11,7 @@ from dgc import cost
 from dgc.collective import World
 from dgc.compression import select
 from dgc.compression.residual import Bucket
-from dgc.compression.wire import Layout, Support
+from dgc.compression.wire import Layout
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
 from dgc.transport import find
 
@@ -182,7 +182,6 @@ CONFIGS = {
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
     "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
-    "shared": dgc.Config(sparsity=0.95, exchange="shared"),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # by two levels of owners, with eight ranks
     "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
@@ -250,14 +249,10 @@ def alike(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-SHARED = dgc.Config(0.9, exchange="shared", min_numel=0)
-
-
 def counted_sizes(sparsity):
     """Of the model's only bucket; and how many entries travel dense."""
     compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
     bucket = Bucket("", dict(reversed(compressed.items())))
     layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
-    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, Support(layout).nbytes, 4 * (layout.slots + 1),
-                       bucket.numel, layout.slots)
+    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, bucket.numel, layout.slots)
     return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel

@@ -405,3 +405,18 @@ def test_doctor_ends_its_processes_in_time():
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     assert doctor.self_test("torch", 0.5) == {"error": "not done after 0.5 s"}
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_doctor_tells_of_gpus_that_cannot_be_used(monkeypatch):
+    """As where the driver is older than torch's CUDA."""
+    import torch
+
+    def fail(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    found = {**FOUND, "torch": doctor._torch()}
+    assert found["torch"]["devices"] == []
+    assert [*doctor._problems(found)] == [
+        "there are GPUs, and CUDA does not work: RuntimeError: The NVIDIA driver on your system is too old"]

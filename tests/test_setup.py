@@ -41,10 +41,11 @@ def test_without_torch_it_says_how_to_get_it(tmp_path):
 
 def test_a_gpu_build_of_a_cpu_torch_is_refused():
     torch = pytest.importorskip("torch")
-    if torch.version.cuda is None:
-        status, output = build("--gpu")
-        assert status == 1
-        assert f"a CUDA build of torch ({torch.__version__} is for the CPU), or leave --gpu out" in output
+    if torch.version.cuda is not None:
+        pytest.skip("torch is a CUDA build")
+    status, output = build("--gpu")
+    assert status == 1
+    assert f"a CUDA build of torch ({torch.__version__} is for the CPU), or leave --gpu out" in output
 
 
 def test_a_cuda_build_of_torch_needs_its_toolkit_and_packages_are_asked_for_at_once(tmp_path):

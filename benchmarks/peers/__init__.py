@@ -53,7 +53,7 @@ def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
                  partial(DiLoCo, local_steps=every, **outer), every=every, whole=True, clips_own=True)
 
 
-COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall", "shared": "allreduce"}
+COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall"}
 METHODS = {
     "dense": Entry("dense", "dense", "allreduce", "", Dense, whole=True),
     "fp16": Entry("fp16", "cast", "allreduce", "", partial(Cast, dtype=torch.float16), whole=True),

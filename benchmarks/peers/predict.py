@@ -28,7 +28,7 @@ def rounds(collective: str, sent: float, hosts: int) -> Rounds:
         hosts: how many, at least 2.
     """
     if collective == "allgather":
-        return cost.allgather(Sizes(0, sent / (hosts - 1), 0, 0), hosts, 1)
+        return cost.allgather(Sizes(0, sent / (hosts - 1)), hosts, 1)
     if collective == "push and pull":  # one worker after the other, as one thread serves them
         return cost.master_worker(sent / (hosts - 1), hosts, 1)
     return cost.ring(sent * hosts / (2 * (hosts - 1)), hosts, 1)

@@ -48,6 +48,12 @@ def check_plain(trees: Tree) -> None:
                             f"got {culprit[1] if culprit else error}") from error
 
 
+def as_plain(leaf: Any) -> Any:
+    """A number of NumPy's, such as a learning rate that a scheduler has computed with it, as Python's."""
+    numpys = type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == ()
+    return leaf.item() if numpys else leaf
+
+
 def _hollow(leaf: Any) -> Any:
     """A plain tensor without its content; anything else, tensors of other kinds too, as it is."""
     plain = type(leaf) in (Tensor, nn.Parameter) and not vars(leaf) and leaf.device.type != "meta" and (
@@ -140,7 +146,8 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
                              "another class?)")
         for key in (expected.keys() & given.keys()) - {"params"}:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))
-            alike = isinstance(value, numbers if isinstance(expected[key], numbers) else type(expected[key]))
+            alike = any(isinstance(value, kinds) and isinstance(expected[key], kinds) for kinds in (
+                numbers, (list, tuple), type(expected[key])))
             if not alike or (isinstance(value, Tensor) and value.numel() != 1) or (
                     key == STEP and (type(value) is not int or value < 0)) or (
                     key in KEYS.values() and not (isinstance(value, float) and -1 <= value <= 1)) or (

@@ -26,7 +26,7 @@ from dgc.checkpoint.fits import (
 from dgc.checkpoint.random_states import set_random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
 from dgc.checkpoint.reshard import accumulate, fold, weights
-from dgc.engine.engine import Engine
+from dgc.engine.engine import Engine, drop
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class _Loading:
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
         if engine is not None and self._keeps:  # before the optimizer's own state: momentum it has moves into u
-            engine.give_up()  # what is on its way belongs to another v
+            drop(engine)  # what is on its way belongs to another v
             kept = engine.pending.state()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})

@@ -19,6 +19,7 @@ from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
 
 T = TypeVar("T")
+PIECE = 1 << 26  # bytes of a file that travel at a time: a GPU may have no room for all of it
 KINDS = (FileNotFoundError, OSError, ValueError, TypeError, FloatingPointError, RuntimeError)
 
 
@@ -71,9 +72,9 @@ class Ranks:
         is_root = self.world.rank == root
         self.together(lambda: content.append(content_of(file, nbytes)) if is_root else None)
         buffer = bytearray(content.pop() if is_root else nbytes)
-        flat = torch.frombuffer(buffer, dtype=torch.uint8)
-        asked = Collective("share", flat.to(self.device, copy=True), root)
-        flat.copy_(self.transport.start(asked, "dgc.checkpoint.file")())
+        for part in torch.frombuffer(buffer, dtype=torch.uint8).split(PIECE):
+            asked = Collective("share", part.to(self.device, copy=True), root)
+            part.copy_(self.transport.start(asked, "dgc.checkpoint.file")())
         return bytes(buffer)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dgc.checkpoint.files import Tree
 from dgc.checkpoint.fits import by_index, check_same, names_of
+from dgc.engine.kind import is_sgd
 
 
 def own_residuals(optimizer: Any) -> Tree:
@@ -53,6 +53,12 @@ def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None
                 total[letter][name] = tensor.double() * weight
 
 
+def _wrapped(optimizer: Any) -> Any:
+    """The class of an optimizer, or of the one within ours or Horovod's, which have a step() of their own."""
+    kind: Any = type(optimizer)
+    return getattr(kind, "_inner", kind.__base__ if hasattr(optimizer, "_allreduce_delay") else kind)
+
+
 def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Tensor, Tensor]:
     """Moves u and the decay's momentum into the momentum of the state of an optimizer that keeps no residuals.
 
@@ -60,7 +66,7 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
         Parameter -> what pending v adds to it, float64; nothing to a frozen one.
     """
     pending = any(x.any() for letter in "uv" for x in total[letter].values())
-    if pending and not isinstance(optimizer, torch.optim.SGD):
+    if pending and not is_sgd(_wrapped(optimizer)):
         raise ValueError(f"pending gradients must have an optimizer that keeps residuals, got "
                          f"{type(optimizer).__name__}, which keeps none here (load with two or more processes, with "
                          "one and HOROVOD_ELASTIC=1, or with torch.optim.SGD)")
@@ -79,8 +85,8 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
             momentum.add_(own.to_dense() if own.is_sparse else own)
         if momentum.any() or group_of[index].get("momentum"):
             buffers["momentum_buffer"] = momentum.to(names[name].dtype)
-    updates = {}
-    for name, v in total["v"].items():
+    updates: dict[Tensor, Tensor] = {}
+    for name, v in total["v"].items() if pending else ():
         if not names[name].requires_grad:
             continue
         group = group_of[indices[names[name]]]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dgc.checkpoint.files import FORMAT, VERSION, Tree, clean, dump, file_of, publish, put, write
-from dgc.checkpoint.fits import check_held, check_plain, engine_or_none, parameter_names, waits_for_step
+from dgc.checkpoint.fits import as_plain, check_held, check_plain, engine_or_none, parameter_names, waits_for_step
 from dgc.checkpoint.random_states import random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
 from dgc.checkpoint.reshard import own_residuals
@@ -87,7 +88,8 @@ def _common(ranks: Ranks, path: str | os.PathLike[str], model: nn.Module, optimi
             raise RuntimeError("save_checkpoint() must be called after step(), got a call between backward() and "
                                "step()")
         check_held(optimizer, model)
-        common.update(model=model.state_dict(), optimizer=optimizer.state_dict(), extras=dict(extras or {}),
+        common.update(model=model.state_dict(), optimizer=tree_map(as_plain, optimizer.state_dict()),
+                      extras=tree_map(as_plain, dict(extras or {})),
                       sparse={} if engine is None else engine.parameters.sparse_names())
         check_plain(common)
         parameters = parameter_names(model)

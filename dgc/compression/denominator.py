@@ -17,6 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dgc.compression.device import to_device
+
 FEWEST = 8  # updates that s is an average of, at least, where an entry's waits are longer than b2 remembers
 PARTS = 64  # of R, and of n in a table of powers
 MOST = 1 << 20  # steps that a table of weights tells apart
@@ -94,11 +96,11 @@ def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     most = largest_weight(b2)
     longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
     w = torch.arange(longest + 1, dtype=torch.float64, device="cpu")
-    return (1 - b2**w).clamp_(max=most).to(device, dtype)
+    return to_device((1 - b2**w).clamp_(max=most).to(dtype), device)
 
 
 @lru_cache(TABLES)
 def _deficits(b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     longest = math.ceil(math.log(NOTHING) / math.log(b1)) if b1 > 0 else 1
     n = torch.arange(min(longest * PARTS, LONGEST) + 1, dtype=torch.float64, device="cpu") / PARTS
-    return (2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(device, dtype)
+    return to_device((2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(dtype), device)

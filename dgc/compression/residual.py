@@ -15,6 +15,8 @@ from itertools import accumulate as accumulated
 import torch
 from torch import Tensor
 
+from dgc.compression.device import table
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -142,7 +144,7 @@ class Bucket:
                    [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given]]
         made_for, tensor = self._prepayment
         if made_for != numbers:
-            tensor = torch.tensor(numbers, dtype=self.v.dtype, device="cpu").to(self.v.device, non_blocking=True)
+            tensor = table(numbers, self.v.device, self.v.dtype)
             self._prepayment = numbers, tensor
         return tensor
 
@@ -177,12 +179,12 @@ class Bucket:
     @cached_property
     def ends(self) -> Tensor:
         """int64 (P,): where each parameter ends."""
-        return torch.tensor(self.numels, device=self.v.device).cumsum(0)
+        return table(self.numels, self.v.device).cumsum(0)
 
     @cached_property
     def beginnings(self) -> Tensor:
         """int64 (P,): where each parameter begins; an empty one at the end has the last entry's place."""
-        return torch.tensor(self.offsets, device=self.v.device).clamp_(max=self.numel - 1)
+        return table(self.offsets, self.v.device).clamp_(max=self.numel - 1)
 
     @property
     def marked(self) -> Tensor:
@@ -194,6 +196,11 @@ class Bucket:
         """The parameters that ``flags`` marks. Waits for the device."""
         flags = [] if self.flags is None else self.flags.tolist()
         return [name for name, flag in zip(self.names, flags, strict=False) if flag]
+
+    def rest(self) -> None:
+        """A step has none of its gradients, and nothing is sent."""
+        self.gradient_square, self.entries_sent = self.v.new_zeros(()), torch.zeros_like(self.entries_sent)
+        self.overflow_entries = self.held_entries = 0
 
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dgc import cost
+from dgc.compression.device import table
 from dgc.compression.residual import Bucket
 
 BLOCK = 1 << 16  # entries of a parameter that share a count
@@ -85,32 +86,32 @@ class Layout:
     @cached_property
     def owner(self) -> Tensor:
         """int64 (K,): the parameter that each slot belongs to."""
-        repeats = torch.tensor(self.counts, device=self.device)
+        repeats = table(self.counts, self.device)
         return torch.arange(len(self.counts), device=self.device).repeat_interleave(
             repeats, output_size=self.slots)
 
     @cached_property
     def base(self) -> Tensor:
         """int64 (K,): where that parameter begins in the bucket."""
-        return torch.tensor(self.offsets, device=self.device)[self.owner]
+        return table(self.offsets, self.device)[self.owner]
 
     @cached_property
     def ordinal(self) -> Tensor:
         """int64 (K,): which of its parameter's slots each one is, from 0."""
-        starts = torch.tensor(self.starts, device=self.device)
+        starts = table(self.starts, self.device)
         return torch.arange(self.slots, device=self.device) - starts[self.owner]
 
     @cached_property
     def block_sizes(self) -> Tensor:
         """int64 (B,): how many entries of its parameter each block covers."""
-        return torch.tensor([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
-                            dtype=torch.int64, device=self.device)
+        return table([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
+                     self.device)
 
     @cached_property
     def block_bases(self) -> Tensor:
         """int64 (B,): where each block begins in the bucket."""
-        return torch.tensor([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
-                             for first in range(0, numel, BLOCK)], dtype=torch.int64, device=self.device)
+        return table([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
+                      for first in range(0, numel, BLOCK)], self.device)
 
     def encode(self, index: Tensor, used: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a message.
@@ -139,14 +140,8 @@ class Layout:
     def sizes(self) -> cost.Sizes:
         """What the messages of each exchange have in bytes."""
         itemsize = self.residual.itemsize
-        return cost.Sizes(itemsize * self.numel, self.nbytes, self.support.nbytes, itemsize * (self.slots + 1),
-                          self.numel, self.slots, self.dtype.itemsize,
+        return cost.Sizes(itemsize * self.numel, self.nbytes, self.numel, self.slots, self.dtype.itemsize,
                           0 if self.dense_dtype is None else self.dense_dtype.itemsize)
-
-    @cached_property
-    def support(self) -> Support:
-        """Messages of positions alone."""
-        return Support(self)
 
     def uses(self, used: Tensor) -> Tensor:
         """bool (K,): which slots are used."""
@@ -155,7 +150,7 @@ class Layout:
     def write_places(self, counts: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> None:
         """Fills in the counts of blocks, which are zero, and the positions within them."""
         local = torch.where(valid, index - self.base, 0)
-        first = torch.tensor(self.block_starts[:-1], device=self.device)
+        first = table(self.block_starts[:-1], self.device)
         counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
         positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
 
@@ -186,7 +181,7 @@ class Layout:
 
     def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
         """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
-        limit = torch.tensor(self.counts, device=self.device)
+        limit = table(self.counts, self.device)
         if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self.used(counts) > limit).any()) or bool(
                 (self.read_places(counts, positions)[2] < 0).any()):
             raise self.corrupt(sender)
@@ -201,7 +196,7 @@ class Layout:
     def used(self, counts: Tensor) -> Tensor:
         """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
         parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
-            torch.tensor(self.block_starts, device=self.device).diff())
+            table(self.block_starts, self.device).diff())
         used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
         return used.scatter_add_(0, parameter, counts.to(torch.int64))
 
@@ -218,44 +213,6 @@ class Layout:
 
     def corrupt(self, sender: int) -> ValueError:
         return corrupt(self.named(sender), self.bucket)
-
-
-class Support:
-    """Messages of positions alone, which say where values are to be summed: counts of blocks, positions, and the
-    checksum, as above.
-
-    Args:
-        layout: of the bucket's messages.
-    """
-
-    def __init__(self, layout: Layout):
-        self._layout = layout
-        self._ends = tuple(accumulate((4 * layout.block_starts[-1], 2 * layout.slots)))
-        self.nbytes = cost.sealed(self._ends[-1])
-
-    def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = self._ends
-        return message[:a].view(torch.int32), message[a:b].view(torch.int16)
-
-    def encode(self, index: Tensor, used: Tensor) -> Tensor:
-        """The message, uint8 (nbytes,), of what :meth:`Layout.encode` is given."""
-        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._layout.device)
-        self._layout.write_places(*self._sections(message), index, self._layout.uses(used))
-        return seal(message)
-
-    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
-        """Positions in the bucket, int64 (K,), those of unused slots being their parameter's first; and which slots
-        are used, bool (K,).
-
-        Raises:
-            ValueError: it is not what a rank with this layout has written.
-        """
-        layout = self._layout
-        check(message, self.nbytes, layout.bucket, layout.named(sender))
-        counts, positions = self._sections(message)
-        layout.check_places(counts, positions, sender)
-        slot, places, _ = layout.read_places(counts, positions)
-        return layout.base.index_copy(0, slot, places), layout.uses(layout.used(counts))
 
 
 def seal(message: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ class Denominators:
         state: dict[str, Any] = self._parameters.optimizer.state[parameter]
         if "exp_avg" not in state:
             state.update(fresh(parameter, group))
+        restore_cast(state)
         if self._parameters.travels_compressed(parameter) and RECEIVED not in state:
             state[RECEIVED] = torch.zeros_like(parameter, dtype=torch.int32, requires_grad=False)
             if self.compressed:
@@ -127,8 +128,6 @@ class Denominators:
         Alone, nothing is compressed, and torch's goes on. So it does as long as no parameter has had a gradient, and in
         steps without a learning rate: the momentum that is taken over would count for nothing.
         """
-        if not self.used:
-            return
         step = self._parameters.step
         if self.dense and config.sparsity_at(step) > 0:
             fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
@@ -181,7 +180,7 @@ class Denominators:
         values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
         if (decay := group["weight_decay"]) != 0:
             torch._foreach_mul_(values, 1 - lr * decay)
-        factors = [self._follow(p, x, group) for p, x in zip(given, updates, strict=True)]
+        factors = [self._follow(p, x, group, lr) for p, x in zip(given, updates, strict=True)]
         torch._foreach_addcmul_(values, updates, factors, value=-rates.unit(group) * sign(group))
 
     def add(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> None:
@@ -194,11 +193,11 @@ class Denominators:
             if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                 received.fill_(self._parameters.step)
 
-    def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> Tensor:
+    def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], lr: float) -> Tensor:
         """Has D follow an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
-        if not rates.now(group):  # of gradients there is nothing new in it, and D stays as it is
+        if not lr:  # of gradients there is nothing new in it, and D stays as it is
             local(state[RECEIVED]).masked_fill_(x != 0, now)
             return of_it.values
         order = memory_order(of_it.values) or range(of_it.values.dim())
@@ -292,6 +291,21 @@ def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     return {"step": step, **{key: torch.zeros_like(parameter, requires_grad=False) for key in keys}}
 
 
+def restore_cast(state: dict[str, Any]) -> None:
+    """Of a state that was loaded before its optimizer was wrapped: torch has cast the numbers of steps, too.
+
+    Raises:
+        ValueError: to 16 bits, which have lost them.
+    """
+    if (cast := state.get(RECEIVED)) is None or cast.dtype == torch.int32:
+        return
+    if cast.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"the state of compressed AdamW must be loaded after its optimizer was wrapped, got one whose "
+                         f"{RECEIVED} is {cast.dtype}, in which numbers of steps are rounded (call load_state_dict() "
+                         "of the DistributedOptimizer)")
+    state[RECEIVED] = cast.to(torch.int32)
+
+
 def restore_counts(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """After torch's ``load_state_dict``, which casts all state to the dtype of its parameter: as bfloat16 a number of
     steps would be rounded.
@@ -322,9 +336,11 @@ def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
 
 def mean_of_seen(squares: list[Tensor]) -> Tensor:
     """The mean of the positive entries; 0 where there is none. 0-dim."""
-    total = sum((square.sum(dtype=torch.float64) for square in squares), torch.zeros((), device="cpu"))
-    count = sum(((square > 0).sum() for square in squares), torch.zeros((), dtype=torch.int64, device="cpu"))
-    return total / count.clamp(min=1)
+    device = squares[0].device if squares else torch.device("cpu")  # others may be on other GPUs
+    totals = [square.sum(dtype=torch.float64).to(device) for square in squares]
+    counts = [(square > 0).sum().to(device) for square in squares]
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    return sum(totals, torch.zeros((), device=device)) / sum(counts, none).clamp(min=1)
 
 
 def floored(square: Tensor, mean: Tensor, least: float) -> Tensor:

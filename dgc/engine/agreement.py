@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective
+from dgc.compression import kernels
 from dgc.config import Config
 from dgc.engine.adam import settling
 from dgc.engine.nodes import Nodes
@@ -108,6 +109,8 @@ class Agreement:
                 for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
             "the parameters that travel together": [
                 " ".join(table.names[p] for p in bucket.parameters) for bucket in table.buckets],
+            "the kernels of GPUs": sorted({  # those of the CPU agree to the bit, and in when they raise an error
+                kernels.module_for("cuda", bucket.v.dtype).__name__ for bucket in table.kept() if bucket.v.is_cuda}),
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
             "the dense steps in which AdamW's denominator is found": _dense_steps(config, table.groups),

@@ -251,6 +251,17 @@ class Engine:
             self.ledger.end_flush(before)
 
 
+def drop(engine: Engine) -> None:
+    """Drops the step under way, as something else is loaded on all ranks. What some of them have begun is begun by all,
+    and waited for: torch.distributed pairs collectives up by order, and Horovod by names.
+    """
+    step = engine.step
+    if step.phase is Phase.COLLECTING and engine.agreement.reached and engine.launcher.launches_early:
+        engine.launcher.launch_rest(step)
+        step.abandon(wait=True)
+    engine.give_up()
+
+
 def engine_of(optimizer: Any) -> Engine:
     """The engine of a distributed optimizer; also of a wrapper such as PyTorch Lightning's and Fabric's, which inherits
     from the class of the optimizer that it holds, and has none of its attributes.

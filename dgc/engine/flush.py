@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dgc.collective import World
+from dgc.engine.adam import moves
 from dgc.engine.nonfinite import Count
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
@@ -11,6 +12,7 @@ from dgc.engine.step import Delivery
 from dgc.paths.compressed import flush
 from dgc.trace import stage
 from dgc.transport.runner import PathRun
+from dgc.warn import warn
 
 
 def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
@@ -19,6 +21,9 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
     Raises:
         FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
     """
+    if settings.world.rank == 0 and not moves(parameters.groups):
+        warn("flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
+             "times 0, and gone (call it before the scheduler's last step)")
     exchanges = []
     for bucket in parameters.buckets:
         thawed = [p for p in bucket.parameters if p.requires_grad]

@@ -12,7 +12,7 @@ from dgc.engine.progress import Progress
 from dgc.engine.report import Ledger
 from dgc.engine.settings import Settings
 from dgc.engine.step import Flight, Step
-from dgc.transport.streams import StreamedRun, own_stream_waits_for
+from dgc.transport.streams import StreamedRun
 
 
 class Launcher:
@@ -27,12 +27,17 @@ class Launcher:
         self._settings, self._parameters, self._outgoing, self._nodes = settings, parameters, outgoing, nodes
         self._nonfinite, self._progress, self._misuse, self._ledger = nonfinite, progress, misuse, ledger
 
+    @property
+    def launches_early(self) -> bool:
+        """Whether anything leaves before the backward pass has ended: whether all gradients are finite, and their
+        norm, needs all of them; and it must not wait for ranks that may have none, and be at another optimizer.
+        """
+        return not (self._settings.waits or self._settings.config.clips_globally or self._nodes.must_level)
+
     def launch_ready(self, step: Step) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
-        if self._settings.waits or self._settings.config.clips_globally:
-            return  # whether all are finite, and the global norm, need all gradients
-        if self._nodes.must_level:
-            return  # a backward pass must not wait for ranks that may have no gradient, and be at another optimizer
+        if not self.launches_early:
+            return
         buckets = self._parameters.buckets
         with self._progress.compressing():
             while step.launched < len(buckets) and step.missing[buckets[step.launched]] == 0:
@@ -47,13 +52,14 @@ class Launcher:
     def _launch(self, bucket: ParameterBucket, step: Step) -> None:
         step.launched += 1
         taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
+        step.wait_for_gradients()
         departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config(),
                                                     self._nonfinite.is_error))
+        if not departures and bucket.kept is not None:
+            bucket.kept.rest()
         self._misuse.note(taking_part)
         for departure in departures:
             step.leave_node(wait=False)
-            if len(step.streams) > 1:  # than that of the gradient that has just come
-                own_stream_waits_for(step.streams)
             step.in_flight.append(Flight(bucket, departure.parameters, StreamedRun(
                 departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
                 self._ledger.counting(step))))
@@ -64,6 +70,7 @@ class Launcher:
         Raises:
             ValueError: one of them is sparse.
         """
+        step.wait_for_gradients()
         exchanges = []
         for bucket in self._parameters.buckets:
             present = self._parameters.taking_part(bucket.parameters, step.fired)

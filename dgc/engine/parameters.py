@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgc.collective import dense_bytes
 from dgc.compression import kernels
+from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Bucket
 from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
 from dgc.engine.settings import Settings
@@ -131,8 +132,8 @@ class Parameters:
 
     @property
     def dense_numel(self) -> int:
-        """Entries of those that travel dense."""
-        return self.numel - sum(bucket.numel for bucket in self.compressed())
+        """Entries of those that travel dense, and are not frozen."""
+        return sum(n for p, n in self.numels.items() if p.requires_grad and not self.bucket_of[p].compressed)
 
     def dense_bytes(self, size: int) -> float:
         """Bytes that a ring allreduce of all gradients in float32 would send, among so many ranks."""
@@ -148,6 +149,7 @@ class Parameters:
         cannot find out for themselves.
         """
         refuse_apex(self.optimizer)
+        refuse_capture(self.device)
         groups = self.group_of()
         if STEP not in self.groups[0]:
             raise RuntimeError("param_groups must stay in their order, got another group as the first one")

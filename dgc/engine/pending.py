@@ -134,7 +134,8 @@ class Pending:
         former, remain = max(before), sum(n > 0 for n in before)
         if lost := max(0, former - remain):
             zero = torch.zeros(1, dtype=torch.float32, device=device)
-            square = Collective("sum", sum((norm(b.v).square().view(1) for b in self._parameters.kept()), zero))
+            squares = [norm(b.v).square().view(1).to(device) for b in self._parameters.kept()]
+            square = Collective("sum", sum(squares, zero))
             pending = (transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
             warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
                  f"remain have a residual of norm {pending:.3g} each")

@@ -20,7 +20,7 @@ class Report:
 
     Attributes:
         steps: that were exchanged, since the optimizer was made.
-        bytes_sent: in the last step; where it is hierarchical, to other nodes.
+        bytes_sent: in the last step that was taken; where it is hierarchical, to other nodes.
         node_bytes: and those within the node.
         dense_bytes: that a ring allreduce of all gradients in float32 would have sent in the last step.
         message_bytes: that this rank contributed to the last step, whatever the number of ranks: what the paper counts.
@@ -74,13 +74,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self._last: Any = Counter()  # bytes are fractions, by the formulas, and entries are integers
+        self._before = self._last  # of the step before
         self._totals: Any = Counter()
         self._steps = self._skipped = 0
         self.lost_residuals = 0
 
     def open(self, dense_bytes: float) -> None:
         """A step begins, which would send so much uncompressed."""
-        self._last = Counter({"dense_bytes": dense_bytes})
+        self._before, self._last = self._last, Counter({"dense_bytes": dense_bytes})
 
     def count(self, world: World, collective: Collective) -> None:
         """A collective begins."""
@@ -93,9 +94,10 @@ class Ledger:
         return lambda collective: self.count(step.world, collective)
 
     def skip(self) -> None:
-        """The step is not taken."""
+        """The step is not taken, and the report is again of the one before; totals have what was sent."""
         self._skipped += 1
         self._totals["bytes_sent"] += self._last["bytes_sent"]
+        self._last = self._before
 
     def close(self, numel: int, dense: int) -> None:
         """The step is exchanged.

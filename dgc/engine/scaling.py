@@ -34,6 +34,7 @@ class Scaling:
 
     def gradients(self, step: Step) -> list[Tensor]:
         """All gradients that this rank, or its node, has in this step."""
+        step.wait_for_gradients()
         taking_part = self._parameters.taking_part(self._parameters.all(), step.fired)
         return [step.node_means[p] if p in step.node_means else local(p.grad).detach()
                 for p in taking_part if p in step.node_means or p.grad is not None]

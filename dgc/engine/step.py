@@ -13,7 +13,7 @@ from torch import Tensor
 from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
 from dgc.paths.averaged import SparseUpdate, Update
-from dgc.transport.streams import StreamedRun
+from dgc.transport.streams import StreamedRun, join_streams
 
 
 class Phase(Enum):
@@ -108,6 +108,11 @@ class Step:
         bucket = bucket_of[parameter]
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
+
+    def wait_for_gradients(self) -> None:
+        """Launches what comes next after all gradients that have come, in whatever stream each was computed."""
+        if len(self.streams) > 1:  # than that of the gradient that has just come
+            join_streams(self.streams)
 
     def scaled_out(self, factor: Tensor | None) -> Tensor | None:
         """A clipping factor that also takes the loss's scale out, or a norm without that scale."""

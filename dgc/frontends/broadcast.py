@@ -23,7 +23,7 @@ def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int =
         process_set: as for :func:`dgc.DistributedOptimizer`.
 
     Raises:
-        ValueError: ``params`` is of another type, or ``root_rank`` is not in the world.
+        ValueError: ``params`` is of another type, or holds no tensors, or ``root_rank`` is not in the world.
     """
     if isinstance(params, Mapping):
         items = sorted(params.items())
@@ -31,12 +31,15 @@ def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int =
         items = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    if items and not any(isinstance(p, Tensor) for _, p in items):
+        raise ValueError("params must hold tensors, as model.state_dict() does, got none among "
+                         f"{', '.join(name for name, _ in items[:5])} (broadcast its parts one by one)")
     transport = find(process_set)
     world = transport.world
     if world is None:
         return
-    if not 0 <= root_rank < world.size:
-        raise ValueError(f"root_rank must be 0 to {world.size - 1}, got {root_rank!r}")
+    if not isinstance(root_rank, int) or not 0 <= root_rank < world.size:
+        raise ValueError(f"root_rank must be an integer from 0 to {world.size - 1}, got {root_rank!r}")
     with torch.no_grad():
         waits = []
         for name, p in items:

@@ -117,7 +117,7 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
 
 
 def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adaptive: bool) -> None:
-    """Warns, on rank 0, of what the next release will refuse, and of what learns badly and cannot be done better.
+    """Warns, on rank 0, of what learns badly and could be done better.
 
     Args:
         settings: of the optimizer.
@@ -132,10 +132,6 @@ def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adapt
         warn(f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "
              "where ranks accumulate gradients, a transformer ended 7 % above dense training's perplexity at 99 %, and "
              "1 % above it with momentum correction")
-    if config.exchange == "shared":
-        warn('Config: exchange="shared" is deprecated, as it learns less, and will be removed in 0.3.0: give '
-             'exchange="reduce", whose bytes hardly grow with the number of ranks either (with few ranks: "allgather")',
-             FutureWarning)
 
 
 def enabled_scaler(config: Config, grad_scaler: Any) -> Any:

@@ -13,10 +13,11 @@ from torch import Tensor
 from dgc.config import Config
 from dgc.engine.adam import restore_counts
 from dgc.engine.backward import frames, making_state
-from dgc.engine.engine import Engine, engine_of
+from dgc.engine.engine import Engine, drop, engine_of
 from dgc.engine.kind import unhooked
 from dgc.engine.parameters import STEP, refuse_apex
 from dgc.engine.report import Report
+from dgc.engine.settings import Role
 from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet
@@ -168,7 +169,7 @@ class Distributed(torch.optim.Optimizer):
         """
         engine = engine_of(self)
         engine.pending.check(state_dict)
-        engine.give_up()
+        drop(engine)
         engine.pending.load(state_dict)
 
     # -- torch's ---------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class Distributed(torch.optim.Optimizer):
             raise
         engine.parameters.names = names
         engine.adopt(optimizer.param_groups[-1:])
-        if settings.exchanges:
+        if settings.role is not Role.ALONE:
             engine.applier.fill_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,11 +221,15 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         optimizer = engine.parameters.optimizer
         refuse_apex(optimizer)
-        engine.give_up()
+        drop(engine)
         engine.synchronizes = True
-        groups = optimizer.param_groups
-        self._inner.load_state_dict(optimizer, state_dict)
-        restore_counts(optimizer, state_dict)
+        groups, given = optimizer.param_groups, [state_dict]
+        last = optimizer.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))  # by other hooks
+        try:
+            self._inner.load_state_dict(optimizer, state_dict)
+        finally:
+            last.remove()
+        restore_counts(optimizer, given[-1])
         # A scheduler made before wrapping goes by this list.
         groups[:], optimizer.param_groups = optimizer.param_groups, groups
         engine.go_on()

@@ -11,12 +11,10 @@ from dgc.compression.wire import Layout
 from dgc.paths.allgather import gather
 from dgc.paths.averaged import Update
 from dgc.paths.owners import add_at_owners
-from dgc.paths.shared import sum_at_support
 from dgc.paths.task import Task
 from dgc.warn import LOG, warn
 
-PATHS: dict[str, Callable[[Task], Path[Update]]] = {  # by Config.exchange
-    "allgather": gather, "reduce": add_at_owners, "shared": sum_at_support}
+PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "reduce": add_at_owners}  # Config.exchange
 
 # Config(exchange="auto") takes the reduce exchange where it is so many times as fast as an all-gather, on this network:
 # it applies fewer entries in a step, and must be worth that.

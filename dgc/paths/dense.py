@@ -41,7 +41,7 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     own = first_not_finite(flat) if device.is_asynchronous(flat.device) else None
     if scale is not None:
-        flat.mul_(scale.to(flat.dtype))
+        flat.mul_(scale.to(flat))
     if predivide != 1.0:
         flat.div_(predivide)
     total = yield Collective("sum", flat)

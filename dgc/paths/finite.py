@@ -98,7 +98,8 @@ def verdict_of_owners(bucket: Bucket, bad: Sequence[str], status: Tensor, whose:
         status: int64 (N,), of each owner's message: ``NONFINITE``, ``CORRUPT`` or something else.
         whose: int64 (N,): the contributor whose message is damaged, where the status says that one is.
         each: how many ranks have the same gradient.
-        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's flags mark.
+        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's flags mark, if there
+            are flags.
 
     Returns:
         The verdict, where the host does not know it yet; else None.
@@ -107,7 +108,7 @@ def verdict_of_owners(bucket: Bucket, bad: Sequence[str], status: Tensor, whose:
         FloatingPointError: a gradient is not finite.
         ValueError: a message is damaged.
     """
-    if device.is_asynchronous(bucket.v.device):
+    if device.is_asynchronous(bucket.v.device) and (own is not None or bucket.flags is not None):
         if own is None:
             own = torch.where(bucket.marked.any(), bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()), -1)
         total, telling = torch.where((status == NONFINITE).any(), 0, -1), status == CORRUPT

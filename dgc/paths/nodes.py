@@ -28,19 +28,19 @@ def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: 
     return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
 
 
-def among_nodes(op: Operation, tensor: Tensor, world: World, root: int = 0,
+def among_nodes(op: Operation, tensor: Tensor, world: World,
                 peers: range | None = None) -> Generator[Collective, Tensor, Tensor]:
     """A collective with one contributor from each node, of a tensor that all ranks of a node have alike. Each of them
     carries a stripe of it, so that no byte passes between two nodes twice.
     """
     if world.node_size == 1:
-        return (yield Collective(op, tensor, root, peers=peers))
+        return (yield Collective(op, tensor, peers=peers))
     if op == "alltoall":
         return (yield from _rows_among_nodes(tensor, world, peers))
     numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
     own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
-    part = yield Collective(op, own, root, "across")
+    part = yield Collective(op, own, group="across")
     parts = yield Collective("gather", part, group="node")
     if op == "gather":
         return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :numel].contiguous()

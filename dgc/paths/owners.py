@@ -97,15 +97,15 @@ def add_at_owners(task: Task) -> Path[Update]:
         with stage("dgc::read"):
             received = kernel.Received(plan, messages, world.divisor(task.average))
         verdict = yield from verdict_of_owners(bucket, bad, received.status, received.whose, world.node_size)
+        if verdict is None:
+            update: Update = received
+            return update
+        flat = torch.empty_like(bucket.v)
+        received.write(flat.split(bucket.numels))
     except (Exception, KeyboardInterrupt):
         moves.undo(torch.ones((), dtype=torch.bool, device=bucket.v.device))
         raise
-    if verdict is None:
-        update: Update = received
-        return update
     moves.undo(~verdict.fine)
-    flat = torch.empty_like(bucket.v)
-    received.write(flat.split(bucket.numels))
     return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
 
 

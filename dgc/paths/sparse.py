@@ -39,7 +39,7 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     gradient = gradient.coalesce()
     index, values = gradient.indices(), gradient.values()
     if scale is not None:
-        values = values * scale.to(values.dtype)
+        values = values * scale.to(values)
     told = torch.tensor([index.shape[1], pending], device=values.device)
     counts, pendings = (yield Collective("gather", told)).t().tolist()
     longest = max(counts)

@@ -51,11 +51,6 @@ class Task:
     def kernel(self) -> Kernel:
         return kernel_of(self.bucket)
 
-    @property
-    def leader(self) -> int:
-        """The contributor whose turn it is, where one decides for all."""
-        return self.step % self.world.nodes
-
     def accumulate(self) -> list[str]:
         """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if the host knows."""
         with stage("dgc::accumulate"):

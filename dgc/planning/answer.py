@@ -13,8 +13,6 @@ from dgc.planning.advise import Advice, Optimizer, advise, bits, duration, waiti
 from dgc.planning.models import Loaded
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
 
-DEPRECATED = {"shared": None, "sparsity_shared": 0.99}  # which a script may read, until "shared" itself is gone
-
 
 class Plan(NamedTuple):
     """The answer of ``dgc plan``."""
@@ -32,7 +30,7 @@ class Plan(NamedTuple):
         """Numbers only; seconds and bytes."""
         flat = {n: [_plain(p) for p in predictions] for n, predictions in self.scaling.items()}
         advice = {**self.advice._asdict(), "dense": _plain(self.advice.dense), "dgc": _plain(self.advice.dgc),
-                  "other": self.advice.other and _plain(self.advice.other), **DEPRECATED}
+                  "other": self.advice.other and _plain(self.advice.other)}
         return {"model": self.model, "parameters": self.numel, "cluster": asdict(self.cluster),
                 "compute_seconds": self.compute, "sparsity": self.sparsity, "here": [_plain(p) for p in self.here],
                 "scaling": flat, "advice": advice}

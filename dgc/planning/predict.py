@@ -100,12 +100,11 @@ class Prediction(NamedTuple):
 
 
 def methods(cluster: Cluster) -> list[Method]:
-    """The methods that differ on this cluster, without the deprecated ones."""
+    """The methods that differ on this cluster."""
     flat = cluster.gpus == 1 or cluster.nodes == 1
     return [*(Method(name, kind) for name in cost.DENSE if not (flat and name == "hierarchical ring")
               for kind in ("float32", "float16")),
-            *(Method(name, "dgc") for name, way in cost.EXCHANGES.items()
-              if not way.sums and not (flat and way.hierarchical))]
+            *(Method(name, "dgc") for name, way in cost.EXCHANGES.items() if not (flat and way.hierarchical))]
 
 
 def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,
@@ -164,8 +163,6 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
 
 def _messages(exchange: Exchange, n: int, g: int) -> int:
     """How many messages a worker decodes."""
-    if exchange.sums:
-        return 1
     if exchange.exchange == "reduce":
         return 2 * cost.WIDE
     return n if exchange.hierarchical else n * g

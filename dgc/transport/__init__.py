@@ -24,6 +24,7 @@ def find(process_set: ProcessSet = None) -> Transport:
     Raises:
         RuntimeError: nothing is initialised.
         TypeError: ``process_set`` is neither.
+        ValueError: Horovod was initialised for this process alone, and torch.distributed for several.
     """
     from dgc.transport import lockstep
 
@@ -39,6 +40,10 @@ def find(process_set: ProcessSet = None) -> Transport:
                             or process_set is distributed.GroupMember.NON_GROUP_MEMBER):
         from dgc.transport.torch_dist import TorchDistributed
         return TorchDistributed(process_set)
+    if has_horovod and has_distributed and process_set is None and 1 == horovod.size() < distributed.get_world_size():
+        raise ValueError("process_set must say whether Horovod, with 1 process, or torch.distributed, with "
+                         f"{distributed.get_world_size()}, exchanges gradients, got None (leave hvd.init() out, or "
+                         "give torch.distributed.group.WORLD)")
     if has_horovod and (process_set is None or isinstance(process_set, horovod.ProcessSet)):
         from dgc.transport.horovod import Horovod
         return Horovod(process_set)

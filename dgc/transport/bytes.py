@@ -45,5 +45,5 @@ def node_size(transport: Transport, machine: str, device: torch.device) -> int:
                          "torchrun number them so, and mpirun --map-by slot)")
     if len(set(runs)) > 1:
         raise ValueError("the machines must have the same number of ranks each where hierarchical is True, got "
-                         f"{', '.join(map(str, runs))}")
+                         f"{', '.join(map(str, runs))} (give hierarchical='auto' or False)")
     return runs[0]

@@ -66,13 +66,12 @@ class Horovod:
         # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits will do.
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
-            if tensor.device.type == "cpu" and (total := process_set.size() * tensor.nbytes) > MAX_BYTES:
-                raise ValueError(f"{name}: the ranks' messages must have at most {MAX_BYTES} bytes together with "
-                                 f"Horovod, got {total} (have smaller buckets by groups=, Config(exchange='reduce'), "
-                                 "or a higher sparsity; or use torch.distributed)")
+            if not (tensor.is_cuda and hvd.nccl_built()):
+                refuse_too_large(name, process_set.size() * tensor.nbytes)
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":
+            refuse_too_large(name, tensor.nbytes)
             splits = row_splits(collective, process_set.size())
             rows = None if splits is None else torch.tensor(splits, dtype=torch.int32, device="cpu")
             handle = hvd.alltoall_async(bits, rows, name=name, process_set=process_set)
@@ -84,8 +83,19 @@ class Horovod:
 
     def _sum(self, tensor: Tensor, name: str, process_set: Any) -> Wait:
         flying = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        handle = hvd.allreduce_async_(flying, name=name, op=hvd.Sum, process_set=process_set)
-        return _waiting([handle], lambda result: result.to(tensor.dtype))
+        slices = flying.view(-1).split(MAX_BYTES) if tensor.numel() > MAX_BYTES else [flying]
+        return _waiting([hvd.allreduce_async_(part, name=f"{name}.{i}" if i else name, op=hvd.Sum,
+                                              process_set=process_set) for i, part in enumerate(slices)],
+                        lambda _: flying.to(tensor.dtype))
+
+
+def refuse_too_large(name: str, nbytes: int) -> None:
+    """Refuses a collective of more bytes than Horovod can count."""
+    if nbytes > MAX_BYTES:
+        what = ("give sparse_as_dense=True, or smaller batches" if name.startswith("dgc.sparse.") else
+                "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity")
+        raise ValueError(f"{name}: the ranks' messages must have at most {MAX_BYTES} bytes together with Horovod, got "
+                         f"{nbytes} ({what}; or use torch.distributed)")
 
 
 def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:

@@ -37,12 +37,12 @@ def own_stream(device: torch.device) -> Iterator[None]:
         raise
 
 
-def own_stream_waits_for(streams: Iterable[Any]) -> None:
-    """Launches within :func:`own_stream`, from now on, also after what was launched so far in these streams: a model's
-    branches may have streams of their own, and their gradients too.
+def join_streams(streams: Iterable[Any]) -> None:
+    """Launches what comes next, also within :func:`own_stream`, after what was launched so far in these streams: a
+    model's branches may have streams of their own, and their gradients too.
     """
     for stream in streams:
-        _stream(stream.device).wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def wait_for_own_stream(device: torch.device) -> None:

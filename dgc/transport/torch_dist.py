@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class TorchDistributed:
     def __init__(self, group: Any = None):
         self.process_set = group
         self._groups = {"world": group}
+        self._last: tuple[Any, Any] | None = None  # the group of the last collective, and what waits for that
 
     @property
     def world(self) -> World | None:
@@ -81,6 +83,11 @@ class TorchDistributed:
     def start(self, collective: Collective, name: str) -> Wait:
         """``name`` is not used: the order decides."""
         tensor, group = collective.tensor.contiguous(), self._groups[collective.group]
+        if not _carries(group, tensor.device):  # NCCL, and a tensor of the CPU: by way of this process's GPU
+            by_gpu = self.start(replace(collective, tensor=tensor.cuda()), name)
+            return Wait(lambda: by_gpu().to(tensor.device))
+        if tensor.is_cuda and self._last is not None and self._last[0] is not group:
+            self._last[1].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere
         result = tensor
         if collective.op == "gather":
             size = dist.get_world_size(group)
@@ -95,12 +102,26 @@ class TorchDistributed:
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
+        if tensor.is_cuda:
+            self._last = group, work
 
         def wait() -> torch.Tensor:
             work.wait()
             return result
 
         return Wait(wait)
+
+
+def _carries(group: Any, device: torch.device) -> bool:
+    """Whether a group can send tensors of a device; or there is no other way."""
+    if device.type != "cpu" or not torch.cuda.is_available():
+        return True
+    world: Any = dist.group.WORLD
+    try:
+        (world if group is None else group)._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 @cache

@@ -15,7 +15,7 @@ class Custom:
 
 @pytest.mark.parametrize(("extras", "message"), [
     ({"a": [Custom()]}, r"extras must be plain data, .* got test_fits\.Custom"),
-    ({"a": torch.tensor([1.0]).numpy()[0]}, r"extras must be plain data, .* got numpy"),
+    ({"a": torch.tensor([1.0]).numpy()}, r"extras must be plain data, .* got numpy"),
     ({"a": lambda: 0}, r"extras must be plain data, .* got .*lambda"),
 ])
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, extras, message):

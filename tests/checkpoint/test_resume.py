@@ -14,6 +14,7 @@ from laws import alike, everything, flat, loss, model
 from torch import nn
 
 import dgc
+from dgc.checkpoint import ranks
 from dgc.transport import find
 
 
@@ -52,6 +53,7 @@ def checkpoint_resume(separate=False):
     """Stop, save, load, go on, against never having stopped; and all raise what one meets."""
     rank = find().world.rank
     folder = Path(sys.argv[2]) / (f"disk {rank}" if separate else "shared")
+    ranks.PIECE = 1000  # what has no common disk travels in pieces
     seeded(rank)
     network, optimizer = made()
     draws = drawing(range(6), network, optimizer)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from laws import difference, model
+from laws import difference, flat, model
 from shelves import DOUBLE, in_lockstep, made, pending, trained
 
 import dgc
@@ -73,6 +73,8 @@ def test_adamw_goes_on_with_its_frozen_denominators(tmp_path):
         sums = [pending([state for state, _ in ranks], letter, True) for ranks in (others, before)]
         assert difference(*sums) < 1e-12
         assert all(x.any() for x in before[0][0][letter].values())
+    with pytest.raises(ValueError, match=r"pending gradients must have an optimizer that keeps residuals, got AdamW, "):
+        in_lockstep(second, 1)
 
 
 def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(tmp_path):
@@ -126,3 +128,87 @@ def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(call, tmp_path):
         return True
 
     assert in_lockstep(worker, 2) == [True] * 2
+
+
+class Lars(torch.optim.SGD):
+    """An SGD with a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm().clamp(min=1e-6) * group["lr"])
+
+
+class Signs(torch.optim.Optimizer):
+    """Another one's, whose param groups have a learning rate alone."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign() * group["lr"])
+
+
+@pytest.mark.parametrize(("kind", "sparsity", "error"), [
+    (Lars, 0.95, "got Lars, which keeps none"), (Signs, 0.0, None)])
+def test_one_process_applies_what_is_pending_where_it_is_an_update(kind, sparsity, error, tmp_path):
+    """Of an optimizer with another step it is a gradient; where nothing is pending, nothing is asked of it."""
+    config = dgc.Config(sparsity=sparsity, momentum_correction=False)
+
+    def first():
+        network, optimizer = made(network=model(dtype=DOUBLE), kind=kind, config=config)
+        trained(range(3), network, optimizer)
+        dgc.save_checkpoint(tmp_path, network, optimizer)
+        return flat(network)
+
+    def second():
+        network, optimizer = made(network=model(dtype=DOUBLE), kind=kind, config=config)
+        dgc.load_checkpoint(tmp_path, network, optimizer)
+        return flat(network)
+
+    expected = in_lockstep(first, 2)[0]
+    if error:
+        with pytest.raises(ValueError, match=error):
+            in_lockstep(second, 1)
+    else:
+        assert torch.equal(in_lockstep(second, 1)[0], expected)
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
+    """A scheduler that computes with NumPy gives such learning rates."""
+    def worker():
+        import numpy as np
+        network, optimizer = made()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(np.pi * step / 90))
+        trained(range(2), network, optimizer)
+        scheduler.step()
+        assert isinstance(optimizer.param_groups[0]["lr"], np.generic)
+        extras = {"scheduler": scheduler.state_dict(), "best": np.float32(0.5)}
+        dgc.save_checkpoint(tmp_path, network, optimizer, extras)
+        expected = float(optimizer.param_groups[0]["lr"])
+        network, optimizer = made()
+        extras = dgc.load_checkpoint(tmp_path, network, optimizer)
+        assert type(optimizer.param_groups[0]["lr"]) is float and optimizer.param_groups[0]["lr"] == expected
+        assert extras["best"] == 0.5 and extras["scheduler"]["_last_lr"] == [expected]
+
+    in_lockstep(worker, 2)
+
+
+@pytest.mark.parametrize("kinds", [(list, tuple), (tuple, list)])
+def test_a_list_of_coefficients_is_as_good_as_a_tuple(kinds, tmp_path):
+    """From YAML comes a list, of which some schedulers make a tuple."""
+    def worker():
+        for kind in kinds:
+            network, optimizer = made(kind=torch.optim.AdamW, config=dgc.Config(0.0), betas=kind((0.9, 0.98)))
+            if kind is kinds[0]:
+                trained(range(2), network, optimizer)
+                dgc.save_checkpoint(tmp_path, network, optimizer)
+            else:
+                dgc.load_checkpoint(tmp_path, network, optimizer)
+                assert list(optimizer.param_groups[0]["betas"]) == [0.9, 0.98]
+
+    in_lockstep(worker, 2)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dgc
 from dgc.compression import device as devices
 from dgc.compression import kernels
+from dgc.compression.kernels import plain
 from dgc.compression.residual import Gradient
 from dgc.compression.wire import seal
 from dgc.config import Config
@@ -283,3 +284,76 @@ def test_a_step_asks_the_device_nothing():
             received.add(ours, [0.1] * len(ours))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [
+    {"exchange": "reduce"}, {"sparsity": 0.0, **ROUNDED}, {"sparsity": 0.3, **ROUNDED}])
+def test_without_triton_a_bad_gradient_is_told_at_once(options, monkeypatch):
+    """There torch operations compress on a GPU, and they have no flags."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: plain)
+
+    def worker():
+        weight, ends = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE)), []
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
+                                             Config(**{"sparsity": 0.9, "min_numel": 0, **options}))
+        for step in range(4):
+            g = gradients(3 * step + dgc.lockstep.current().world.rank, shapes={"a": (40, 30)})["a"].g
+            if step == 2 and dgc.lockstep.current().world.rank == 1:
+                g[3, 3] = float("nan")
+            weight.grad = g.to(DEVICE)
+            try:
+                optimizer.step()
+                ends.append("")
+            except FloatingPointError as error:
+                ends.append(str(error))
+        return ends, weight.detach().cpu()
+
+    ranks = dgc.lockstep.run(worker, 3)
+    for ends, weight in ranks:
+        assert ends == ["", "", "rank 1 has a gradient that is not finite, in: a", ""]
+        assert weight.isfinite().all() and torch.equal(weight, ranks[0][1])
+
+
+def test_owners_lose_nothing_where_the_update_cannot_be_written(monkeypatch):
+    """Where devices run ahead it is written before it is known to be good, and memory may not do."""
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+    write, turns = owners_cuda.Received.write, []
+
+    def full(self, targets):
+        turns.append(self)
+        if 3 < len(turns) <= 6:  # in the second step of three ranks
+            raise ValueError("no room")
+        write(self, targets)
+
+    monkeypatch.setattr(owners_cuda.Received, "write", full)
+
+    def worker():
+        rank, total = dgc.lockstep.current().world.rank, torch.zeros(40, 30)
+        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
+                                             Config(0.9, exchange="reduce"))
+        ends = []
+        for step in range(3):
+            g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
+            total += g
+            ends.append("")
+            try:
+                weight.grad = g.to(DEVICE)
+                optimizer.step()
+            except ValueError as error:
+                ends[-1] = str(error)
+        return ends, weight.detach().cpu(), total - optimizer.residual_state_dict()["v"]["a"].cpu()
+
+    ranks = dgc.lockstep.run(worker, 3)
+    for ends, weight, _ in ranks:
+        assert ends == ["", "no room", ""]
+        assert weight.any() and torch.allclose(-weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_is_being_captured_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    devices.refuse_capture(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"must be outside of torch\.cuda\.graph\(\)"):
+        devices.refuse_capture(torch.device("cuda"))

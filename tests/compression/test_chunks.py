@@ -44,7 +44,8 @@ def test_the_extremes_neither_overflow_nor_vanish(dtype, largest):
     chunks = Chunks(4, 1, dtype, torch.float32)
     message = chunks.encode(x.clone())
     read = chunks.values(message, chunks.read(message))
-    assert torch.allclose(read, x, rtol=2**-8, atol=0) or largest < 2.0**-126 * 2**-24 * 2**15
+    # The smallest exponent leaves too few bits of a denormal number, which may be off by its last one.
+    assert torch.allclose(read, x, rtol=2**-8, atol=0 if largest > 1e-40 else 2**-149)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

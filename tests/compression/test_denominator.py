@@ -127,7 +127,7 @@ from triton.compiler import ASTSource
 from dgc.compression.kernels import denominator_cuda as cuda
 
 types = dict.fromkeys("x square largest factor deficits weights rates".split(), "*fp32") | dict.fromkeys(
-    "scale inverse eps".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
+    "scale inverse eps grown top".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
 for kernel in (cuda._count, cuda._follow):
     here = {n: True for n in ("LARGEST",) if n in kernel.arg_names}
     signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}

@@ -1,5 +1,6 @@
 """Law 5: each fused kernel equals its twin in torch operations, to the bit."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -275,4 +276,17 @@ def test_a_compiler_that_does_not_work_is_told(module, disabled, told, tmp_path)
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                              env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled})
     assert process.stdout.split() == ["dgc.compression.kernels.plain"] * 2
-    assert process.stderr.count(f"numba is installed but cannot be imported ({told})") == 1
+    assert process.stderr.count(f"numba is installed but does not work ({told})") == 1
+
+
+def test_a_triton_that_cannot_compile_is_told():
+    """As without a C compiler; here it finds no driver."""
+    code = ("import torch; torch.cuda.is_available = lambda: True; from dgc.compression.kernels import module_for; "
+            "print(module_for('cuda', torch.float32).__name__)")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        pytest.skip("it needs Triton, and no GPU")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
+                             env=environment)
+    assert process.stdout.split() == ["dgc.compression.kernels.plain"]
+    assert "triton is installed but does not work" in process.stderr

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from laws import misleading, worlds
-from pairs import DEVICE, SHAPES, Pair, count_beyond, counts_that_cancel, gradients, position_beyond, targets
+from pairs import (  # noqa: F401  a fixture
+    DEVICE,
+    SHAPES,
+    Pair,
+    count_beyond,
+    counts_that_cancel,
+    gradients,
+    position_beyond,
+    tables_are_sent,
+    targets,
+)
 
 from dgc.compression import kernels
 from dgc.compression.kernels import plain
@@ -24,7 +34,8 @@ from dgc.config import Config
 from dgc.paths.compressed import reduce
 
 cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+pytestmark = [pytest.mark.usefixtures("tables_are_sent"),
+              pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")]  # NumPy's
 
 def assert_same(ours, theirs):
     for x, y in zip(ours, theirs, strict=True):

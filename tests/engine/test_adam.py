@@ -162,7 +162,7 @@ def test_it_is_the_transcription(nodes, sparsity, op, masking):
 
 
 @pytest.mark.parametrize(("sparsity", "exchange"), [
-    (0.0, "allgather"), (0.5, "allgather"), (0.9, "allgather"), (0.97, "allgather"), (0.9, "shared"), (0.9, "reduce")])
+    (0.0, "allgather"), (0.5, "allgather"), (0.9, "allgather"), (0.97, "allgather"), (0.9, "reduce")])
 def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     """Whatever the density, and while the learning rate falls: the mean square of noise is found from sums of it, that
     came when they were large, to a third or twice its size. It begins at a quarter of it.

@@ -327,20 +327,20 @@ def test_a_checkpoint_with_a_wrong_one_is_refused(key, value, tmp_path):
 
 
 def test_steps_that_are_skipped_or_alone():
-    """A skipped step counts for none; and with one process nothing is decided. By the clock of this machine."""
+    """A skipped step counts for none; and with one process nothing is decided."""
     config = dgc.Config(SHAPED.sparsity, nonfinite="skip")
 
     def worker():
-        network, optimizer = train(range(6), config)
+        _, network, optimizer = paced(range(6), config=config)
         for p in network.parameters():
             p.grad = torch.full_like(p, math.nan)
         optimizer.step()
-        train(range(6, 16), None, network, optimizer)
-        return optimizer.report()
+        return paced(range(6, 16), network, optimizer)[2].report()
 
-    reports = dgc.lockstep.run(worker, 2)
+    with virtual_time():
+        reports = dgc.lockstep.run(worker, 2)
     assert all((r.steps, r.skipped) == (16, 1) and r.sparsity == reports[0].sparsity != 0.98 for r in reports)
-    alone, = dgc.lockstep.run(worker, 1)
+    alone, = dgc.lockstep.run(lambda: train(range(16), config)[1].report(), 1)
     assert alone.sparsity == 0.98
 
 

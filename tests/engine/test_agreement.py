@@ -1,6 +1,6 @@
 """Ranks that do not train the same thing are told so, all of them, before anything is exchanged."""
 
-import time
+import warnings
 
 import pytest
 import torch
@@ -143,7 +143,9 @@ def test_settings_that_only_look_different_are_no_difference():
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
         train([0], None, network, optimizer)
 
-    dgc.lockstep.run(worker, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dgc.lockstep.run(worker, 2)
 
 
 def test_ranks_that_are_alike_are_asked_once():
@@ -159,7 +161,6 @@ def test_ranks_that_are_alike_are_asked_once():
 
 @pytest.mark.parametrize("launcher", ["horovod", "torch"])
 def test_processes_that_differ_end_with_the_reason_on_screen(launcher):
-    began = time.monotonic()
     status, output, _ = launch(launcher, 2, [another_configuration], limit=120, check=False)
-    assert status != 0 and time.monotonic() - began < 100
+    assert status != 0
     assert "the ranks differ in the schedule of the sparsity. Rank 1 has: step 0: 0.99; rank 0 has: step 0" in output

@@ -63,7 +63,7 @@ def residuals(optimizer):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.filterwarnings("error", 'ignore:Config. exchange="shared" is deprecated:FutureWarning')
+@pytest.mark.filterwarnings("error")
 def test_a_loss_scale_changes_nothing(name):
     """Powers of two, which grow after every third step: to the bit the training without, residuals too."""
     def worker():

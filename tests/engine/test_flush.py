@@ -77,7 +77,7 @@ def test_flush_leaves_frozen_parameters_alone(config):
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "shared", "reduce"])
+@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
 @pytest.mark.parametrize("dtype", [torch.float16, None])
 def test_flushing_while_evaluating(exchange, dtype):
     """As a trainer does that evaluates in inference mode: the training goes on as after any flush."""
@@ -155,3 +155,17 @@ def test_a_schedule_that_leaves_the_range_names_the_step():
 
     with pytest.raises(ValueError, match=r"gives for step 2 must be .*, got 1\.0"):
         in_lockstep(worker)
+
+
+def test_a_flush_that_applies_nothing_is_told():
+    """At a learning rate of 0, where most schedulers end: one warning, of rank 0."""
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = flat(network)
+        optimizer.flush()
+        assert torch.equal(flat(network), before)
+
+    with pytest.warns(UserWarning, match=r"flush\(\) should be called at a learning rate above 0") as told:
+        in_lockstep(worker)
+    assert len(told) == 1

@@ -12,7 +12,6 @@ import torch
 from launch import TIMEOUT, launch, ran
 from laws import (
     CONFIGS,
-    SHARED,
     counted_sizes,
     current_rank,
     difference,
@@ -35,7 +34,7 @@ from dgc.transport.bytes import node_size
 def hierarchical():
     """Some configurations by node, on twice two processes. Horovod says first what process sets it needs."""
     configs = {name: replace(CONFIGS[name], hierarchical=True) for name in (
-        "default", "shared", "reduced", "clipped", "warm-up", "dense fallback")}
+        "default", "reduced", "clipped", "warm-up", "dense fallback")}
     if find().__class__.__name__ == "Horovod":
         dynamic = os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
         try:
@@ -138,7 +137,7 @@ def pending(optimizer):
 SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.items()},
             "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
 CASES = [(name, 2, 2, {}) for name in SETTINGS if name != "rounded"] + [  # of which each rank keeps its own
-    (name, n, g, arguments) for name in ("default", "shared", "reduced", "clipped", "decay sent")
+    (name, n, g, arguments) for name in ("default", "reduced", "clipped", "decay sent")
     for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [
     ("clipped per tensor", 2, 4, SUM), ("dense fallback", 5, 2, {})]
 
@@ -198,23 +197,19 @@ def test_auto_groups_where_it_can():
 
 
 @pytest.mark.parametrize("n, g", [(2, 2), (4, 2), (4, 4), (2, 8), (8, 2)])
-@pytest.mark.parametrize("exchange, sparsity", [("allgather", 0.99), ("shared", 0.99), ("allgather", 0.1)])
-def test_each_byte_crosses_the_network_once(exchange, sparsity, n, g):
+@pytest.mark.parametrize("sparsity", [0.99, 0.1])
+def test_each_byte_crosses_the_network_once(sparsity, n, g):
     """What the ranks of a node send to other nodes is together what a rank alone would send among n; counted. The cost
     model knows what goes on within the node.
     """
     sizes, dense = counted_sizes(sparsity)
-    config = dgc.Config(sparsity, exchange=exchange, hierarchical=True)
+    config = dgc.Config(sparsity, hierarchical=True)
     reports = dgc.lockstep.run(lambda: train(range(2), config, model())[1].report(), n * g, g)
     small = 2 * (n * g - 1) / (n * g) * 4 * dense
-    summed = 2 * (n - 1) / n
-    alone = (n - 1) * sizes.message if exchange == "allgather" else summed * (sizes.support / 2 + sizes.values)
-    if sparsity == 0.1:
-        alone = min(alone, summed * sizes.dense)
+    alone = (n - 1) * min(sizes.message, 2 / n * sizes.dense)
     padding = 4 * g * (n + 1)  # stripes are of one length
     assert alone <= sum(report.bytes_sent - small for report in reports[:g]) <= alone + padding
-    name = "hierarchical" if exchange == "allgather" else "hierarchical shared"
-    inside = [step for step in cost.exchange(name, sizes, n, g) if not step.across]
+    inside = [step for step in cost.exchange("hierarchical", sizes, n, g) if not step.across]
     assert reports[0].node_bytes == pytest.approx(sum(s.times * s.nbytes for s in inside), abs=padding * n)
 
 
@@ -263,7 +258,7 @@ def test_residuals_that_differ_within_a_node_are_evened_out():
 
 def test_residuals_of_nodes_are_taken_up_to_the_bit():
     """Of three ranks, too, whose sum divided by 3 would be something else."""
-    config = replace(SETTINGS["shared"], hierarchical=True)
+    config = replace(SETTINGS["reduced"], hierarchical=True)
     states = [optimizer.residual_state_dict() for _, optimizer in dgc.lockstep.run(
         lambda: trained(config, gradient), 6, 3)]
     for state, got in zip(states, dgc.lockstep.run(lambda: taken_up(config, states), 6, 3), strict=True):
@@ -274,9 +269,10 @@ ROUNDED = replace(SETTINGS["clipped"], dense_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("config, where", [
-    (SETTINGS["default"], "a"), (SHARED, "a"), (SETTINGS["clipped"], "a"), (dgc.Config(0.0, min_numel=0), "a"),
-    (SETTINGS["default"], "c"), (SETTINGS["clipped"], "c"), (SETTINGS["clipped per tensor"], "c"), (ROUNDED, "c")],
-    ids=["gathered", "shared", "clipped", "dense", "small", "small, clipped", "small, per tensor", "small, rounded"])
+    (SETTINGS["default"], "a"), (SETTINGS["reduced"], "a"), (SETTINGS["clipped"], "a"),
+    (dgc.Config(0.0, min_numel=0), "a"), (SETTINGS["default"], "c"), (SETTINGS["clipped"], "c"),
+    (SETTINGS["clipped per tensor"], "c"), (ROUNDED, "c")],
+    ids=["gathered", "reduced", "clipped", "dense", "small", "small, clipped", "small, per tensor", "small, rounded"])
 def test_a_gradient_that_is_not_finite_is_laid_to_its_rank(config, where):
     """And has entered nothing: the training goes on."""
     def worker():

@@ -2,8 +2,11 @@
 
 from dataclasses import fields
 
+import pytest
 import torch
+from torch import nn
 
+import dgc
 from dgc.collective import Collective, World, dense_bytes
 from dgc.engine.report import Ledger
 
@@ -70,12 +73,19 @@ def test_what_stays_within_a_node_is_counted_apart():
 
 
 def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
+    """The last step stays the last one that was taken."""
     ledger = Ledger()
+    ledger.open(1000.0)
+    ledger.count(World(0, 2), Collective("sum", torch.zeros(50)))
+    ledger.close(100, 30)
+    taken = told(ledger)
     ledger.open(1000.0)
     ledger.count(World(0, 2), Collective("sum", torch.zeros(1)))
     ledger.skip()
     report = told(ledger)
-    assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (1, 0, 4.0, 0.0)
+    assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (1, 1, 204.0, 1000.0)
+    assert (report.bytes_sent, report.dense_bytes, report.density) == (200.0, 1000.0, 0.3) == (
+        taken.bytes_sent, taken.dense_bytes, taken.density)
 
 
 def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
@@ -88,3 +98,27 @@ def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
     ledger.end_flush(before)
     report = told(ledger)
     assert (report.bytes_sent, report.total_bytes_sent, report.steps) == (4.0, 44.0, 1)
+
+
+def test_what_is_frozen_sends_nothing():
+    """By hand: 3,200 entries of which a tenth of a half is sent, and 8 of a bias that travels dense."""
+    def worker():
+        p, q, bias = (nn.Parameter(torch.ones(shape)) for shape in ((40, 40), (40, 40), (8,)))
+        optimizer = torch.optim.SGD([p, q, bias], lr=0.1)
+        optimizer = dgc.DistributedOptimizer(optimizer, None, dgc.Config(0.9, selection="exact", min_numel=10),
+                                             groups=[[p], [q], [bias]])
+        told = []
+        for step in range(3):
+            p.requires_grad_(step < 1)
+            bias.requires_grad_(step < 2)
+            for x in (p, q, bias):
+                x.grad = torch.arange(1.0, 1 + x.numel()).view_as(x) if x.requires_grad else None
+            optimizer.step()
+            report = optimizer.report()
+            told.append((report.density * 3208, report.gradient_norm))
+        return told
+
+    norm = sum(i * i for i in range(1, 1601)) ** 0.5
+    for told in dgc.lockstep.run(worker, 2):
+        entries, norms = zip(*told, strict=True)
+        assert entries == pytest.approx((328, 168, 160)) and norms == pytest.approx((2 ** 0.5 * norm, norm, norm))

@@ -56,6 +56,8 @@ def by_apex(optimizer):
         r"must be torch\.optim\.SGD for Config\(local_weight_decay=False\)"),
     (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], 0.1)),
      TypeError, r"got one of shape \(2, 2\) and dtype torch\.complex64"),
+    (lambda: dgc.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.int64), False)], 0.1)),
+     TypeError, "must have a parameter of .*, got none whose gradient can be exchanged"),
     (lambda: dgc.DistributedOptimizer(torch.optim.NAdam(model().parameters())), TypeError,
      r"got NAdam \(torch\.optim\.AdamW learns better with compressed gradients; or give Config\(momentum_c"),
     (lambda: dgc.DistributedOptimizer(torch.optim.RMSprop(model().parameters())), TypeError,
@@ -85,7 +87,10 @@ def by_apex(optimizer):
     (lambda: dgc.DistributedOptimizer(sgd()).set_backward_passes_per_step(0), ValueError, "must be > 0"),
     (lambda: dgc.DistributedOptimizer(sgd(), process_set="all"), RuntimeError, "nothing to exchange gradients over"),
     (lambda: dgc.broadcast_parameters("model"), ValueError, "invalid params of type"),
-    (lambda: dgc.broadcast_parameters([torch.zeros(1)], root_rank=2), ValueError, r"root_rank must be 0 to 1, got 2"),
+    (lambda: dgc.broadcast_parameters({"model": model().state_dict()}), ValueError,
+     r"params must hold tensors, as model\.state_dict\(\) does, got none among model \(broadcast its parts"),
+    (lambda: dgc.broadcast_parameters([torch.zeros(1)], root_rank=2), ValueError,
+     r"root_rank must be an integer from 0 to 1, got 2"),
 ])
 def test_refuses(make, error, message):
     with pytest.raises(error, match=message):
@@ -105,3 +110,14 @@ def test_dampening_set_later_is_refused_at_the_step():
 def test_num_groups_is_deprecated():
     with pytest.warns(DeprecationWarning, match="`num_groups` has been replaced by `groups`"):
         in_lockstep(lambda: dgc.DistributedOptimizer(sgd(), num_groups=2), 1)
+
+
+def test_a_complex_parameter_that_thaws_is_refused():
+    def worker():
+        p, q = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False), nn.Parameter(torch.ones(2))
+        dgc.DistributedOptimizer(torch.optim.SGD([p, q], 0.1))
+        p.requires_grad_(True)
+        with pytest.raises(TypeError, match="keep it frozen"):
+            p.abs().sum().backward()
+
+    in_lockstep(worker)

@@ -32,7 +32,6 @@ def ddp_trajectories():
     results = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", 'Config: exchange="shared" is deprecated', FutureWarning)
         for name, config in CONFIGS.items():
             expected = train(range(5), config)
             for manner, arguments in DDP.items() if name == "default" else [("views", DDP["views"])]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import contract
+import differences
 import pytest
 import torch
 from launch import ran
@@ -23,6 +24,13 @@ SAID_BESIDES = {
 
 def observed(size):
     return ran("horovod", size, [contract.observed])[contract.observed]
+
+
+@pytest.mark.parametrize("name", differences.DIFFERENCES)
+def test_ours_differs_from_stock_as_the_documentation_says(name):
+    _, stock, ours = differences.DIFFERENCES[name]
+    for seen in ran("horovod", 2, [differences.shown])[differences.shown]:
+        assert seen[name] == (stock, ours)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -43,6 +51,12 @@ def test_as_on_stock(name, mode, size):
             assert len(extra) == 1 and words in extra[0]
         else:
             assert not extra
+
+
+@pytest.mark.parametrize("name", [name for name in contract.BEHAVIOURS if "_trains_with_" in name])
+def test_ranks_that_compress_have_the_same_parameters(name):
+    one, other = (seen[name]["sparse"]["close"] for seen in observed(2))
+    assert one and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_changed_update_is_told_in_the_same_warning():

@@ -269,3 +269,21 @@ def test_a_copy_knows_whose_gradients_are_sparse():
     expected = torch.ones(50, 40)
     expected[[0, 1, 7]] -= 0.05 / 2
     assert torch.equal(one, two) and torch.allclose(one, expected)
+
+
+def test_hooks_may_change_a_state_before_it_is_loaded():
+    """As torch's documentation of load_state_dict has them, to adapt what another model has saved."""
+    def worker():
+        network, optimizer = train(range(3), SPARSE)
+        state, residuals = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
+        other, fresh = copy.deepcopy(network), None
+        fresh = dgc.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9),
+                                         other.named_parameters(), SPARSE)
+        fresh.register_load_state_dict_pre_hook(lambda _, saved: {**saved, **state})
+        fresh.load_residual_state_dict(residuals)
+        fresh.load_state_dict({"state": {}, "param_groups": []})
+        assert fresh.param_groups[0]["dgc_step"] == 3
+        return flat(train(range(3, 5), None, other, fresh)[0]), flat(train(range(3, 5), None, network, optimizer)[0])
+
+    for got, expected in in_lockstep(worker):
+        assert torch.equal(got, expected)

@@ -33,7 +33,7 @@ def flat(some, bucket):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("exchange", "n", "masking", "wire"), [
     *((*case, wire) for wire in (torch.float16, torch.float32) for case in (
-        ("allgather", 1, "prepay"), ("allgather", 3, "prepay"), ("shared", 3, "prepay"), ("reduce", 3, "prepay"),
+        ("allgather", 1, "prepay"), ("allgather", 3, "prepay"), ("reduce", 3, "prepay"),
         ("reduce", 3, False))),
     ("allgather", 16, "prepay", torch.float16), ("reduce", 16, "prepay", torch.float32)])
 def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, masking, wire, nesterov):

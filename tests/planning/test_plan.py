@@ -468,7 +468,7 @@ def test_predictions_are_near_the_measurements():
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")], text=True,
                           capture_output=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    kept, text = json.loads((RESULTS / "plan.json").read_text()), (ROOT / "docs" / "tuning.md").read_text()
+    kept, text = json.loads((RESULTS / "plan.json").read_text()), (ROOT / "docs" / "guides" / "pays.md").read_text()
     by_default = kept["defaults"]
     assert by_default["largest_error"] > by_default["median_error"] > kept["median_error"]  # it knows less
     told = {kind: f"{100 * by_default[f'median_error{kind}']:.1f} %" for kind in ("", "_dense", "_dgc")}

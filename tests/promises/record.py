@@ -70,6 +70,9 @@ def public():
         "functions": {name: arguments(getattr(dgc, name)) for name in sorted(dgc.__all__)
                       if inspect.isfunction(getattr(dgc, name))},
         "Config": [[f.name, repr(f.default)] for f in fields(dgc.Config)],
+        "accepted": {"selection": ["sampled", "exact"], "exchange": ["allgather", "reduce", "auto"],
+                     "nonfinite": ["error", "skip"], "factor_masking": [True, False, "prepay"],
+                     "hierarchical": [True, False, "auto"]},
         "Report": [f.name for f in fields(dgc.Report)],
         "methods": {name: arguments(getattr(made, name)) for name in sorted(methods) if callable(getattr(made, name))},
         "attributes": ["_allreduce_delay", "_compression", "_groups", "_handles", "_parameter_names",

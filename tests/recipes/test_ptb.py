@@ -1,6 +1,7 @@
 """The language model, on Python's documentation."""
 
 import argparse
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -36,25 +37,34 @@ def language_model(text, monkeypatch):
     return run
 
 
-PERPLEXITIES: list[float] = []  # what the first launcher saw
+@pytest.fixture(scope="module")
+def launched(text, tmp_path_factory):
+    @functools.cache
+    def run(launcher):
+        """A first loss and perplexities; made once."""
+        tmp_path = tmp_path_factory.mktemp(launcher)
+        virtual = ["--virtual-workers", "2"] if launcher == "python" else []
+        status, output = recipe("--epochs", "2", "--sparsity", "0.99", "--selection", "exact", *virtual,
+                                "--out", f"{tmp_path}/out.json", "--tensorboard", f"{tmp_path}/board",
+                                launcher=LAUNCHERS[launcher], limit=100, file="ptb.py", data=str(text))
+        assert status == 0, output
+        assert output.count("dgc: test perplexity ") == 1 and "on ptb after 2 epochs" in output
+        assert any("tfevents" in file.name for file in (tmp_path / "board").iterdir())
+        result = json.loads((tmp_path / "out.json").read_text())
+        assert result["workers"] == 2 and result["history"][1]["bytes_per_step"] < result["dense_bytes_per_step"] / 2
+        seen = [result["history"][0]["losses"][0], result["history"][0]["perplexity"], result["perplexity"]]
+        assert max(seen) < result["vocabulary"]
+        return seen
+
+    return run
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_language_model_runs_everywhere(launcher, text, tmp_path):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "python"])
+def test_the_language_model_runs_everywhere(launcher, launched):
     """Two workers each, compressed, with dropout: alike but for the order of additions."""
-    virtual = ["--virtual-workers", "2"] if launcher == "python" else []
-    status, output = recipe("--epochs", "2", "--sparsity", "0.99", "--selection", "exact", *virtual,
-                            "--out", f"{tmp_path}/out.json", "--tensorboard", f"{tmp_path}/board",
-                            launcher=LAUNCHERS[launcher], limit=100, file="ptb.py", data=str(text))
-    assert status == 0, output
-    assert output.count("dgc: test perplexity ") == 1 and "on ptb after 2 epochs" in output
-    assert any("tfevents" in file.name for file in (tmp_path / "board").iterdir())
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["workers"] == 2 and result["history"][1]["bytes_per_step"] < result["dense_bytes_per_step"] / 2
-    seen = [result["history"][0]["losses"][0], result["history"][0]["perplexity"], result["perplexity"]]
-    PERPLEXITIES.extend(seen if not PERPLEXITIES else ())
-    assert seen == pytest.approx(PERPLEXITIES, rel=1e-3) and max(seen) < result["vocabulary"]
+    seen, alone = (launched(name) for name in (launcher, "python"))
+    assert seen == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.long
@@ -137,12 +147,13 @@ def test_what_is_pending_in_the_language_model_is_applied_after_the_last_epoch(l
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("settings", [
     {"method": "topk"}, {"method": "naive"}, {"local_clipping": False}, {"momentum_correction": False},
-    {"factor_masking": False}, {"momentum": 0.9, "lr": 2.0}, {"momentum": 0.9, "lr": 2.0, "momentum_correction": False},
-    {"clip_norm": 0.0, "lr": 1.0},
+    {"factor_masking": False}, {"momentum": 0.0}, {"clip_norm": 0.0},
 ], ids=str)
 def test_each_part_of_the_language_models_training_can_be_switched_off(language_model, settings):
-    result = language_model(sparsity=0.9, **settings)
-    assert 1 < result["perplexity"] < result["vocabulary"]
+    """Each makes another training of it."""
+    usual = {"sparsity": 0.9, "momentum": 0.9, "lr": 1.0, "clip_norm": 0.02}
+    on, off = language_model(**usual), language_model(**{**usual, **settings})
+    assert on["perplexity"] != off["perplexity"] and 1 < off["perplexity"] < off["vocabulary"]
 
 
 @pytest.mark.timeout(60)

@@ -134,10 +134,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
             for run in tables["exchange"].values()} == {
         (n, *way, seed) for n in (4, 16, 64) for seed in (0, 1)
         for way in (("allgather", 1, 0.999, None), ("allgather", 2 if n == 4 else 4, 0.999, None),
-                    ("reduce", 1, 0.999, None), ("reduce", 1, 0.996, None), ("shared", 1, 0.999, None),
-                    ("allgather", 1, 0.99, False))} | {
-        (4, "shared", 1, 0.996, None, 0), (4, "shared", 1, 0.99, False, 0), (16, "shared", 1, 0.99, False, 0),
-        (16, "shared", 4, 0.99, False, 0)}
+                    ("reduce", 1, 0.999, None), ("reduce", 1, 0.996, None), ("allgather", 1, 0.99, False))}
     assert all(run.options["batch_size"] * run.options["virtual_workers"] == 128 and
                run.options["hierarchical"] == (run.options["virtual_node"] > 1) for run in tables["exchange"].values())
 
@@ -154,12 +151,12 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert [sum(run.options["seed"] == seed for run in short + long) for seed in range(6)] == [10 + 4] * 3 + [4] * 3
     assert {run.name for run in runs if run.options.get("validate")} == {run.name for run in short} | {
         *tables["bytes"]}  # and no other
-    assert len(names) == 9 + 6 + 10 + 42 + 6 + 3 + 6 + 2 + 8 + 8 + 40 + 4
+    assert len(names) == 9 + 6 + 10 + 42 + 6 + 3 + 6 + 2 + 8 + 8 + 30 + 4
     assert names[25:67] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0", *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in (
             "", "-nomasking"))]
     assert names[73:76] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert [run.options["seed"] for run in runs[-44:]] == [0] * 22 + [1] * 18 + [0, 1] * 2
+    assert [run.options["seed"] for run in runs[-34:]] == [0] * 15 + [1] * 15 + [0, 1] * 2
     assert names[84:92] == list(tables["transformer"]) == [
         *(f"transformer-{row}-{seed}" for seed in range(3) for row in ("dense", "dgc")),
         "transformer-gradients-0", "transformer-gradients-1"]
@@ -410,7 +407,7 @@ def test_differences_are_paired_and_their_interval_is_students():
 
 def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsys):
     """By hand: seeds of DGC differ from dense training's by 0.3 and 0.1, 0.2 with an interval of 12.706 times 0.1; with
-    a warm-up of 4 by 0.2 and -0.4. At 90 % Student's t of two is 6.314: times 0.1, and 0.3 where shared differs by
+    a warm-up of 4 by 0.2 and -0.4. At 90 % Student's t of two is 6.314: times 0.1, and 0.3 where reduce differs by
     -0.5 and 0.1.
     """
     budget, write = kept
@@ -434,10 +431,10 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
     for seed, accuracy in enumerate((88.2, 88.0)):
         write(f"cifar10-dgc-warmup4-{seed}", settings={"warmup_epochs": 4, "seed": seed}, accuracy=accuracy, **rest)
     same = {"epochs": 10, "warmup_epochs": 1.0, "virtual_workers": 16, "batch_size": 8}
-    for seed, (gathered, shared) in enumerate(((80.0, 79.5), (81.0, 81.1))):
+    for seed, (gathered, reduced) in enumerate(((80.0, 79.5), (81.0, 81.1))):
         name, mine = "cifar10-exchange-dgc-16workers-batch8-", {**same, "seed": seed}
         write(f"{name}{seed}", settings=mine, accuracy=gathered, **rest)
-        write(f"{name}shared-{seed}", settings={**mine, "exchange": "shared"}, accuracy=shared, **rest)
+        write(f"{name}reduce-{seed}", settings={**mine, "exchange": "reduce"}, accuracy=reduced, **rest)
     many = {"epochs": 7, "warmup_epochs": 0.5, "virtual_workers": 32, "batch_size": 8, "validate": True, "seed": 0}
     write("cifar10-many-dense-0", "cifar10-dense-0", many, accuracy=70.0, **rest)
     thinner = {**many, "sparsity": 0.97, "factor_masking": False, "exchange": "reduce"}
@@ -471,13 +468,12 @@ def test_tables_and_figures_come_from_the_results_alone(kept, monkeypatch, capsy
             "| dense |  | 70.00 % |  | 75 | 13.3 x | 20.0 x |",
             "| reduce | 97 % | 69.25 % | -0.75 | 75 | 13.3 x | 20.0 x |",
             "|  | 4 workers | 16 workers | 64 workers |", "| all-gather | - | 80.50 % | - |",
-            "| shared | - | 80.30 % (-0.20 ± 1.89) | - |", "| hierarchical | - | - | - |",
-            "| shared, 99.6 % | - |  |  |", "| shared, 99 %, no masking | - | - |  |",
-            "| hierarchical shared, 99 %, no masking |  | - |  |", "| all-gather, 99 %, no masking | - | - | - |"):
+            "| reduce | - | 80.30 % (-0.20 ± 1.89) | - |", "| hierarchical | - | - | - |",
+            "| all-gather, 99 %, no masking | - | - | - |"):
         assert line in lines
     text = "\n".join(lines)
     assert all(count in text for count in ("3 of 42 runs.", "6 of 12 runs.", "4 of 6 runs.",
-                                           "Dense: 88.00 %. 3 of 8 runs.", "2 of 8 runs.", "4 of 40 runs."))
+                                           "Dense: 88.00 %. 3 of 8 runs.", "2 of 8 runs.", "4 of 30 runs."))
     figures = {file.name: file.stat().st_size for file in budget.figures.iterdir()}
     assert set(figures) == {"cifar10.png", "cifar10-ablation.png", "cifar10-momentum.png", "cifar10-sparsity.png",
                             "cifar10-many.png"}

@@ -1,6 +1,7 @@
 """Collectives between real processes: bytes, process sets, limits, and failing together."""
 
 import contextlib
+import copy
 import os
 import re
 import socket
@@ -19,7 +20,7 @@ import dgc
 from dgc.collective import Collective
 from dgc.transport import find
 
-EXCHANGES = (0.0, "as it is"), (0.0, "rounded"), (0.9, "allgather"), (0.9, "reduce"), (0.9, "shared")
+EXCHANGES = (0.0, "as it is"), (0.0, "rounded"), (0.9, "allgather"), (0.9, "reduce")
 
 
 def socket_bytes():
@@ -93,6 +94,8 @@ def sets_of_two_and_of_one():
         mine = next((one for one in members if one.included()), members[0])
         optimizer = dgc.DistributedOptimizer(plain(kind, network), network.named_parameters(), dgc.Config(
             sparsity=dgc.piecewise({0: 0.0, 2: 0.9})), process_set=mine)
+        added = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [added]})
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         keys = [sorted(state) for state in optimizer.state.values()]
         train(range(4), None, network, optimizer)
@@ -130,11 +133,14 @@ def set_that_was_not_added():
 
 def too_large():
     """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
-    try:
-        find().start(Collective("gather", torch.empty(1 << 30, dtype=torch.uint8)), "large")
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    told = []
+    for op, name, shape in (("gather", "large", 1 << 30), ("gather", "dgc.sparse.w", 1 << 30),
+                            ("alltoall", "large", (2, 1 << 30))):
+        try:
+            find().start(Collective(op, torch.empty(shape, dtype=torch.uint8)), name)
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 def started_anew():
@@ -177,9 +183,58 @@ def shared_in_slices():
         given = [value if find().world.rank == root else torch.zeros_like(value) for value in values]
         dgc.broadcast_parameters([given[0]], root)
         waits = [find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)]
-        return [torch.equal(wait(), value) for wait, value in zip(waits, values, strict=True)]
+        waits.append(find().start(Collective("sum", values[0].clone()), "sum"))
+        expected = [*values, find().world.size * values[0]]
+        return [torch.equal(wait(), value) for wait, value in zip(waits, expected, strict=True)]
     finally:
         horovod.MAX_BYTES = limit
+
+
+def loaded_in_between():
+    """After a backward pass in which rank 1 lacks the gradients that leave first, all go back to a state."""
+    rank, layers = find().world.rank, nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+    dgc.broadcast_parameters(layers.state_dict())
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.05, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(optimizer, layers.named_parameters(), dgc.Config(0.9),
+                                         groups=[[*layer.parameters()] for layer in layers])
+
+    def pass_back(step, without=None):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        for i, layer in enumerate(layers):
+            x = x if i == without else layer(x).tanh()
+        optimizer.zero_grad()
+        x.square().mean().backward()
+
+    def go_on():
+        layers.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.load_residual_state_dict(residuals)
+        for step in range(3, 6):
+            pass_back(step)
+            optimizer.step()
+        return flat(layers)
+
+    for step in range(2):
+        pass_back(step)
+        optimizer.step()
+    weights, state, residuals = (copy.deepcopy(x) for x in (
+        layers.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()))
+    expected = go_on()
+    pass_back(2, without=2 if rank == 1 else None)
+    return torch.equal(go_on(), expected)
+
+
+def both_libraries():
+    """Horovod initialised by a script that torchrun has started: there it is alone."""
+    import horovod.torch as hvd
+    hvd.init()
+    try:
+        find()
+    except ValueError as error:
+        return str(error)
+    finally:
+        hvd.shutdown()
+    return "no error"
 
 
 def raises_on_one_rank():
@@ -232,10 +287,11 @@ def scaler_of_an_elastic_state():
 
 
 IN_PROCESSES = {("horovod", 2): (
-    socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, started_anew),
-                **{("torch", n): (socket_bytes,) for n in (2, 4, 8)},
+    socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, loaded_in_between,
+    started_anew),
+                **{("torch", n): (socket_bytes, loaded_in_between) for n in (2, 4, 8)},
                 ("horovod", 3): (process_set, sets_of_two_and_of_one, stock_saved_in_a_set),
-                ("torch", 3): (process_group,)}
+                ("torch", 3): (process_group, both_libraries)}
 
 
 @pytest.mark.parametrize("place", [
@@ -295,8 +351,22 @@ def test_horovods_own_optimizer_is_saved_by_the_ranks_of_its_set():
 
 def test_more_bytes_than_horovod_counts_are_refused():
     """Which would write them elsewhere: with 4 GB the process ended by SIGSEGV."""
-    expected = "large: the ranks' messages must have at most 2147483647 bytes together with Horovod, got 2147483648"
-    assert all(told.startswith(expected) for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[too_large])
+    expected = "the ranks' messages must have at most 2147483647 bytes together with Horovod, got 2147483648"
+    for told in ran("horovod", 2, IN_PROCESSES["horovod", 2])[too_large]:
+        assert len(told) == 3 and all(expected in one for one in told)
+        assert ["smaller buckets" in one for one in told] == [True, False, True]
+        assert ["sparse_as_dense=True" in one for one in told] == [False, True, False]
+
+
+@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+def test_a_state_may_be_loaded_between_backward_and_step(launcher):
+    """torch.distributed pairs collectives up by order: what some ranks have begun, all begin."""
+    assert ran(launcher, 2, IN_PROCESSES[launcher, 2])[loaded_in_between] == [True, True]
+
+
+def test_horovod_alone_beside_several_processes_of_torch_must_be_chosen():
+    for told in ran("torch", 3, IN_PROCESSES["torch", 3])[both_libraries]:
+        assert told.startswith("process_set must say whether Horovod, with 1 process, or torch.distributed, with 3,")
 
 
 def test_a_process_set_that_horovod_has_not():
@@ -306,7 +376,7 @@ def test_a_process_set_that_horovod_has_not():
 
 
 def test_more_than_horovod_broadcasts_at_once():
-    assert ran("horovod", 2, IN_PROCESSES["horovod", 2])[shared_in_slices] == [[True] * 4] * 2
+    assert ran("horovod", 2, IN_PROCESSES["horovod", 2])[shared_in_slices] == [[True] * 5] * 2
 
 
 def test_an_elastic_state_of_horovod_has_the_scaler_that_the_optimizer_has():

@@ -41,5 +41,5 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     assert len(main) == 3
     branch = Stream()
     branch.device = device
-    streams.own_stream_waits_for([branch])
-    assert own[-1] is branch
+    streams.join_streams([branch])
+    assert main[-1] is branch

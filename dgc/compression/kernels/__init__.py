@@ -101,14 +101,18 @@ class DenominatorKernel(Protocol):
 def module_for(kind: str, dtype: torch.dtype) -> Kernel:
     """The module for residuals of this dtype on this kind of device (``torch.device.type``).
 
-    Warns where a compiler is installed but does not work, say numba beside a NumPy that it does not know.
+    Warns where a compiler is installed but does not work: numba beside a NumPy that it does not know, or Triton without
+    a C compiler.
     """
     compiler = COMPILERS.get(kind)
     if compiler and dtype in (torch.float32, torch.float64) and importlib.util.find_spec(compiler):
         try:
-            return cast(Kernel, import_module(f"dgc.compression.kernels.{kind}"))
+            module = import_module(f"dgc.compression.kernels.{kind}")
+            if kind == "cuda" and torch.cuda.is_available():
+                _ = import_module("triton").runtime.driver.active.utils  # compiles, for which it needs a C compiler
+            return cast(Kernel, module)
         except Exception as error:  # llvmlite raises an OSError where its library cannot be loaded
-            warn(f"{compiler} is installed but cannot be imported ({error}), so compression runs in plain torch "
+            warn(f"{compiler} is installed but does not work ({error}), so compression runs in plain torch "
                  "operations, several times slower")
     return cast(Kernel, import_module("dgc.compression.kernels.plain"))
 

@@ -824,7 +824,9 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
     u, v = _arrays(bucket)
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
     threads = min(table.threads, len(table.chunks))
-    found, sizes = np.empty(threads * room, np.int64), np.empty(threads * room, v.dtype)
+    whole = threads * room >= bucket.numel  # a chunk has no more to note than its own entries
+    places = bucket.numel if whole and room else threads * room
+    found, sizes = np.empty(places, np.int64), np.empty(places, v.dtype)
     shape = len(table.chunks), len(table.numels)
     firsts, founds, bad = np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.bool_)
     regions = iter(range(threads))
@@ -832,7 +834,9 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
 
     def work(chunk: int, start: int, end: int) -> float:
         thread = threading.get_ident()
-        if thread not in place:
+        if whole:
+            place[thread] = [start, end] if room else [0, 0]
+        elif thread not in place:
             region = next(regions)
             place[thread] = [region * room, (region + 1) * room]
         at, end_of_room = place[thread]

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgc.compression import device, wire
-from dgc.compression.device import HostCopy
+from dgc.compression.device import HostCopy, to_device
 from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
@@ -702,7 +702,7 @@ def _receive(message16, message32, slots, verdict, parameters, blocks, table, to
             tl.store(total + at, tl.zeros([ENTRIES], dtype), mask=fresh)  # x * 0 is no zero where x is infinite
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _decay(p, w, n, m, decay, lr, LOOKS_AHEAD: tl.constexpr):
     begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
     p, w, n = p + begin, w + begin, tl.minimum(n - begin, TILE).to(tl.int32)
@@ -737,7 +737,7 @@ class _Tables:
             blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
         self.tiles_count, self.chunks_count, self.blocks_count = len(tiles), len(chunks), len(blocks)
         self.parameters, self.tiles, self.chunks, self.blocks = (
-            _sent(_table_of(numbers), layout.device) for numbers in (rows, tiles, chunks, blocks))
+            to_device(_table_of(numbers), layout.device) for numbers in (rows, tiles, chunks, blocks))
         expected = TILE.value * layout.slots / max(1, layout.numel)
         self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
         self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
@@ -757,11 +757,6 @@ def _ranks(numel: int, k: int) -> tuple[int, int]:
 def _table_of(numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
     """On the host, whatever the user's default device is."""
     return torch.tensor(numbers, dtype=dtype, device="cpu")
-
-
-def _sent(host: Tensor, device: torch.device) -> Tensor:
-    """A small tensor, on the device, without waiting for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -792,7 +787,7 @@ class _Gradients:
         addresses = [0 if g is None else g.data_ptr() for g in self._alive]
         kinds = [_kind(bucket, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
-        self.table = _sent(_table_of([addresses, kinds, momenta]), device)
+        self.table = to_device(_table_of([addresses, kinds, momenta]), device)
         self.like, self.aligned = torch.empty(0, dtype=common, device=device), all(a % 16 == 0 for a in addresses)
         self.scaled, self.scale = 0, bucket.v
         if isinstance(scale, Mapping):
@@ -1012,7 +1007,7 @@ class Received:
         with torch.cuda.device_of(total):
             _receive[(table.blocks_count,)](
                 self._message16, self._message32, self._slots, self._found, table.parameters, table.blocks,
-                _sent(numbers, layout.device), total, self._senders, count, table.blocks_count, values, positions,
+                to_device(numbers, layout.device), total, self._senders, count, table.blocks_count, values, positions,
                 exponents, words, ADD=rates is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
 
 

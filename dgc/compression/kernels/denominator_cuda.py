@@ -14,7 +14,7 @@ from dgc.compression.kernels.cuda import TILE, _divided
 SIXTY_FOURTHS = tl.constexpr(PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _count(x, n, total):
     begin, i = tl.program_id(0).to(tl.int64) * TILE, tl.arange(0, TILE)
     left = tl.minimum(n - begin, TILE).to(tl.int32)
@@ -23,7 +23,7 @@ def _count(x, n, total):
         tl.atomic_add(total, some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "k", "last_deficit", "last_weight", "last_rate", "now"])
 def _follow(x, square, largest, received, factor, n, total, k, deficits, last_deficit, weights, last_weight,
             rates, last_rate, grown, top, scale, inverse, eps, now, LARGEST: tl.constexpr):
     """See ``denominator_plain.follow``, and ``denominator_cpu._follow`` for the numbers."""

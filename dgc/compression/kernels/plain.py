@@ -103,7 +103,8 @@ class Scattered:
         total = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
         for index, values in self._entries:
             total.index_add_(0, index, values)
-        return total.div_(self._divisor).split(self.layout.numels)
+        # By a tensor: by a number of the host, torch multiplies on GPUs, with a reciprocal that is rounded.
+        return total.div_(total.new_full((), self._divisor)).split(self.layout.numels)
 
 
 class Received(Scattered):
