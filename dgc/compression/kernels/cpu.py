@@ -825,7 +825,7 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
     threads = min(table.threads, len(table.chunks))
     whole = threads * room >= bucket.numel  # a chunk has no more to note than its own entries
-    places = bucket.numel if whole and room else threads * room
+    places = bucket.numel if whole else threads * room
     found, sizes = np.empty(places, np.int64), np.empty(places, v.dtype)
     shape = len(table.chunks), len(table.numels)
     firsts, founds, bad = np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.bool_)
@@ -835,7 +835,7 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
     def work(chunk: int, start: int, end: int) -> float:
         thread = threading.get_ident()
         if whole:
-            place[thread] = [start, end] if room else [0, 0]
+            place[thread] = [start, end]
         elif thread not in place:
             region = next(regions)
             place[thread] = [region * room, (region + 1) * room]
