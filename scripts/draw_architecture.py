@@ -14,7 +14,7 @@ ROOMS = [  # title, text, left, bottom, width, height
     ("frontends/", "DistributedOptimizer,\nDDP's hook", 0.0, 2.3, 2.0, 2.1),
     ("engine/", "", 2.7, 2.3, 7.3, 2.1),
     ("compression/", "residual, select,\nwire, kernels", 0.0, 0.0, 2.0, 1.5),
-    ("paths/", "3  The path: compressed, dense,\nallgather, shared, owners, ...\nIt does no I/O.", 2.7, 0.0, 3.1, 1.5),
+    ("paths/", "3  The path: compressed, dense,\nallgather, owners, ...\nIt does no I/O.", 2.7, 0.0, 3.1, 1.5),
     ("transport/", "4  The collective travels: runner,\nstreams; Horovod, torch.distributed,\nlockstep", 6.8, 0.0,
      3.2, 1.5)]
 STEPS = [  # text, left

@@ -1,7 +1,7 @@
 """What users hold stays: names, import paths, arguments, command line, JSON, reports, pickles and checkpoints.
 
 What was promised is in tests/promises/, recorded by promises/record.py. More may come; nothing may go or change, but
-for what a release has warned of: it leaves the record with the code, and the changelog says so (exchange="shared").
+for what the changelog lists under "Removed", and why (exchange="shared").
 """
 
 import importlib

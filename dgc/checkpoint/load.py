@@ -67,10 +67,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
         TypeError: the parameters are sharded.
         RuntimeError: called outside the process set.
 
-    Nothing in a file is ever executed (``torch.load(weights_only=True)``). The checksums guard against accidents, not
-    against somebody who can write into the folder.
+    A step under way is dropped, also if loading fails. Nothing in a file is ever executed
+    (``torch.load(weights_only=True)``). The checksums guard against accidents, not against somebody who can write into
+    the folder.
     """
-    ranks = ranks_of(optimizer)
+    ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
+    if engine is not None and engine.settings.exchanges:
+        drop(engine)  # what is on its way belongs to another v, and would pair up with what is asked here
 
     def look() -> Any:
         folder = Path(path)  # a TypeError where it is none
@@ -177,7 +180,6 @@ class _Loading:
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
         if engine is not None and self._keeps:  # before the optimizer's own state: momentum it has moves into u
-            drop(engine)  # what is on its way belongs to another v
             kept = engine.pending.state()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})

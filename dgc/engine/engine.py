@@ -110,6 +110,7 @@ class Engine:
     def give_up(self) -> None:
         """Drops the step under way; what it took out of v is put back."""
         self.step.abandon(wait=False)
+        self.ledger.drop()
         self._next_step()
 
     def _next_step(self, phase: Phase = Phase.IDLE, before: Step | None = None) -> None:
@@ -169,18 +170,19 @@ class Engine:
         self.misuse.tell_of_late_change()
         self.progress.computing_stops()
         try:
-            if not met:
-                self.progress.open()
-            step.inverse = self.scaling.measure_inverse()
-            if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
-                self._skip(step)
-                return
-            if self.settings.config.clips_globally:
-                if step.world.node_size > 1:
-                    self.launcher.average_in_node(step)
-                step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
-            self.launcher.launch_rest(step)
-            arrive(step, self.parameters, self.applier, self.nonfinite, count)
+            with step.marked():
+                if not met:
+                    self.progress.open()
+                step.inverse = self.scaling.measure_inverse()
+                if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
+                    self._skip(step)
+                    return
+                if self.settings.config.clips_globally:
+                    if step.world.node_size > 1:
+                        self.launcher.average_in_node(step)
+                    step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
+                self.launcher.launch_rest(step)
+                arrive(step, self.parameters, self.applier, self.nonfinite, count)
         except (FloatingPointError, ValueError):  # on all ranks alike
             self.give_up()
             raise
@@ -253,13 +255,17 @@ class Engine:
 
 def drop(engine: Engine) -> None:
     """Drops the step under way, as something else is loaded on all ranks. What some of them have begun is begun by all,
-    and waited for: torch.distributed pairs collectives up by order, and Horovod by names.
+    and waited for: torch.distributed pairs collectives up by order, and Horovod by names. Each rank must have had a
+    gradient, or each none. Of a step that has failed nobody knows what the others have begun.
     """
     step = engine.step
-    if step.phase is Phase.COLLECTING and engine.agreement.reached and engine.launcher.launches_early:
-        engine.launcher.launch_rest(step)
-        step.abandon(wait=True)
-    engine.give_up()
+    begun = step.phase is Phase.COLLECTING and engine.agreement.reached and engine.launcher.launches_early
+    try:
+        if begun and not step.failed:
+            engine.launcher.launch_rest(step)
+            step.abandon(wait=True)
+    finally:
+        engine.give_up()
 
 
 def engine_of(optimizer: Any) -> Engine:

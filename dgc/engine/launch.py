@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dgc.compression.device import refuse_capture
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.misuse import Misuse
 from dgc.engine.nodes import Nodes
@@ -39,12 +40,13 @@ class Launcher:
         if not self.launches_early:
             return
         buckets = self._parameters.buckets
-        with self._progress.compressing():
+        with step.marked(), self._progress.compressing():
             while step.launched < len(buckets) and step.missing[buckets[step.launched]] == 0:
                 self._launch(buckets[step.launched], step)
 
     def launch_rest(self, step: Step) -> None:
         """Launches what has not been launched."""
+        refuse_capture(self._parameters.device)
         for bucket in self._parameters.buckets[step.launched:]:
             self._launch(bucket, step)
         step.leave_node(wait=True)  # so that ranks that fail together have begun the same

@@ -74,14 +74,14 @@ class Ledger:
 
     def __init__(self) -> None:
         self._last: Any = Counter()  # bytes are fractions, by the formulas, and entries are integers
-        self._before = self._last  # of the step before
+        self._taken = self._last  # of the last step that was taken
         self._totals: Any = Counter()
         self._steps = self._skipped = 0
         self.lost_residuals = 0
 
     def open(self, dense_bytes: float) -> None:
         """A step begins, which would send so much uncompressed."""
-        self._before, self._last = self._last, Counter({"dense_bytes": dense_bytes})
+        self._last = Counter({"dense_bytes": dense_bytes})
 
     def count(self, world: World, collective: Collective) -> None:
         """A collective begins."""
@@ -94,10 +94,17 @@ class Ledger:
         return lambda collective: self.count(step.world, collective)
 
     def skip(self) -> None:
-        """The step is not taken, and the report is again of the one before; totals have what was sent."""
+        """The step is not taken, by any rank."""
         self._skipped += 1
-        self._totals["bytes_sent"] += self._last["bytes_sent"]
-        self._last = self._before
+        self.drop()
+
+    def drop(self) -> None:
+        """The step under way, if there is one, is not taken: the report is again of the one before, and totals have
+        what was sent.
+        """
+        if self._last is not self._taken:
+            self._totals["bytes_sent"] += self._last["bytes_sent"]
+            self._last = self._taken
 
     def close(self, numel: int, dense: int) -> None:
         """The step is exchanged.
@@ -111,6 +118,7 @@ class Ledger:
         self._totals["numel"] += numel
         for key in ("bytes_sent", "dense_bytes", "dense_entries"):
             self._totals[key] += self._last[key]
+        self._taken = self._last
 
     def begin_flush(self) -> Any:
         """A flush begins; returns what was counted of the last step, which :meth:`end_flush` wants."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ class Step:
         self.streams: set[Any] = set()  # in which gradients were computed, of GPUs
         self.group_of: dict[Tensor, dict[str, Any]] = {}  # parameter -> its param group
         self.launched = 0  # buckets
+        self.failed = False
         self.in_flight: list[Flight] = []
         self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
         self.clip: Tensor | None = None  # factor from clipping by the global norm
@@ -108,6 +110,15 @@ class Step:
         bucket = bucket_of[parameter]
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Marks the step as failed if what is within fails."""
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            raise
 
     def wait_for_gradients(self) -> None:
         """Launches what comes next after all gradients that have come, in whatever stream each was computed."""

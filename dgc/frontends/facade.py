@@ -168,8 +168,8 @@ class Distributed(torch.optim.Optimizer):
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
         """
         engine = engine_of(self)
-        engine.pending.check(state_dict)
         drop(engine)
+        engine.pending.check(state_dict)
         engine.pending.load(state_dict)
 
     # -- torch's ---------------------------------------------------------------------------------------------------

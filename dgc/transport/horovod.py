@@ -16,7 +16,7 @@ from dgc.collective import Collective, World, row_splits
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import HOROVODS_MODULE, Wait
 
-MAX_BYTES = (1 << 31) - 1  # of one collective among CPUs: it counts in 32 bits, and goes on from there somewhere else
+MAX_BYTES = (1 << 31) - 1  # of one collective, if not NCCL's: it counts in 32 bits, and goes on somewhere else
 PAUSE = 2e-4  # seconds between two looks whether a collective is done
 BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
@@ -67,11 +67,13 @@ class Horovod:
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
             if not (tensor.is_cuda and hvd.nccl_built()):
-                refuse_too_large(name, process_set.size() * tensor.nbytes)
+                what = ("give sparse_as_dense=True, or smaller batches" if name.startswith("dgc.sparse.") else
+                        "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity")
+                refuse_too_large(name, process_set.size() * tensor.nbytes, what)
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":
-            refuse_too_large(name, tensor.nbytes)
+            refuse_too_large(name, tensor.nbytes, "have smaller buckets by groups=, or a higher sparsity")
             splits = row_splits(collective, process_set.size())
             rows = None if splits is None else torch.tensor(splits, dtype=torch.int32, device="cpu")
             handle = hvd.alltoall_async(bits, rows, name=name, process_set=process_set)
@@ -89,11 +91,9 @@ class Horovod:
                         lambda _: flying.to(tensor.dtype))
 
 
-def refuse_too_large(name: str, nbytes: int) -> None:
-    """Refuses a collective of more bytes than Horovod can count."""
+def refuse_too_large(name: str, nbytes: int, what: str) -> None:
+    """Refuses a collective of more bytes than Horovod can count; ``what`` can be done."""
     if nbytes > MAX_BYTES:
-        what = ("give sparse_as_dense=True, or smaller batches" if name.startswith("dgc.sparse.") else
-                "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity")
         raise ValueError(f"{name}: the ranks' messages must have at most {MAX_BYTES} bytes together with Horovod, got "
                          f"{nbytes} ({what}; or use torch.distributed)")
 

@@ -86,7 +86,7 @@ class TorchDistributed:
         if not _carries(group, tensor.device):  # NCCL, and a tensor of the CPU: by way of this process's GPU
             by_gpu = self.start(replace(collective, tensor=tensor.cuda()), name)
             return Wait(lambda: by_gpu().to(tensor.device))
-        if tensor.is_cuda and self._last is not None and self._last[0] is not group:
+        if self._last is not None and self._last[0] is not group:
             self._last[1].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere
         result = tensor
         if collective.op == "gather":
@@ -102,7 +102,7 @@ class TorchDistributed:
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
-        if tensor.is_cuda:
+        if tensor.is_cuda and len(self._groups) > 1 and "nccl" in dist.get_backend(group):
             self._last = group, work
 
         def wait() -> torch.Tensor:

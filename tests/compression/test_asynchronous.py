@@ -15,6 +15,8 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Gradient
 from dgc.compression.wire import seal
 from dgc.config import Config
+from dgc.engine import launch, parameters
+from dgc.engine import step as steps
 from dgc.engine.engine import engine_of
 
 cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
@@ -357,3 +359,31 @@ def test_a_step_that_is_being_captured_is_refused(monkeypatch):
     devices.refuse_capture(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"must be outside of torch\.cuda\.graph\(\)"):
         devices.refuse_capture(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "hierarchical": True}, {
+    "nonfinite": "skip"}], ids=str)
+def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(options, monkeypatch):
+    """And no exchange begins within a graph. On a GPU; here that both are asked for, in backward passes and steps."""
+    arrive, asked = steps.Step.arrive, []
+
+    def arriving(self, *given):
+        self.streams |= {0, 1}
+        return arrive(self, *given)
+
+    monkeypatch.setattr(steps.Step, "arrive", arriving)
+    monkeypatch.setattr(steps, "join_streams", lambda streams: asked.append("joined"))
+    for module in (launch, parameters):
+        monkeypatch.setattr(module, "refuse_capture", lambda device, name=module.__name__: asked.append(name))
+
+    def worker():
+        weights = [torch.nn.Parameter(torch.ones(40, 30)) for _ in range(2)]
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), None, Config(0.9, **options),
+                                             groups=[[p] for p in weights])
+        sum(p.square().sum() for p in weights).backward()
+        optimizer.step()
+
+    dgc.lockstep.run(worker, 4, 2)
+    looks = "hierarchical" in options, "clip_norm" in options, "nonfinite" in options  # each at all gradients together
+    assert asked.count("joined") == 4 * (2 + sum(looks))
+    assert asked.count(parameters.__name__) == asked.count(launch.__name__) == 4

@@ -11,6 +11,7 @@ import torch
 from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, model, rank, reference, train, wrapped
 
 import dgc
+from dgc.transport.runner import PathRun
 
 
 def test_loading_a_step_without_its_residuals_warns_once():
@@ -233,3 +234,34 @@ def test_another_training_that_is_loaded_into_a_copy_begins_without_residuals(co
 
     for kept, left in in_lockstep(worker):
         assert kept > 0 and left and not any(left)
+
+
+def test_a_state_is_loaded_after_an_exchange_that_has_failed(monkeypatch):
+    """As Horovod's elastic state does where a rank is gone: nothing is waited for once more."""
+    def worker():
+        network, optimizer = train(range(2), SPARSE)
+        kept = copy.deepcopy((network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()))
+        expected = flat(train(range(2, 4), None, network, optimizer)[0])
+        down.add(rank())
+        with pytest.raises(ConnectionError, match="the ring is down"):
+            train([4], None, network, optimizer)
+        network.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        optimizer.load_residual_state_dict(kept[2])
+        down.discard(rank())
+        assert torch.equal(flat(train(range(2, 4), None, network, optimizer)[0]), expected)
+
+    def advance(self):
+        if rank() in down:
+            raise ConnectionError("the ring is down")
+        return advancing(self)
+
+    def abandon(self, wait):
+        if wait and rank() in down:
+            raise ConnectionError("the ring is down")
+        abandoning(self, wait)
+
+    down, advancing, abandoning = set(), PathRun.advance, PathRun.abandon
+    monkeypatch.setattr(PathRun, "advance", advance)
+    monkeypatch.setattr(PathRun, "abandon", abandon)
+    in_lockstep(worker)

@@ -86,6 +86,13 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (1, 1, 204.0, 1000.0)
     assert (report.bytes_sent, report.dense_bytes, report.density) == (200.0, 1000.0, 0.3) == (
         taken.bytes_sent, taken.dense_bytes, taken.density)
+    for skip in (False, True, True):  # one that is dropped, as its exchange has failed
+        ledger.open(1000.0)
+        ledger.count(World(0, 2), Collective("sum", torch.zeros(2)))
+        (ledger.skip if skip else ledger.drop)()
+    ledger.drop()  # where no step is under way
+    report = told(ledger)
+    assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (200.0, 0.3, 3, 228.0)
 
 
 def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():

@@ -1,4 +1,4 @@
-"""Parameters on several GPUs of one process, by their devices alone: torch's fake tensors need no GPU, and no numbers."""
+"""Parameters on several GPUs of one process, by their devices alone: torch's fake tensors need no GPU."""
 
 import pytest
 import torch

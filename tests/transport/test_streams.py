@@ -43,3 +43,5 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     branch.device = device
     streams.join_streams([branch])
     assert main[-1] is branch
+    with streams.own_stream(device):
+        assert own[-1] is main
