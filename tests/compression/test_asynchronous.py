@@ -108,6 +108,24 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
         assert torch.allclose(-weights[name], sum(sent[name] for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
 
 
+def owned(steps):
+    """A training whose sums have owners: what each step raised, the weight, and what was sent of all gradients."""
+    rank, total, ends = dgc.lockstep.current().world.rank, torch.zeros(40, 30), []
+    weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+    optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
+                                         Config(0.9, exchange="reduce"))
+    for step in range(steps):
+        g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
+        total += g
+        ends.append("")
+        try:
+            weight.grad = g.to(DEVICE)
+            optimizer.step()
+        except ValueError as error:
+            ends[-1] = str(error)
+    return ends, weight.detach().cpu(), total - optimizer.residual_state_dict()["v"]["a"].cpu()
+
+
 @pytest.mark.parametrize("phase", ["to owners", "to all"])
 def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
     """Where devices run ahead, in the next step, on all ranks; also where one owner alone has received it. Nothing is
@@ -132,24 +150,7 @@ def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
     monkeypatch.setattr(owners_cuda, "add", adding)
     monkeypatch.setattr(owners_cuda, "Received", receiving)
 
-    def worker():
-        rank = dgc.lockstep.current().world.rank
-        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
-                                             Config(0.9, exchange="reduce"))
-        total, ends = torch.zeros(40, 30), []
-        for step in range(4):
-            g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
-            total += g
-            ends.append("")
-            try:
-                weight.grad = g.to(DEVICE)
-                optimizer.step()
-            except ValueError as error:
-                ends[-1] = str(error)
-        return ends, weight.detach().cpu(), total - optimizer.residual_state_dict()["v"]["a"].cpu()
-
-    ranks = dgc.lockstep.run(worker, 3)
+    ranks = dgc.lockstep.run(lambda: owned(4), 3)
     for ends, weight, _ in ranks:
         assert [bool(end) for end in ends] == [False, False, True, False] and ends == ranks[0][0]
         assert ends[2].startswith("the message of rank 1 for ") and "is corrupt" in ends[2]
@@ -331,24 +332,7 @@ def test_owners_lose_nothing_where_the_update_cannot_be_written(monkeypatch):
 
     monkeypatch.setattr(owners_cuda.Received, "write", full)
 
-    def worker():
-        rank, total = dgc.lockstep.current().world.rank, torch.zeros(40, 30)
-        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
-                                             Config(0.9, exchange="reduce"))
-        ends = []
-        for step in range(3):
-            g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
-            total += g
-            ends.append("")
-            try:
-                weight.grad = g.to(DEVICE)
-                optimizer.step()
-            except ValueError as error:
-                ends[-1] = str(error)
-        return ends, weight.detach().cpu(), total - optimizer.residual_state_dict()["v"]["a"].cpu()
-
-    ranks = dgc.lockstep.run(worker, 3)
+    ranks = dgc.lockstep.run(lambda: owned(3), 3)
     for ends, weight, _ in ranks:
         assert ends == ["", "no room", ""]
         assert weight.any() and torch.allclose(-weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
