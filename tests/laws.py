@@ -249,6 +249,19 @@ def alike(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+class Lars(torch.optim.SGD):
+    """A subclass whose step is another: it goes by the norm of what it finds in ``p.grad``."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["first"] = p.norm()
+                p.sub_(p.grad * (group["lr"] * self.state[p]["first"] / p.grad.norm().clamp(min=1e-6)))
+
+
 def counted_sizes(sparsity):
     """Of the model's only bucket; and how many entries travel dense."""
     compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}

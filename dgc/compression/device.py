@@ -31,7 +31,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def table(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def tensor_of(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers as a tensor on the device, without waiting for it, and whatever the user's default device is."""
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.compression.device import table
+from dgc.compression.device import tensor_of
 from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
 
 LINE = cost.LINE
@@ -58,7 +58,7 @@ class Regions:
     @cached_property
     def sizes(self) -> Tensor:
         """int64 (b,): entries of each region."""
-        return table([self.before(owner, self.numel) for owner in range(self.columns)], self.device)
+        return tensor_of([self.before(owner, self.numel) for owner in range(self.columns)], self.device)
 
     @property
     def size(self) -> int:
@@ -116,7 +116,7 @@ class Regions:
     def blocks(self, owner: int) -> Tensor:
         """An owner's blocks: int64, ascending; of the bucket's last one there may be only a part."""
         if owner == self._tail_of:
-            tail = table([self.numel // LINE], self.device)
+            tail = tensor_of([self.numel // LINE], self.device)
             return torch.cat([self._blocks(owner), tail])
         return self._blocks(owner)
 
@@ -178,7 +178,7 @@ class Rows:
         b = a + dtype.itemsize * slots
         self.ends = a, b, b + 2 * slots  # of counts, values and positions, in bytes
         self.nbytes = cost.row_bytes(slots, size, dtype.itemsize)
-        self._sizes = table([min(BLOCK, size - first) for first in range(0, size, BLOCK)], device)
+        self._sizes = tensor_of([min(BLOCK, size - first) for first in range(0, size, BLOCK)], device)
 
     def encode(self, row: Tensor, local: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Writes a message.
@@ -313,7 +313,7 @@ class Plan(Level):
     @cached_property
     def lengths(self) -> Tensor:
         """int64 (P,): the same."""
-        return table(self.spans, self.layout.device)
+        return tensor_of(self.spans, self.layout.device)
 
     @cached_property
     def pieces(self) -> Tensor:

@@ -15,7 +15,7 @@ from itertools import accumulate as accumulated
 import torch
 from torch import Tensor
 
-from dgc.compression.device import table
+from dgc.compression.device import tensor_of
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Bucket:
         self.numel = sum(self.numels)
         self.v = torch.zeros(self.numel, dtype=residual_dtype(first.dtype), device=first.device)
         self.u = self.v.new_zeros(self.numel) if velocity else None
-        self.gradient_square = self.v.new_zeros(())  # squared norm of the last gradient accumulated
-        self.entries_sent: Tensor = torch.zeros((), dtype=torch.int64, device=first.device)  # in the last step
-        self.total_entries = self.entries_sent.new_zeros(())
+        self.gradient_square: Tensor | float = 0.0  # squared norm of the last gradient accumulated
+        self.entries_sent: Tensor | int = 0  # in the last step
+        self.total_entries = torch.zeros((), dtype=torch.int64, device=first.device)
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
         self._prepayment: tuple[list[list[float]], Tensor] = [], self.v
@@ -144,7 +144,7 @@ class Bucket:
                    [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given]]
         made_for, tensor = self._prepayment
         if made_for != numbers:
-            tensor = table(numbers, self.v.device, self.v.dtype)
+            tensor = tensor_of(numbers, self.v.device, self.v.dtype)
             self._prepayment = numbers, tensor
         return tensor
 
@@ -179,12 +179,12 @@ class Bucket:
     @cached_property
     def ends(self) -> Tensor:
         """int64 (P,): where each parameter ends."""
-        return table(self.numels, self.v.device).cumsum(0)
+        return tensor_of(self.numels, self.v.device).cumsum(0)
 
     @cached_property
     def beginnings(self) -> Tensor:
         """int64 (P,): where each parameter begins; an empty one at the end has the last entry's place."""
-        return table(self.offsets, self.v.device).clamp_(max=self.numel - 1)
+        return tensor_of(self.offsets, self.v.device).clamp_(max=self.numel - 1)
 
     @property
     def marked(self) -> Tensor:
@@ -199,8 +199,8 @@ class Bucket:
 
     def rest(self) -> None:
         """A step has none of its gradients, and nothing is sent."""
-        self.gradient_square, self.entries_sent = self.v.new_zeros(()), torch.zeros_like(self.entries_sent)
-        self.overflow_entries = self.held_entries = 0
+        self.gradient_square = 0.0
+        self.entries_sent = self.overflow_entries = self.held_entries = 0
 
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.compression.device import table
+from dgc.compression.device import tensor_of
 from dgc.compression.residual import Bucket
 
 BLOCK = 1 << 16  # entries of a parameter that share a count
@@ -86,32 +86,32 @@ class Layout:
     @cached_property
     def owner(self) -> Tensor:
         """int64 (K,): the parameter that each slot belongs to."""
-        repeats = table(self.counts, self.device)
+        repeats = tensor_of(self.counts, self.device)
         return torch.arange(len(self.counts), device=self.device).repeat_interleave(
             repeats, output_size=self.slots)
 
     @cached_property
     def base(self) -> Tensor:
         """int64 (K,): where that parameter begins in the bucket."""
-        return table(self.offsets, self.device)[self.owner]
+        return tensor_of(self.offsets, self.device)[self.owner]
 
     @cached_property
     def ordinal(self) -> Tensor:
         """int64 (K,): which of its parameter's slots each one is, from 0."""
-        starts = table(self.starts, self.device)
+        starts = tensor_of(self.starts, self.device)
         return torch.arange(self.slots, device=self.device) - starts[self.owner]
 
     @cached_property
     def block_sizes(self) -> Tensor:
         """int64 (B,): how many entries of its parameter each block covers."""
-        return table([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
-                     self.device)
+        return tensor_of([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
+                         self.device)
 
     @cached_property
     def block_bases(self) -> Tensor:
         """int64 (B,): where each block begins in the bucket."""
-        return table([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
-                      for first in range(0, numel, BLOCK)], self.device)
+        return tensor_of([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
+                          for first in range(0, numel, BLOCK)], self.device)
 
     def encode(self, index: Tensor, used: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a message.
@@ -150,7 +150,7 @@ class Layout:
     def write_places(self, counts: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> None:
         """Fills in the counts of blocks, which are zero, and the positions within them."""
         local = torch.where(valid, index - self.base, 0)
-        first = table(self.block_starts[:-1], self.device)
+        first = tensor_of(self.block_starts[:-1], self.device)
         counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
         positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
 
@@ -181,7 +181,7 @@ class Layout:
 
     def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
         """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
-        limit = table(self.counts, self.device)
+        limit = tensor_of(self.counts, self.device)
         if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self.used(counts) > limit).any()) or bool(
                 (self.read_places(counts, positions)[2] < 0).any()):
             raise self.corrupt(sender)
@@ -196,7 +196,7 @@ class Layout:
     def used(self, counts: Tensor) -> Tensor:
         """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
         parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
-            table(self.block_starts, self.device).diff())
+            tensor_of(self.block_starts, self.device).diff())
         used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
         return used.scatter_add_(0, parameter, counts.to(torch.int64))
 

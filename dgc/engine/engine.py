@@ -246,11 +246,11 @@ class Engine:
         self.nonfinite.raise_found(self.settings.world.rank, count)
         self.parameters.check_unchanged()
         self._meet(step)
-        before = self.ledger.begin_flush()
+        self.ledger.open(0.0)
         try:
             flush_all(self.parameters, self.settings, step.world, self.applier, count)
         finally:
-            self.ledger.end_flush(before)
+            self.ledger.drop()
 
 
 def drop(engine: Engine) -> None:

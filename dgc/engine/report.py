@@ -80,7 +80,7 @@ class Ledger:
         self.lost_residuals = 0
 
     def open(self, dense_bytes: float) -> None:
-        """A step begins, which would send so much uncompressed."""
+        """A step begins, which would send so much uncompressed; or a flush, which :meth:`drop` ends."""
         self._last = Counter({"dense_bytes": dense_bytes})
 
     def count(self, world: World, collective: Collective) -> None:
@@ -119,16 +119,6 @@ class Ledger:
         for key in ("bytes_sent", "dense_bytes", "dense_entries"):
             self._totals[key] += self._last[key]
         self._taken = self._last
-
-    def begin_flush(self) -> Any:
-        """A flush begins; returns what was counted of the last step, which :meth:`end_flush` wants."""
-        before, self._last = self._last, Counter()
-        return before
-
-    def end_flush(self, before: Any) -> None:
-        """A flush has ended: totals have it, and the report is again of the last step."""
-        self._totals["bytes_sent"] += self._last["bytes_sent"]
-        self._last = before
 
     def report(self, parameters: Parameters, sparsity: float) -> Report:
         """The last step, and totals. Norms are computed here.

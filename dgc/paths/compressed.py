@@ -62,7 +62,7 @@ def _sum_all(task: Task) -> Path[Update]:
     """Density 1: all of v, as one sum."""
     bucket = task.bucket
     verdict = local_verdict(bucket, task.accumulate())
-    bucket.count(torch.full_like(bucket.entries_sent, bucket.numel))
+    bucket.count(torch.full_like(bucket.total_entries, bucket.numel))
     taken = task.take_all(() if verdict.names else task.gradients)
     return (yield from summed(bucket, None, taken, task.world, task.average, verdict, task.config.dense_dtype))
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from laws import difference, flat, model
+from laws import Lars, difference, flat, model
 from shelves import DOUBLE, in_lockstep, made, pending, trained
 
 import dgc
@@ -128,16 +128,6 @@ def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(call, tmp_path):
         return True
 
     assert in_lockstep(worker, 2) == [True] * 2
-
-
-class Lars(torch.optim.SGD):
-    """An SGD with a step of its own."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad / p.grad.norm().clamp(min=1e-6) * group["lr"])
 
 
 class Signs(torch.optim.Optimizer):

@@ -15,24 +15,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)}
 
 
-class OnHost:
-    """A table of the host, which kernels of a GPU cannot read; nor can these, before it is sent."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-
-@pytest.fixture
-def tables_are_sent(monkeypatch):
-    """Triton's interpreter reads the host's memory, and would not notice."""
-    from dgc.compression.kernels import owners_cuda
-    of_host, sent = cuda._table_of, cuda.to_device
-    monkeypatch.setattr(cuda, "_table_of", lambda *args: OnHost(of_host(*args)))
-    for module in (cuda, owners_cuda):
-        monkeypatch.setattr(module, "to_device", lambda table, device: sent(
-            table.numbers if isinstance(table, OnHost) else table, device))
-
-
 class Pair:
     """The same bucket twice: for the Triton kernels, and for their twin."""
 

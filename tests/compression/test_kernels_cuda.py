@@ -4,6 +4,7 @@ With a GPU the kernels are compiled and run there; without one Triton interprets
 for a GPU all the same. The twin runs on the CPU, where torch divides by dividing.
 """
 
+import ast
 import json
 import os
 import runpy
@@ -14,17 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from laws import misleading, worlds
-from pairs import (  # noqa: F401  a fixture
-    DEVICE,
-    SHAPES,
-    Pair,
-    count_beyond,
-    counts_that_cancel,
-    gradients,
-    position_beyond,
-    tables_are_sent,
-    targets,
-)
+from pairs import DEVICE, SHAPES, Pair, count_beyond, counts_that_cancel, gradients, position_beyond, targets
 
 from dgc.compression import kernels
 from dgc.compression.kernels import plain
@@ -34,8 +25,7 @@ from dgc.config import Config
 from dgc.paths.compressed import reduce
 
 cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
-pytestmark = [pytest.mark.usefixtures("tables_are_sent"),
-              pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")]  # NumPy's
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
 
 def assert_same(ours, theirs):
     for x, y in zip(ours, theirs, strict=True):
@@ -304,3 +294,19 @@ def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [kernels, "kernels"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "owners_cuda", "denominator_cuda"])
+def test_no_kernel_can_be_given_a_tensor_of_the_host(name):
+    """Triton's interpreter reads the host's memory, and would not notice: such a module makes tensors on its device
+    alone, numbers of the host by ``tensor_of`` and ``to_device``.
+    """
+    tree = ast.parse(Path(cuda.__file__).with_name(f"{name}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not {"tensor", "as_tensor", "from_numpy", "cpu"} & {call.func.attr for call in calls}
+    made = [call for call in calls if call.func.attr in ("empty", "zeros", "ones", "full", "arange")
+            and isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
+    assert made or name == "denominator_cuda"
+    for call in made:
+        device = [word.value for word in call.keywords if word.arg == "device"]
+        assert len(device) == 1 and not isinstance(device[0], ast.Constant), ast.unparse(call)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from laws import misleading
-from pairs import DEVICE, tables_are_sent  # noqa: F401  a fixture
+from pairs import DEVICE
 
 from dgc import cost
 from dgc.compression import kernels, select
@@ -20,8 +20,7 @@ owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="n
 owners_cuda = pytest.importorskip("dgc.compression.kernels.owners_cuda", reason="triton is not installed",
                                   exc_type=ImportError)
 COMPILED = pytest.mark.parametrize("compiled", [owners_cpu, owners_cuda], ids=["numba", "triton"])
-pytestmark = [pytest.mark.usefixtures("tables_are_sent"),
-              pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")]  # NumPy's
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (5,), "d": (0, 3), "e": (40, 41), "f": (150, 200)}
 SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 

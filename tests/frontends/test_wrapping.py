@@ -6,7 +6,21 @@ import warnings
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+from laws import (
+    DENSE,
+    SPARSE,
+    Lars,
+    backward,
+    difference,
+    flat,
+    in_lockstep,
+    loss,
+    model,
+    rank,
+    reference,
+    train,
+    wrapped,
+)
 from torch import nn
 
 import dgc
@@ -201,19 +215,6 @@ def test_any_optimizer_without_momentum_correction(kind):
     results = in_lockstep(worker)
     # Where a gradient is all but zero, Adam divides a rounding by itself.
     assert torch.equal(*results) and difference(results[0], expected) < 1e-3
-
-
-class Lars(torch.optim.SGD):
-    """A subclass whose step is another: it goes by the norm of what it finds in ``p.grad``."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for p in group["params"]:
-                if not self.state[p]:
-                    self.state[p]["first"] = p.norm()
-                p.sub_(p.grad * (group["lr"] * self.state[p]["first"] / p.grad.norm().clamp(min=1e-6)))
 
 
 def test_an_sgd_with_a_step_of_its_own():

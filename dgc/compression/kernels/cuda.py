@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgc.compression import device, wire
-from dgc.compression.device import HostCopy, to_device
+from dgc.compression.device import HostCopy, tensor_of
 from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
@@ -737,7 +736,7 @@ class _Tables:
             blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
         self.tiles_count, self.chunks_count, self.blocks_count = len(tiles), len(chunks), len(blocks)
         self.parameters, self.tiles, self.chunks, self.blocks = (
-            to_device(_table_of(numbers), layout.device) for numbers in (rows, tiles, chunks, blocks))
+            tensor_of(numbers, layout.device) for numbers in (rows, tiles, chunks, blocks))
         expected = TILE.value * layout.slots / max(1, layout.numel)
         self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
         self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
@@ -752,11 +751,6 @@ def _ranks(numel: int, k: int) -> tuple[int, int]:
         return k, k
     hits = k * SAMPLE.value / numel
     return (max(1, math.floor(hits - DEVIATIONS * math.sqrt(hits))), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
-
-
-def _table_of(numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-    """On the host, whatever the user's default device is."""
-    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -787,7 +781,7 @@ class _Gradients:
         addresses = [0 if g is None else g.data_ptr() for g in self._alive]
         kinds = [_kind(bucket, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
-        self.table = to_device(_table_of([addresses, kinds, momenta]), device)
+        self.table = tensor_of([addresses, kinds, momenta], device)
         self.like, self.aligned = torch.empty(0, dtype=common, device=device), all(a % 16 == 0 for a in addresses)
         self.scaled, self.scale = 0, bucket.v
         if isinstance(scale, Mapping):
@@ -1000,15 +994,15 @@ class Received:
         values, positions, exponents, words = _places(layout)
         addresses = [0 if target is None else target.data_ptr() for target in targets]
         factors = [0.0] * count if rates is None else [float(rate) for rate in rates]
-        numbers = _table_of(addresses + _doubles([*factors, float(self._divisor)]))
+        numbers = tensor_of(addresses + _doubles([*factors, float(self._divisor)]), layout.device)
         total = torch.empty(layout.numel, dtype=layout.residual, device=layout.device)
         if not table.blocks_count:
             return
         with torch.cuda.device_of(total):
             _receive[(table.blocks_count,)](
                 self._message16, self._message32, self._slots, self._found, table.parameters, table.blocks,
-                to_device(numbers, layout.device), total, self._senders, count, table.blocks_count, values, positions,
-                exponents, words, ADD=rates is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
+                numbers, total, self._senders, count, table.blocks_count, values, positions, exponents, words,
+                ADD=rates is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

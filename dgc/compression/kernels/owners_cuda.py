@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgc.compression import regions, wire
-from dgc.compression.device import to_device
+from dgc.compression.device import tensor_of, to_device
 from dgc.compression.kernels import cuda, owners_plain
 from dgc.compression.kernels.cuda import (
     BLOCK,
@@ -564,7 +564,7 @@ def _scores(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan) -> Te
     scores, sums = v.new_empty(table.length), v.new_empty(table.pieces_count, dtype=torch.float64)
     if not table.length:
         return scores
-    absent = to_device(cuda._table_of([name not in gradients for name in bucket.names], torch.int32), v.device)
+    absent = tensor_of([name not in gradients for name in bucket.names], v.device, torch.int32)
     means = v.new_empty(len(bucket.names))
     _sum[table.pieces_count,](v, table.pieces, sums, plan.own, n)
     _average[len(bucket.names),](table.pieces_of, plan.lengths, absent, sums, table.tiny, means)
@@ -591,7 +591,7 @@ class Received:
         count, like = len(layout.names), torch.empty(0, dtype=layout.residual, device=layout.device)
         addresses = [0 if target is None else target.data_ptr() for target in targets]
         factors = [0.0] * count if rates is None else [float(rate) for rate in rates]
-        numbers = to_device(cuda._table_of(addresses + cuda._doubles([*factors, float(self._divisor)])), layout.device)
+        numbers = tensor_of(addresses + cuda._doubles([*factors, float(self._divisor)]), layout.device)
         with torch.cuda.device_of(like):
             if rates is None and table.blocks_count:
                 _clear[table.blocks_count,](table.parameters, table.blocks, numbers, like)
