@@ -128,8 +128,8 @@ def plan(
         measure: Annotated[bool, typer.Option(
             "--measure", help="Time it here; MODEL is a module:callable that returns (module, inputs).")] = False,
         sparsity: Annotated[float | None, typer.Option(
-            help=f"Share of entries kept back. Default: the tables have {planning.DGC.sparsity}, and advised is one of "
-                 f"{', '.join(map(str, planning.SPARSITIES))}.")] = None,
+            help=f"Share of entries kept back. Default: of {', '.join(map(str, planning.SPARSITIES))}, the tables have "
+                 "the largest that the training bears (--steps, --optimizer), and advised is one up to it.")] = None,
         worker: Annotated[Literal["cpu", "gpu"] | None, typer.Option(
             help="Whose cost of compressing; the CPU's is measured, the GPU's an estimate. Default: cpu; with "
                  "--measure, what the model was timed on.")] = None,

@@ -115,6 +115,12 @@ def test_no_test_file_is_longer_than_can_be_read():
         assert len(file.read_text().splitlines()) <= 600, file
 
 
+def test_a_method_of_others_can_be_read_in_a_sitting():
+    for file in (Path(__file__).parents[1] / "benchmarks" / "peers").glob("*.py"):
+        limit = 200 if file.stem in ("train", "table", "clock", "measure") else 120
+        assert len(file.read_text().splitlines()) <= limit, file
+
+
 def test_what_a_package_offers_is_there():
     for file in FILES:
         if "\n__all__" in file.read_text():

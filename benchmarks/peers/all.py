@@ -31,8 +31,8 @@ from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve().parent
 ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "local-sgd", "dropping", "terngrad",
-         "diloco-even", "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc", "stale",
-         "powersgd-1", "bf16", "async")
+         "dgc-99", "diloco-even", "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc",
+         "stale", "powersgd-1", "bf16", "async")
 LANGUAGE = ("dense", "dgc-allgather", "powersgd-4", "qsgd", "fp16", "diloco")  # where no other methods are named
 
 

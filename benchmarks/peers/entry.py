@@ -27,6 +27,8 @@ class Entry:
         driver: what makes the steps.
         every: steps from one exchange to the next.
         whole: whether its messages are as large as the model, in 32 or 16 bits.
+        sparsity: of DGC, after the warm-up.
+        warmup: of DGC, in shares of the training. None: the task's, which is the paper's.
         clips_own: where gradients are clipped, a worker's own before the exchange: what comes back is no gradient.
     """
 
@@ -41,4 +43,6 @@ class Entry:
     driver: Any = Exchanging
     every: int = 1
     whole: bool = False
+    sparsity: float = 0.999
+    warmup: float | None = None
     clips_own: bool = False

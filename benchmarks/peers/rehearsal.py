@@ -15,7 +15,7 @@ from gradients import heavy_tailed
 
 from dgc.transport import find
 
-from . import Driver, attach
+from . import METHODS, Driver, attach
 from .tasks import TASKS
 
 
@@ -24,6 +24,7 @@ def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor
     task = TASKS[a["task"]]
     model, _ = task.rehearsal()
     sgd = torch.optim.SGD(model.parameters(), **task.sgd(a["method"]))
-    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: 0.999, task.clip)
+    sparsity = METHODS[a["method"]].sparsity
+    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, lambda step: sparsity, task.clip)
     parameters = list(model.parameters())
     return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)

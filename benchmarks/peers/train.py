@@ -46,8 +46,8 @@ def train(a: Any) -> dict[str, Any]:
     given = {key: getattr(a, key) for key in ("lr", "weight_decay") if getattr(a, key) is not None}
     chosen = {**task.sgd(a.method), **given}
     sgd = torch.optim.SGD(model.parameters(), **chosen)
-    peer = attach(a.method, sgd, list(model.named_parameters()), a.seed, warmup(a.epochs * task.warmup, steps),
-                  task.clip, task.flush)
+    peer = attach(a.method, sgd, list(model.named_parameters()), a.seed,
+                  warmup(a.epochs * (entry.warmup or task.warmup), steps, entry.sparsity), task.clip, task.flush)
     scheduler = task.scheduler(peer.sgd)
 
     now = {**{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
@@ -87,9 +87,9 @@ def reached(target: float, metric: Metric, history: list[dict[str, Any]], device
     return metric.reached(job.of_rank_0([score], device)[0], target)
 
 
-def warmup(epochs: float, steps: int) -> Any:
-    """DGC's, in four stages; then 99.9 %."""
-    return dgc.warmup(4, steps_per_epoch=max(1, round(epochs * steps / 4)), end=0.999)
+def warmup(epochs: float, steps: int, sparsity: float) -> Any:
+    """DGC's, in four stages."""
+    return dgc.warmup(4, steps_per_epoch=max(1, round(epochs * steps / 4)), end=sparsity)
 
 
 def summary(a: Any, now: dict[str, Any], entry: Any, task: Any, launcher: str,

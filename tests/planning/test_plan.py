@@ -237,8 +237,10 @@ def test_a_short_training_is_advised_to_send_more(steps, sparsity):
     assert told.sparsity == sparsity
     assert f"end={sparsity}" in " ".join(told.words) or sparsity == 0.999
     assert plan.advise(shapes, cluster(4), 0.01, dgc.Config(0.999), FREE, steps=steps).sparsity == 0.999
+    report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps)
+    assert report.sparsity == sparsity  # of the tables: none that the training does not bear
+    assert told.dgc in report.here
     if steps:
-        report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps)
         assert ("without masking" in report.advice.words[-1]) == (sparsity < 0.999)
 
 
@@ -250,7 +252,7 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
                        optimizer="adamw")
     words = " ".join(report.advice.words)
     assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, dense_dtype=torch.float16)" in words
-    assert report.advice.sparsity <= 0.99 and "With AdamW, a transformer" in words and "ResNet-20" not in words
+    assert report.advice.sparsity <= 0.99 and report.sparsity <= 0.99 and "With AdamW, a transformer" in words and "ResNet-20" not in words
     line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)
     assert eval(line).sparsity_at(10**6) == report.advice.sparsity
 
