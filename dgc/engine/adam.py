@@ -235,9 +235,10 @@ class Denominators:
         return [p for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters]
 
     def _tell_of_unseen(self, steps: int) -> None:
-        """Warns of parameters whose D nothing is known about."""
+        """Warns of parameters whose D nothing is known about. One that was frozen from the start has no state yet."""
+        states = self._parameters.optimizer.state
         names = [self._parameters.names[p] for p in self._compressed()
-                 if not local(self._parameters.optimizer.state[p]["exp_avg_sq"]).any()]
+                 if "exp_avg_sq" in states.get(p, {}) and not local(states[p]["exp_avg_sq"]).any()]
         if names and self._settings.world.rank == 0:
             warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
 

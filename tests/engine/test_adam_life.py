@@ -24,15 +24,20 @@ def rank():
     return dgc.lockstep.current().world.rank
 
 
-def head_first(wrap):
-    """The body is frozen for 150 steps, and then trained with the head, which is small enough to travel dense."""
+def head_first(wrap, from_the_start=False):
+    """The body is frozen for 150 steps, and then trained with the head, which is small enough to travel dense. Frozen
+    before the optimizer is made, it has no state until it thaws.
+    """
     torch.manual_seed(0)
     body, head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)
     parameters = [*body.parameters(), *head.parameters()]
+    body.requires_grad_(not from_the_start)
     optimizer = adamw(parameters, dgc.piecewise({0: 0.0, 100: 0.9}), wrap, min_numel=1024)
-    body.requires_grad_(False)
+    start = body.weight.detach().clone()
     for step in range(160):
         body.requires_grad_(step >= 150)
+        if step == 150:
+            assert torch.equal(body.weight, start)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(head(body(x).tanh()), (x[:, 0] > 0).long()).backward()
@@ -41,9 +46,10 @@ def head_first(wrap):
     return (body.weight.detach() - before).abs().max().item()
 
 
-def test_what_was_frozen_in_the_dense_steps_moves_by_about_the_learning_rate():
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_what_was_frozen_in_the_dense_steps_moves_by_about_the_learning_rate(from_the_start):
     assert 1e-4 < head_first(False) < 1.1e-3
-    assert all(1e-4 < moved < 1e-2 for moved in dgc.lockstep.run(lambda: head_first(True), 2))
+    assert all(1e-4 < moved < 1e-2 for moved in dgc.lockstep.run(lambda: head_first(True, from_the_start), 2))
 
 
 def test_steps_stay_dense_until_there_is_any_gradient():
