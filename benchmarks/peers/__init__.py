@@ -39,12 +39,12 @@ def powersgd(world: Any, seed: int, rank: int) -> Method:
     return (TorchPowerSGD if hook else PowerSGD)(world, seed, rank)
 
 
-def dropping(schedule: Schedule) -> dgc.Config:
+def dropping(schedule: float | Schedule) -> dgc.Config:
     """Largest entries, and what is not sent is kept; 99 % as in the paper, from the first step on."""
     return dgc.Config(0.99, momentum_correction=False, factor_masking=False)
 
 
-def deep(schedule: Schedule, exchange: ExchangeName = "allgather", masking: bool = True) -> dgc.Config:
+def deep(schedule: float | Schedule, exchange: ExchangeName = "allgather", masking: bool = True) -> dgc.Config:
     return dgc.Config(schedule, exchange=exchange, factor_masking=masking)
 
 
@@ -88,7 +88,7 @@ Driver = Exchanging | Compressed | Stale | ParameterServer
 
 
 def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
-           schedule: Schedule, clip: float | None = None, flush: bool = True) -> Driver:
+           schedule: float | Schedule, clip: float | None = None, flush: bool = True) -> Driver:
     """What drives this SGD by the method of that name.
 
     Args:

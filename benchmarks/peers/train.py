@@ -47,7 +47,7 @@ def train(a: Any) -> dict[str, Any]:
     chosen = {**task.sgd(a.method), **given}
     sgd = torch.optim.SGD(model.parameters(), **chosen)
     peer = attach(a.method, sgd, list(model.named_parameters()), a.seed,
-                  warmup(a.epochs * (entry.warmup or task.warmup), steps, entry.sparsity), task.clip, task.flush)
+                  job.schedule(entry, steps, a.epochs * (entry.warmup or task.warmup)), task.clip, task.flush)
     scheduler = task.scheduler(peer.sgd)
 
     now = {**{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
@@ -85,11 +85,6 @@ def reached(target: float, metric: Metric, history: list[dict[str, Any]], device
     """Whether rank 0 has seen this score. All others wait for it here, also before the first epoch."""
     score = history[-1][metric.name] if history else math.nan
     return metric.reached(job.of_rank_0([score], device)[0], target)
-
-
-def warmup(epochs: float, steps: int, sparsity: float) -> Any:
-    """DGC's, in four stages."""
-    return dgc.warmup(4, steps_per_epoch=max(1, round(epochs * steps / 4)), end=sparsity)
 
 
 def summary(a: Any, now: dict[str, Any], entry: Any, task: Any, launcher: str,

@@ -22,6 +22,7 @@ from dgc.cost import Cluster
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import cifar10
+import job
 import peers
 import typer
 from peers import atomo, packing, predict, table, terngrad, train
@@ -223,7 +224,7 @@ def test_dgc_99_is_what_dgc_plan_recommends_for_so_many_steps():
     entry, on = peers.METHODS["dgc-99"], Cluster(4, 1, planning.NETWORKS["1gbit"], planning.INSIDE["pcie"])
     words = " ".join(planning.advise(planning.load("resnet50").shapes, on, 0.1, steps=3900).words)
     told = eval(re.search(r"Recommended: (dgc\.Config\(.*?\))[.;]", words)[1])
-    made = entry.make(train.warmup(10 * entry.warmup, 390, entry.sparsity))
+    made = entry.make(job.schedule(entry, 390, 10 * entry.warmup))
     assert [made.sparsity_at(t) for t in range(3900)] == [told.sparsity_at(t) for t in range(3900)]
     assert replace(made, sparsity=0) == replace(told, sparsity=0)
 
