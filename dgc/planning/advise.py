@@ -24,10 +24,10 @@ DENSE = 1000  # steps of AdamW, where the training's number is not known; else a
 MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
 # Waits as a share of all steps, and what the nearest that was measured cost at 99.9 % (docs/results/accuracy.md).
-LOST = ((0.02, "The paper lost nothing with such a share."),
-        (0.11, "With a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
-        (0.6, "With half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more."),
-        (1.0, "With eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send more."))
+LOST = ((0.02, "Where it was such a share, the paper lost nothing."),
+        (0.11, "Where it was a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
+        (0.6, "Where it was half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more."),
+        (1.0, "Where it was eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send more."))
 LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
                  "99 %, give or take a point, among 4 workers; among 32, in 1,225 steps, 2.9 at 99 %.")
 LOST_ADAMW = ("With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity at "
@@ -217,7 +217,9 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
         yield (f"DGC pays {'here' if faster >= MUCH else 'a little here'}: {duration(dgc.step_seconds)} a step instead "
                f"of {duration(dense.step_seconds)} with {offered}, {faster:.3g} times as fast.")
     else:
-        yield (f"DGC does not pay here: {duration(dgc.step_seconds)} a step, and {duration(dense.step_seconds)} with "
+        faster = dense.step_seconds / dgc.step_seconds
+        gain = f", less than {WORTH} times as fast as" if faster > 1 else ", and"
+        yield (f"DGC does not pay here: {duration(dgc.step_seconds)} a step{gain} {duration(dense.step_seconds)} with "
                f"{offered}. Use that one.")
     if advice.other:
         yield (f"{advice.other.method} would be faster still, {duration(advice.other.step_seconds)} a step, in a "
@@ -248,6 +250,11 @@ def _recommended(advice: Advice, largest: bool, steps: int | None, optimizer: Op
     sparsity = advice.sparsity
     yield (f"Recommended: {_config(advice, steps, optimizer)}" + ("." if largest else
            f"; to send less than {100 * (1 - sparsity):g} % of the entries would save less than 2 % of a step."))
+    if optimizer == "sgd" and sparsity <= UNMASKED:
+        yield ("Without masking a training may need a smaller learning rate. If its loss rises in the first hundred "
+               "steps, leave factor_masking=False out, or divide the learning rate by four (docs/guides/schedules.md).")
+    if optimizer == "adamw" and steps is None:
+        yield f"That is for some {10 * DENSE:,} steps. Give the number of yours with --steps."
     if optimizer == "adamw" and sparsity > ADAMW:
         yield f"With AdamW no more than {100 * ADAMW:g} % was measured."
     if advice.whole:

@@ -6,6 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from dgc import drawing
 from dgc.config import Config
 from dgc.cost import Cluster
@@ -47,7 +49,8 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     Args:
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
-        config: of DGC; None: the largest sparsity that the training bears, and advice which one to choose.
+        config: of DGC; None: the largest sparsity that the training bears, and advice which one to choose. In the
+            predictions, as in the advice, dense sums are in float16 where that is advised.
         steps: of the training, which bears a sparsity at which an entry waits for no more than a tenth of it.
         optimizer: AdamW bears no more than was measured with it.
 
@@ -57,12 +60,14 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     if not 0 < compute < float("inf"):
         raise ValueError(f"compute must be a number of seconds > 0, got {compute!r}")
 
+    advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     shown = config or replace(DGC, sparsity=bearable(steps, optimizer)[-1])
+    if advice.rounds:
+        shown = replace(shown, dense_dtype=torch.float16)
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, shown, local, overlap) for m in methods(some))
 
-    advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     said = [waiting(advice.sparsity, steps, optimizer)] if steps is not None and advice.pays else []
     if loaded.caveat:
         said.append(loaded.caveat)
