@@ -26,6 +26,10 @@ _NAMES = {"Residuals": "dgc.checkpoint", "load_checkpoint": "dgc.checkpoint", "s
           "register_comm_hook": "dgc.frontends.ddp"}
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_NAMES})
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])

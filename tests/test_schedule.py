@@ -88,6 +88,7 @@ def test_they_compare_and_pickle():
     (lambda: dgc.warmup(3, steps_per_epoch=10, stages=10**8), r"stages must be at most 10,000, got 1e\+08"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, stages=4, per_step=True),
      r"stages must be left out where per_step is True, got 4"),
+    (lambda: dgc.piecewise([(0, 0.9)]), r"piecewise: points must be a dict .*, got \[\(0, 0\.9\)\]"),
     (lambda: dgc.piecewise({5: 0.9}), r"must say what holds at step 0"),
     (lambda: dgc.piecewise({0: 0.9, -1: 0.9}), r"steps must be integers >= 0, got -1"),
     (lambda: dgc.piecewise({0: 2.0}), r"the sparsity from step 0 on must be .*, got 2\.0"),

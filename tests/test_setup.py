@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dgc
 from dgc.version import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +84,11 @@ def test_the_version_is_one_everywhere():
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
     changed = re.search(r"^## (?:Unreleased: )?(\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert {project()["version"], cited, changed} == {__version__}
+
+
+def test_what_is_loaded_late_is_listed_too():
+    assert {*dgc.__all__, "ddp", "elastic", "tune"} <= set(dir(dgc))
+    assert all(hasattr(dgc, name) for name in dgc.__all__)
 
 
 def test_no_extra_asks_for_the_other_project_of_the_index():

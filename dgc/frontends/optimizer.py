@@ -101,6 +101,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return stock
     config = Config() if compression is None else compression
     grad_scaler = checks.check_all(optimizer, config, op, grad_scaler)
+    if isinstance(named_parameters, Config):
+        raise TypeError("DistributedOptimizer: named_parameters must be model.named_parameters(), got a Config (give "
+                        "that as compression=)")
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)

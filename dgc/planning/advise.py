@@ -27,7 +27,8 @@ WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long 
 LOST = ((0.02, "Where it was such a share, the paper lost nothing."),
         (0.11, "Where it was a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
         (0.6, "Where it was half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more."),
-        (1.0, "Where it was eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send more."))
+        (1.0, "Where it was eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send "
+         "more."))
 LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
                  "99 %, give or take a point, among 4 workers; among 32, in 1,225 steps, 2.9 at 99 %.")
 LOST_ADAMW = ("With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity at "

@@ -151,7 +151,7 @@ def load(model: str) -> Loaded:
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
         raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
-                         f"got a {type(made).__name__}")
+                         f"got {_said(made)}")
     trained = [p for p in module.parameters() if p.requires_grad]
     if any(map(is_lazy, trained)):
         raise ValueError(f"model must have parameters with shapes, got {model!r}, which has lazy ones (call the module "
@@ -162,6 +162,14 @@ def load(model: str) -> Loaded:
     return loaded
 
 
+def _said(made: Any) -> str:
+    """What was returned, in an error."""
+    if not isinstance(made, tuple):
+        return f"a {type(made).__name__}"
+    types = f"({', '.join(type(part).__name__ for part in made)})"
+    return types + (" (put the inputs into a tuple: return model, (inputs,))" if len(made) == 2 else "")
+
+
 def callable_named(name: str) -> Callable[..., Any]:
     """The object that ``module:name`` means, with modules of the current folder.
 
@@ -170,6 +178,9 @@ def callable_named(name: str) -> Callable[..., Any]:
         TheirError: by the module.
     """
     module, _, attributes = name.partition(":")
+    if module.endswith(".py"):
+        named = module.removesuffix(".py")
+        raise ValueError(f"{name!r} must name a module, got a file (for {module} in this folder: {named}:{attributes})")
     here = os.getcwd()  # which the module may change
     sys.path.insert(0, here)
     try:

@@ -59,8 +59,10 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
         points: first step (int >= 0) -> sparsity in [0, 1). One of the steps is 0.
 
     Raises:
-        ValueError: no point at step 0, a negative step, or a sparsity outside [0, 1).
+        ValueError: no dict, no point at step 0, a negative step, or a sparsity outside [0, 1).
     """
+    if not isinstance(points, Mapping):
+        raise ValueError(f"piecewise: points must be a dict such as {{0: 0.9, 1000: 0.999}}, got {points!r}")
     for step, sparsity in points.items():
         if not isinstance(step, Integral) or step < 0:  # numpy's, too
             raise ValueError(f"piecewise: steps must be integers >= 0, got {step!r}")

@@ -76,6 +76,8 @@ def by_apex(optimizer):
      "A parameter can only appear once in groups"),
     (lambda: dgc.DistributedOptimizer(opt := sgd(), [[n, p] for n, p in enumerate(opt.param_groups[0]["params"])]),
      ValueError, "named_parameters should be a sequence of tuples"),
+    (lambda: dgc.DistributedOptimizer(sgd(), dgc.Config()), TypeError,
+     r"named_parameters must be model\.named_parameters\(\), got a Config \(give that as compression=\)"),
     (lambda: dgc.DistributedOptimizer(opt := sgd(), [("same", p) for p in opt.param_groups[0]["params"]]), ValueError,
      "Parameter names in named_parameters must be unique. Found duplicates: same"),
     (lambda: dgc.DistributedOptimizer(sgd(), [("a", nn.Parameter(torch.zeros(1)))]), ValueError,

@@ -214,8 +214,8 @@ def test_where_the_reduce_exchange_begins_to_be_faster_is_told(sparsity):
 
 
 @pytest.mark.parametrize(("model", "optimizer", "network", "steps"), [
-    ("bert-large", "adamw", "1gbit", 20_000), ("bert-large", "adamw", "10gbit", None), ("resnet50", "sgd", "1gbit", None),
-    ("resnet50", "sgd", "10gbit", 5_000)])
+    ("bert-large", "adamw", "1gbit", 20_000), ("bert-large", "adamw", "10gbit", None),
+    ("resnet50", "sgd", "1gbit", None), ("resnet50", "sgd", "10gbit", 5_000)])
 def test_the_table_has_what_the_advice_says(model, optimizer, network, steps):
     """Also where dense sums are advised to be in float16. Without steps AdamW's number of them is told."""
     report = plan.plan(plan.load(model), cluster(8, network=network), 0.3, None, plan.LOCAL["gpu"], steps=steps,
@@ -428,6 +428,7 @@ def here(tmp_path, monkeypatch):
         "def ends():\n    raise SystemExit\n"
         "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
+        "def bare():\n    return nn.Linear(2, 2), torch.zeros(1, 2)\n"
         "def two():\n    return Two(), (torch.zeros(2, 4),)\n"
         "class Whole(Two):\n    def forward(self, x):\n        return [x.long(), 3]\n"
         "def whole_numbers():\n    return Whole(), (torch.zeros(2, 4),)\n")
@@ -450,6 +451,8 @@ def test_a_callable_of_the_users(here):
                            ("mine:nothing", r"must return a torch\.nn\.Module, .* got a int"),
                            ("mine:lazy", r"have parameters with shapes, got 'mine:lazy', .* \(call the module once"),
                            (".mine:alone", "model must be resnet50"),
+                           ("mine:bare", r"got \(Linear, Tensor\) \(put the inputs into a tuple"),
+                           ("mine.py:build", r"must name a module, got a file \(.*: mine:build\)"),
                            ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
                            ("no.such.module:build", "No module named 'no'"),
                            ("os:sep", "'os:sep' must be a callable, got a str"),
