@@ -86,6 +86,10 @@ def mean(values: list[Any]) -> float | None:
     return None if not values or None in values else statistics.mean(values)
 
 
+def _seeds(seeds: list[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
 def markdown(found: list[dict[str, Any]], task: Any, target: float) -> str:
     """The table; "-" is what has not been measured."""
     metric = task.metric
@@ -99,8 +103,7 @@ def markdown(found: list[dict[str, Any]], task: Any, target: float) -> str:
         name = f"{row['title']} ({row['paper']})" if row["paper"] else row["title"]
         lost = shown(row["lost"], "+.2f") + shown(row["half"], ".2f", before=" ± ", none="")
         cells = [name, row["collective"], shown(row["bytes_per_step"], ",.0f"), shown(row["ratio"], ",.1f", " x"),
-                 shown(row["score"], ".2f", metric.unit), lost, ", ".join(map(str, row["seeds"])),
-                 milliseconds(row["local"])]
+                 shown(row["score"], ".2f", metric.unit), lost, _seeds(row["seeds"]), milliseconds(row["local"])]
         cells += [milliseconds(row[kind][rate]) for rate in predict.LINKS for kind in ("predicted", "exchange")]
         cells += ["not reached" if row["epochs"] is None and row["step"][rate] is not None
                   else shown(row["seconds"][rate], ",.0f") for rate in predict.LINKS]

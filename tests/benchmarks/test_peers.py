@@ -525,12 +525,12 @@ def test_the_table_is_of_means_and_of_points_lost_with_the_same_seeds(tmp_path, 
     # By hand: DGC loses -0.5 and 1.0, a variance of 1.125 of one degree of freedom; Student's 95 % is at 6.314.
     # The bytes over 12.5 and 125 MB/s, and 50 us for each of the 6 rounds of a ring or the 3 of a gather.
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| dense | allreduce | 6,000 | 1.0 x | 89.00 % | +0.00 | 0, 1 | - | 0.78 ms | - | 0.35 ms | - | - | - |",
-        "| QSGD, 4 bits (Alistarh et al. 2017) | allgather | 1,500 | 4.0 x | 89.50 % | +0.50 | 1 | - | "
+        "| dense | allreduce | 6,000 | 1.0 x | 89.00 % | +0.00 | seeds 0, 1 | - | 0.78 ms | - | 0.35 ms | - | - | - |",
+        "| QSGD, 4 bits (Alistarh et al. 2017) | allgather | 1,500 | 4.0 x | 89.50 % | +0.50 | seed 1 | - | "
         "0.27 ms | - | 0.16 ms | - | - | - |",
-        "| signSGD, majority vote (Bernstein et al. 2018) | allgather | 600 | 10.0 x | 80.00 % | - | 2 | - | "
+        "| signSGD, majority vote (Bernstein et al. 2018) | allgather | 600 | 10.0 x | 80.00 % | - | seed 2 | - | "
         "0.20 ms | - | 0.15 ms | - | - | - |",
-        "| DGC, allgather (Lin et al. 2018) | allgather | 120 | 50.0 x | 88.75 % | +0.25 ± 4.74 | 0, 1 | - | "
+        "| DGC, allgather (Lin et al. 2018) | allgather | 120 | 50.0 x | 88.75 % | +0.25 ± 4.74 | seeds 0, 1 | - | "
         "0.16 ms | - | 0.15 ms | - | - | - |"]
 
 
