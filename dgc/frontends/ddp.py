@@ -242,7 +242,7 @@ class DDPBuckets:
         if strange := self._missing(engine):
             raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
                                "was made it did not hold them, or they were frozen. Make it anew, and register "
-                               "it with dgc.register_comm_hook")
+                               "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
         steps = backward_task() != -1  # else DDP calls for a rank that has no more data
         try:
             engine.exchange()
@@ -303,7 +303,8 @@ class DDPBuckets:
             engine.exchange()
         elif not engine.step.exchanged:
             raise RuntimeError("nothing was exchanged since the last step(), and there are gradients: those of that "
-                               "step, or of backward() within no_sync() only")
+                               "step, of backward() within no_sync() only, or of a DistributedDataParallel that was "
+                               "made anew and not registered (dgc.register_comm_hook(model, optimizer, config))")
 
     def _raise_failed(self) -> None:
         error, self._failed = self._failed, None
