@@ -157,9 +157,9 @@ def plan(
 
       dgc plan alexnet --nodes 64 --gpus 4 --worker gpu --network 10gbit --compute 0.36 --png plan.png
 
-    [bold]Your own model, timed on this machine (train.py has def build(): return model, (batch,)):[/bold]
+    [bold]Your own model, timed on this machine (resnet.py has def build(): return model, (batch,)):[/bold]
 
-      dgc plan train:build --measure --network 40gbit,15us
+      dgc plan resnet:build --measure --network 40gbit,15us
 
     [bold]Numbers for a script:[/bold]
 

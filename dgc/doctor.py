@@ -25,6 +25,7 @@ from dgc.compression import kernels
 from dgc.config import Config
 from dgc.frontends.broadcast import broadcast_parameters
 from dgc.frontends.optimizer import DistributedOptimizer
+from dgc.version import __version__
 
 LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
 CYCLE = 5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes
@@ -42,7 +43,7 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.
     """
-    found: dict[str, Any] = {"python": platform.python_version(), "dgc": _version("deep-gradient-compression"),
+    found: dict[str, Any] = {"python": platform.python_version(), "dgc": __version__,
                              "torch": _torch(), "horovod": _horovod(), "kernels": _kernels(),
                              **{name: _package(name) for name in PACKAGES}}
     found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else

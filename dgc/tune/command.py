@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from dgc.tune.trial import FailedError, Heard, NoResultError, Setting, Stopped, 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.1  # seconds
 TAIL = 15  # lines of a failed trial's output
-TAIL_BYTES = 8192  # of it, at most
+TAIL_BYTES = 16_384  # of it, at most
+TORCHRUN = re.compile(r"^.*torch.distributed.elastic.*failed \(exitcode", re.MULTILINE)  # begins what torchrun says
 
 
 def run_command(task: Task, setting: Setting, folder: Path, environment: Mapping[str, str], heard: Heard,
@@ -105,5 +107,9 @@ def result_file(file: Path, metric: str) -> tuple[float, float]:
 
 
 def tail(text: str) -> str:
+    """The last lines, without those that torchrun adds below: it repeats its own stack and not the error."""
+    launcher = TORCHRUN.search(text)
+    if launcher and text[:launcher.start()].strip():
+        text = text[:launcher.start()]
     lines = text.replace("\r", "\n").rstrip().splitlines()
     return "\n".join(f"    {line}" for line in lines[-TAIL:] or ["(nothing)"])
