@@ -29,7 +29,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "checkpoint": LEAVES | {"engine", "transport"},
     "planning": LEAVES | {"compression", "drawing", "engine", "schedule"},
     "tune": {"config", "drawing", "schedule", "transport"},
-    "doctor": {"config", "compression", "frontends"},
+    "doctor": {"version", "config", "compression", "frontends"},
     "cli": LEAVES | {"drawing", "extras", "schedule", "planning", "tune", "doctor"},
     "__main__": {"cli", "extras"},
 }

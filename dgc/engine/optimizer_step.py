@@ -100,7 +100,7 @@ class Applier:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
                 continue
-            if parameter.grad is None or 0 in local(parameter.grad).stride():  # of a script's own, by expand()
+            if parameter.grad is None or not _laid_out_as(parameter, parameter.grad):
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(target)
 
@@ -250,6 +250,18 @@ def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable
                 others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))
         targets.append(target)
     return targets, others
+
+
+def _laid_out_as(parameter: Tensor, grad: Tensor) -> bool:
+    """Whether a gradient has the memory format that a backward pass gives it. A script's own may have another, or be
+    expanded; an optimizer rounds in another order there, and ranks would part.
+    """
+    own, strides = local(parameter), local(grad).stride()
+    if 0 in strides:
+        return False
+    return strides == own.stride() or all(
+        size == 1 or stride == wanted
+        for size, stride, wanted in zip(own.shape, strides, torch.empty_like(own, device="meta").stride(), strict=True))
 
 
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:

@@ -186,3 +186,23 @@ def test_param_groups_in_another_order_are_refused():
             optimizer.step()
 
     dgc.lockstep.run(worker, 2)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_gradient_of_a_scripts_own_in_another_memory_format_keeps_ranks_alike(dtype, sparsity):
+    """On one rank only. An optimizer that takes it as it lies rounds in another order than on the other ranks."""
+    def train():
+        weight = nn.Parameter(torch.randn(8, 8, 5, 5, generator=torch.Generator().manual_seed(0)).to(dtype).to(
+            memory_format=torch.channels_last))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], 0.1), [("weight", weight)], dgc.Config(sparsity))
+        for _ in range(3):
+            optimizer.zero_grad()
+            if dgc.lockstep.current().world.rank == 0:
+                weight.grad = torch.randn(8, 8, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+            optimizer.step()
+            assert weight.grad.stride() == weight.stride()
+        return weight.detach()
+
+    first, second = dgc.lockstep.run(train, 2)
+    assert torch.equal(first, second)
