@@ -10,6 +10,7 @@ least 1, in 64ths.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,8 +83,18 @@ class Denominator:
 def factor(square: Tensor, unbiased: float, eps: float, dtype: torch.dtype) -> Tensor:
     """1 / D as a new tensor of a dtype; see :class:`Denominator`."""
     # By way of float64, as torch's own root of a float32 is not always the nearest one (MKL).
-    root = (square.to(dtype) * (1 / unbiased)).double().sqrt_().to(dtype)
-    return (root + eps).reciprocal_()
+    scaled = (square.to(dtype) * (1 / unbiased)).double()
+    return ((_to_nearest_root(scaled) if dtype == torch.float64 else scaled.sqrt_()).to(dtype) + eps).reciprocal_()
+
+
+def _to_nearest_root(square: Tensor) -> Tensor:
+    """IEEE's root of float64, in place, as the loops take it: on a CPU NumPy's, without which there are no loops."""
+    if square.device.type == "cpu" and importlib.util.find_spec("numpy"):
+        import numpy as np
+        with np.errstate(invalid="ignore"):  # of NaN comes NaN
+            np.sqrt(square.numpy(), out=square.numpy())
+        return square
+    return square.sqrt_()
 
 
 def largest_weight(b2: float) -> float:

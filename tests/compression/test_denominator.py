@@ -45,8 +45,7 @@ def update(n, density, dtype, device="cpu"):
 def assert_same(one, other):
     for name, value in vars(one).items():
         if torch.is_tensor(value):
-            wide = value.dtype == torch.float64  # whose roots MKL rounds, within torch, to one of the two nearest
-            torch.testing.assert_close(value.cpu(), getattr(other, name).cpu(), rtol=1e-15 if wide else 0, atol=0)
+            torch.testing.assert_close(value.cpu(), getattr(other, name).cpu(), rtol=0, atol=0)
 
 
 @pytest.fixture
