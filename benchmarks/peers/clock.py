@@ -131,6 +131,9 @@ def draw(results: list[dict[str, Any]], out: Path) -> None:
         axes.legend(frameon=False, loc="upper right" if metric.lower else "lower right", fontsize=8,
                     title=f"to {target:g}{metric.unit}")
     grid[0][0].set_ylabel(metric.curve)
+    if metric.lower:
+        low, high = grid[0][0].get_ylim()
+        grid[0][0].set_ylim(low, high + 0.4 * (high - low))  # room for the legend
     drawing.save(figure, out)
 
 
