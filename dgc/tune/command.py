@@ -21,7 +21,7 @@ from dgc.tune.trial import FailedError, Heard, NoResultError, Setting, Stopped, 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.1  # seconds
 TAIL = 15  # lines of a failed trial's output
-TAIL_BYTES = 16_384  # of it, at most
+TAIL_BYTES = 8192  # of it, at most
 TORCHRUN = re.compile(r"^.*torch.distributed.elastic.*failed \(exitcode", re.MULTILINE)  # begins what torchrun says
 
 
