@@ -83,8 +83,8 @@ class Denominator:
 def factor(square: Tensor, unbiased: float, eps: float, dtype: torch.dtype) -> Tensor:
     """1 / D as a new tensor of a dtype; see :class:`Denominator`."""
     # By way of float64, as torch's own root of a float32 is not always the nearest one (MKL).
-    scaled = (square.to(dtype) * (1 / unbiased)).double()
-    return ((_to_nearest_root(scaled) if dtype == torch.float64 else scaled.sqrt_()).to(dtype) + eps).reciprocal_()
+    root = _to_nearest_root((square.to(dtype) * (1 / unbiased)).double()).to(dtype)
+    return (root + eps).reciprocal_()
 
 
 def _to_nearest_root(square: Tensor) -> Tensor:
