@@ -256,12 +256,13 @@ def _laid_out_as(parameter: Tensor, grad: Tensor) -> bool:
     """Whether a gradient has the memory format that a backward pass gives it. A script's own may have another, or be
     expanded; an optimizer rounds in another order there, and ranks would part.
     """
-    own, strides = local(parameter), local(grad).stride()
-    if 0 in strides:
+    own, grad = local(parameter), local(grad)
+    if 0 in grad.stride():
         return False
-    return strides == own.stride() or all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(own.shape, strides, torch.empty_like(own, device="meta").stride(), strict=True))
+    if grad.stride() == own.stride():  # nearly always
+        return True
+    order = memory_order(torch.empty_like(own, device="meta"))  # as a new one would lie
+    return (grad if order is None else grad.permute(order)).is_contiguous()
 
 
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
