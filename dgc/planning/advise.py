@@ -213,12 +213,11 @@ def _words(cluster: Cluster, compute: float, advice: Advice, largest: bool, step
     if compute > LONG:
         yield f"Computing takes {compute:g} s a step as you say, which is long: --compute is in seconds."
     offered = f"the fastest dense exchange of Horovod and DistributedDataParallel ({dense.method})"
+    faster = dense.step_seconds / dgc.step_seconds
     if advice.pays:
-        faster = dense.step_seconds / dgc.step_seconds
         yield (f"DGC pays {'here' if faster >= MUCH else 'a little here'}: {duration(dgc.step_seconds)} a step instead "
                f"of {duration(dense.step_seconds)} with {offered}, {faster:.3g} times as fast.")
     else:
-        faster = dense.step_seconds / dgc.step_seconds
         gain = f", less than {WORTH} times as fast as" if faster > 1 else ", and"
         yield (f"DGC does not pay here: {duration(dgc.step_seconds)} a step{gain} {duration(dense.step_seconds)} with "
                f"{offered}. Use that one.")
