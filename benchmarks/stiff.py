@@ -1,6 +1,6 @@
 """Which schedules train at a learning rate at which dense training does: a least-squares fit that is easy to blow up.
 
-    python benchmarks/stiff.py --out benchmarks/results/stiff.json
+    python benchmarks/stiff.py --steps 1000 --out benchmarks/results/stiff.json
 
 Two workers in one process fit a small network to a sum with SGD, momentum 0.9. The loss is not bounded and the batches
 are random, so an update that comes late, or whose momentum goes on without its gradient, shows at once. For each
