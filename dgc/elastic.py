@@ -83,11 +83,14 @@ class _Handler(stock.OptimizerStateHandler):
             settings.config = replace(settings.config, sparsity=hvd.broadcast_object(settings.config.sparsity))
 
     def restore(self) -> None:
-        engine_of(self.value).give_up()  # what is under way may never end: ranks are gone
+        engine = engine_of(self.value)
+        engine.give_up()  # what is under way may never end: ranks are gone
+        engine.nonfinite.look()  # what it is still to put back into v belongs to the v of before
+        engine.nonfinite.forget()  # the step is undone, and a rank that joins has not found the same
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-        engine_of(self.value).pending.load(self._residuals)
-        engine_of(self.value).ledger.lost_residuals = self._lost  # those that are gone since are counted anew
+        engine.pending.load(self._residuals)
+        engine.ledger.lost_residuals = self._lost  # those that are gone since are counted anew
 
 
 class _StateDictHandler(stock.SamplerStateHandler):

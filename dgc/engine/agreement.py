@@ -54,7 +54,7 @@ class Agreement:
 
     def reach(self, nodes: Nodes, pending: Pending) -> int:
         """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
-        pending. Returns how many ranks are gone.
+        pending or inherited. Returns how many ranks are gone.
 
         Raises:
             ValueError: on all ranks alike.
@@ -62,6 +62,7 @@ class Agreement:
         world, elastic, lost = self._settings.world, self._settings.elastic, 0
         if self.again:
             self.compare(world.rank)
+            pending.share_inherited()
         elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
             warn(OTHER_STATE)
         if elastic and self.again:

@@ -68,13 +68,12 @@ class Applier:
             _default(state, "momentum_buffer", parameter if remembers else None)
 
     def _move_into_u(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share. It
-        has weight decay's in it: a buffer of that, which plain SGD does not know, is from before.
-        """
+        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share."""
         kept, momentum = self._parameters.bucket_of[parameter].kept, state.pop("momentum_buffer", None)
         if momentum is None:
             return
-        state.pop("decay_buffer", None)
+        state.pop("decay_buffer", None)  # of before a time with plain SGD, whose momentum has weight decay's in it
+        self._parameters.inherits = True
         assert kept is not None and kept.u is not None
         share = sign(group) / (1 if self._settings.average else self._settings.world.size)
         kept.views(kept.u)[self._parameters.names[parameter]].copy_(local(momentum)).mul_(share)
@@ -243,8 +242,11 @@ def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable
         target = None
         if p in wanted:
             target = of(p)
-            if target is not None and not target.is_sparse and kept is not None:
-                target = kept.in_order(i, target)
+            if target is not None and not target.is_sparse:
+                if kept is not None:
+                    target = kept.in_order(i, target)
+                elif not _laid_out_as(p, target):
+                    target = None
             if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
                 target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
                 others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))

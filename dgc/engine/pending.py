@@ -86,6 +86,7 @@ class Pending:
         """Takes up what :meth:`state` gave."""
         self.missing, self.loaded, self.world_size = False, True, state["size"]
         self._nodes.residuals_may_differ = True
+        self._parameters.inherits = False
         self._parameters.handed_over.clear()
         for letter, views in self.views().items():
             for name, view in views.items():
@@ -96,6 +97,7 @@ class Pending:
         before.
         """
         self._parameters.forget_sparse()
+        self._parameters.inherits = False
         if self.loaded:
             return
         self.missing = self._parameters.step > 0
@@ -112,6 +114,25 @@ class Pending:
             warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
                  "save optimizer.residual_state_dict() on every rank, and load it there with "
                  "load_residual_state_dict()")
+
+    @torch.no_grad()
+    def share_inherited(self) -> None:
+        """Gives all ranks the momentum that some have from a checkpoint of plain SGD: scripts load it on rank 0 alone,
+        and broadcast the optimizer's state, which u is not in. Those that have it have the same. Where others have
+        trained, as in an elastic job that goes on, it is of long ago, and dropped: a rank that joins begins with none.
+        """
+        transport, own = self._settings.transport, self._parameters.inherits
+        self._parameters.inherits = False
+        told = torch.tensor([int(own), self.world_size], device=self._parameters.device)
+        have, trained = transport.start(Collective("gather", told), "dgc.inherits")().count_nonzero(0).tolist()
+        if have in (0, self._settings.world.size):
+            return
+        for bucket in self._parameters.kept():
+            if bucket.u is not None and not trained:
+                part = bucket.u.clone() if own else torch.zeros_like(bucket.u)
+                bucket.u.copy_(transport.start(Collective("sum", part), f"dgc.inherits.{bucket.name}")()).div_(have)
+            elif bucket.u is not None and not self.world_size:
+                bucket.u.zero_()
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

@@ -102,7 +102,7 @@ class TorchDistributed:
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
-        if tensor.is_cuda and len(self._groups) > 1 and "nccl" in dist.get_backend(group):
+        if tensor.is_cuda and len(self._groups) > 1:  # a default group that was given no backend tells of none
             self._last = group, work
 
         def wait() -> torch.Tensor:

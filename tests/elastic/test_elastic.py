@@ -131,6 +131,40 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
                 assert old.any() and torch.allclose(state[letter][name].double() / 2, old.double() / sizes[rank])
 
 
+def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
+    """Also where its script loads a checkpoint of plain SGD, as the others' did when the job began."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    def made():
+        network = model()
+        inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        for p in network.parameters():
+            inner.state[p]["momentum_buffer"] = torch.full_like(p, 7.0)
+        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), dgc.Config(0.9, factor_masking=False))
+        engine_of(optimizer).agreement.compare_again()
+        return network, optimizer
+
+    def worker():
+        joins = dgc.lockstep.current().world.rank == 1
+        network, optimizer = train(range(3), None, *made())
+        parameters = copy.deepcopy(network.state_dict())
+        if joins:
+            network, optimizer = made()
+            network.load_state_dict(parameters)
+            optimizer.param_groups[0]["dgc_step"] = 3
+        engine_of(optimizer).agreement.compare_again()
+        before = {} if joins else optimizer.residual_state_dict()["u"]
+        optimizer.zero_grad()
+        for p in network.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        return before, optimizer.residual_state_dict()["u"]
+
+    (before, after), (_, joined) = dgc.lockstep.run(worker, 2)
+    for name, u in before.items():
+        assert u.any() and torch.allclose(after[name], 0.9 * u) and not joined[name].any()
+
+
 def a_worker_joins():
     """It has made another warm-up, as an epoch has other steps with it, and knows nothing of the rate's schedule."""
     import horovod.torch as hvd

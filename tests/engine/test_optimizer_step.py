@@ -61,6 +61,31 @@ def test_a_decay_buffer_from_before_a_time_with_plain_sgd_is_not_applied_again()
     in_lockstep(worker)
 
 
+@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+@pytest.mark.parametrize("loaded", [[0], [1, 3]])
+def test_earlier_momentum_that_some_ranks_have_is_shared_by_all(loaded, op):
+    """As if all had loaded it. What Horovod broadcasts of the optimizer's state, all ranks have here."""
+    network = model()
+    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    loss(network, 0, 99).backward()
+    inner.step()
+
+    def run(loaded):
+        def worker():
+            network, optimizer = wrapped(SPARSE, op=op)
+            state = copy.deepcopy(inner.state_dict())
+            for i, p in enumerate(network.parameters()):
+                if rank() not in loaded and optimizer.state[p].get("momentum_buffer") is None:  # it is in u
+                    del state["state"][i]["momentum_buffer"]
+            optimizer.load_state_dict(state)
+            train(range(3), None, network, optimizer)
+            return flat(network)
+
+        return in_lockstep(worker, 4)
+
+    assert all(map(torch.equal, run(loaded), run(range(4))))
+
+
 def contents(optimizer):
     return {key: {name: type(value) for name, value in state.items()}
             for key, state in optimizer.state_dict()["state"].items()}

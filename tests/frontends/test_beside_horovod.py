@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -128,6 +129,39 @@ def broadcast_state():
     return results
 
 
+def resumed():
+    """A checkpoint of stock Horovod, loaded on rank 0 alone, before or after wrapping, and broadcast: the parameters
+    at density 1 after three steps more, beside stock's.
+    """
+    import horovod.torch as hvd
+
+    def wrapped(wrap, network, **arguments):
+        sgd = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9, weight_decay=0.01)
+        return sgd, lambda: wrap(sgd, network.named_parameters(), **arguments)
+
+    results = {}
+    for op, before_wrapping in itertools.product(("Average", "Sum"), (False, True)):
+        network = model()
+        saved = train(range(3), None, network, wrapped(hvd.DistributedOptimizer, network)[1]())[1].state_dict()
+        saved = copy.deepcopy({"optimizer": saved, "model": network.state_dict()})
+        ends = []
+        for wrap, arguments in ((hvd.DistributedOptimizer, {}),
+                                (dgc.DistributedOptimizer, {"compression": dgc.Config(sparsity=0.0)})):
+            network = model(seed=hvd.rank())
+            optimizer, wrapping = wrapped(wrap, network, op=getattr(hvd, op), **arguments)
+            before = before_wrapping and wrap is dgc.DistributedOptimizer  # stock would leave the momentum behind
+            optimizer = optimizer if before else wrapping()
+            if hvd.rank() == 0:
+                network.load_state_dict(saved["model"])
+                optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            optimizer = wrapping() if before else optimizer
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # stock's takes a step with the decay on rank 1
+            hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+            ends.append(flat(train(range(3, 6), None, network, optimizer)[0]))
+        results[op, before_wrapping] = difference(*ends)
+    return results
+
+
 def stock_compression():
     """hvd.Compression.none and fp16 give Horovod's own optimizer."""
     import horovod.torch as hvd
@@ -146,7 +180,8 @@ def stock_compression():
     return results
 
 
-IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, stock_compression), 3: (against_stock,)}
+IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, resumed, stock_compression),
+                3: (against_stock, resumed)}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -180,6 +215,13 @@ def test_broadcast_optimizer_state():
             assert middle == (True, True, 4)
             assert loaded == (True, 4, 0.05)
             assert torch.equal(parameters, ranks[0][3])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_checkpoint_of_stock_horovod_is_loaded_on_rank_0_and_broadcast(size):
+    for rank in ran("horovod", size, IN_PROCESSES[size])[resumed]:
+        assert rank.keys() == {(op, before) for op in ("Average", "Sum") for before in (False, True)}
+        assert max(rank.values()) < 1e-6, rank
 
 
 def test_horovods_own_compressions_give_horovods_own_optimizer():
