@@ -269,6 +269,30 @@ def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeyp
     dgc.lockstep.run(worker, 2)
 
 
+def test_an_elastic_restore_undoes_the_step_with_what_it_would_tell(monkeypatch):
+    """A rank that has joined since would not raise it, and go on alone."""
+    pytest.importorskip("horovod.torch")
+    from dgc.elastic import _Handler
+    monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
+
+    def worker():
+        weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
+        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9))
+        state = _Handler(optimizer)
+        weight.grad = torch.ones_like(weight)
+        weight.grad[3, 3] = torch.nan if dgc.lockstep.current().world.rank == 1 else 1.0
+        optimizer.step()
+        state.restore()
+        assert not optimizer.residual_state_dict()["v"]["a"].any()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.flush()
+        return weight.detach()
+
+    assert all(torch.equal(weight, torch.full_like(weight, -1.0)) for weight in dgc.lockstep.run(worker, 2))
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one")
 def test_a_step_asks_the_device_nothing():
     both = Pair()
