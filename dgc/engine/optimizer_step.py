@@ -242,12 +242,10 @@ def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable
         target = None
         if p in wanted:
             target = of(p)
-            if target is not None and not target.is_sparse:
-                if kept is not None:
-                    target = kept.in_order(i, target)
-                elif not _laid_out_as(p, target):
-                    target = None
-            if target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous():
+            if target is not None and not target.is_sparse and kept is not None:
+                target = kept.in_order(i, target)
+            if (target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous()
+                    or (kept is None and not _laid_out_as(p, target))):
                 target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
                 others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))
         targets.append(target)

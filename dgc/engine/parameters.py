@@ -43,7 +43,7 @@ class Parameters:
         self.listed: dict[Tensor, None] = {}  # in order
         self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
         self.frozen: set[Tensor] = set()  # at first; as those once they thaw
-        self.inherits = False  # u has the momentum that the wrapped optimizer had, since the last step
+        self.inherits = False  # u began with the momentum that the wrapped optimizer had
 
     @property
     def optimizer(self) -> Any:

@@ -86,7 +86,6 @@ class Pending:
         """Takes up what :meth:`state` gave."""
         self.missing, self.loaded, self.world_size = False, True, state["size"]
         self._nodes.residuals_may_differ = True
-        self._parameters.inherits = False
         self._parameters.handed_over.clear()
         for letter, views in self.views().items():
             for name, view in views.items():
@@ -122,17 +121,16 @@ class Pending:
         trained, as in an elastic job that goes on, it is of long ago, and dropped: a rank that joins begins with none.
         """
         transport, own = self._settings.transport, self._parameters.inherits
-        self._parameters.inherits = False
         told = torch.tensor([int(own), self.world_size], device=self._parameters.device)
         have, trained = transport.start(Collective("gather", told), "dgc.inherits")().count_nonzero(0).tolist()
-        if have in (0, self._settings.world.size):
-            return
         for bucket in self._parameters.kept():
-            if bucket.u is not None and not trained:
+            if bucket.u is None:
+                continue
+            if trained and not self.world_size:
+                bucket.u.zero_()
+            elif not trained and 0 < have < self._settings.world.size:
                 part = bucket.u.clone() if own else torch.zeros_like(bucket.u)
                 bucket.u.copy_(transport.start(Collective("sum", part), f"dgc.inherits.{bucket.name}")()).div_(have)
-            elif bucket.u is not None and not self.world_size:
-                bucket.u.zero_()
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

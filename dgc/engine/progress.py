@@ -77,6 +77,5 @@ class Progress:
     def advance(self) -> None:
         """A step has ended."""
         self._group[STEP] += 1
-        self._parameters.inherits = False
         if self._adaptive is not None:
             self._adaptive.step_ends(self._group, self._group[STEP])
