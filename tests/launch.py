@@ -4,7 +4,9 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +21,9 @@ import torch
 from dgc.compression import kernels
 
 HERE = Path(__file__).parent
+SCRIPT = [sys.executable, str(HERE / "launch.py")]
+FIXED = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30"}
+PREPARED = ("hypothesis", "pytest", "torch._dynamo")  # the last by the first optimizer: as long a work as torch itself
 PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
@@ -36,29 +41,30 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
     names = [f"{function.__module__}.{function.__name__}" for function in functions]
     nodes = node_size if isinstance(node_size, tuple) else (node_size or size,) * (size // (node_size or size))
     bin_folder = Path(sys.executable).parent
-    command = [sys.executable, str(HERE / "launch.py"), launcher]
-    if fresh:
-        command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
-                   "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
-                             "--nproc-per-node", str(size)]}[launcher] + command
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-                       "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+        environment = {**os.environ, **FIXED, "PATH": f"{bin_folder}:{os.environ['PATH']}",
                        "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1"}
         log = Path(folder) / "log"
+        words = [launcher, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names]
         began = time.monotonic()
-        with log.open("w") as file:
-            process = subprocess.Popen([*command, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names],
-                                       env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-            try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                end(process.pid)
-                message = f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}"
-                raise AssertionError(message) from None
-            finally:
-                end(process.pid)
-                left = survivors(folder)
+        if fresh:
+            command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
+                       "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
+                                 "--nproc-per-node", str(size)]}[launcher]
+            with log.open("w") as file:
+                process = subprocess.Popen([*command, *SCRIPT, *words], env=environment, stdout=file,
+                                           stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        else:
+            process = Fork([words, environment, os.getcwd(), str(log)])
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            message = f"{launcher} with {size} processes ran past {limit} s:\n{log.read_text()}"
+            raise AssertionError(message) from None
+        finally:
+            end(process.pid)
+            process.wait(10)
+            left = survivors(folder, process.pid)
         output = log.read_text()
         assert not left, f"processes outlived their launcher, and were ended: {left}\n{output}"
         if not check:
@@ -67,6 +73,54 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
         ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
         return {function: [rank[name] for rank in ranks]
                 for function, name in zip(functions, names, strict=True)}, output
+
+
+class Fork:
+    """A process of one launch, forked from the nursery: as it was imported, with its own environment and output."""
+
+    def __init__(self, request):
+        self.nursery, self.status = nursery(), None
+        self.nursery.stdin.write(json.dumps(request).encode() + b"\n")
+        self.pid = int(self.nursery.stdout.readline())
+
+    def wait(self, limit):
+        """Its status, as of a Popen."""
+        if self.status is None:
+            if not select.select([self.nursery.stdout], [], [], limit)[0]:
+                raise subprocess.TimeoutExpired(SCRIPT, limit)
+            self.status = int(self.nursery.stdout.readline())
+        return self.status
+
+
+@functools.cache
+def nursery():
+    """The process from which this one's launches are forked: to import takes longer than most tests. It ends with this
+    one, as its input does.
+    """
+    return subprocess.Popen([*SCRIPT, "nursery"], env={**os.environ, **FIXED}, bufsize=0, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE)
+
+
+def forked():
+    """Imports what every launch needs, and forks a process for each that is asked for, where it returns True."""
+    for module in PREPARED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        words, environment, folder, log = json.loads(line)
+        if child := os.fork():
+            print(child, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        os.setsid()
+        for target, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+            os.dup2(os.open(file, flags), target)
+        os.dup2(1, 2)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = words
+        return True
+    return False
 
 
 @functools.cache
@@ -97,12 +151,13 @@ def end(pid):
     psutil.wait_procs(family, timeout=10)
 
 
-def survivors(folder):
+def survivors(folder, session):
     """Ends the processes of a launch whose launcher has ended, after a moment to end by themselves. Their commands."""
     def there():
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if folder in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                ours = folder in process.cmdline() or os.getsid(process.pid) == session
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
     deadline = time.monotonic() + 20
@@ -135,7 +190,7 @@ def places(launcher, nodes):
 
 
 def fork(launcher, nodes):
-    """Goes on as one process for each rank, which all have what was imported: that takes longer than most tests.
+    """Goes on as one process for each rank, which all have what was imported.
 
     This process waits for them. The first one that fails ends the others, and its status is the job's.
     """
@@ -176,16 +231,17 @@ def begin(launcher, folder):
 
 
 def main():
-    launcher, folder, nodes, *names = sys.argv[1:]
+    kernels.compile_ahead(torch.float32, torch.float64)
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
     sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
-    kernels.compile_ahead(torch.float32, torch.float64)
+    if sys.argv[1] == "nursery" and not forked():
+        return
+    launcher, folder, nodes, *names = sys.argv[1:]
     functions = {}
     for name in names:
         module, _, function = name.rpartition(".")
         functions[name] = getattr(importlib.import_module(module), function)
     if nodes != "fresh":
-        importlib.import_module("torch._dynamo")  # which the first optimizer imports, as long a work as torch itself
         fork(launcher, [int(ranks) for ranks in nodes.split(",")])
     rank = begin(launcher, folder)
     torch.manual_seed(0)
