@@ -438,7 +438,8 @@ def tune(
 
     [bold]Clipping too, four trials at a time, on eight GPUs:[/bold]
 
-      dgc tune --epochs 40 --minimize --jobs 4 -- torchrun --nproc-per-node 2 train.py {sparsity} {clip_norm}
+      dgc tune --epochs 40 --minimize --jobs 4 -- \\
+        torchrun --standalone --nproc-per-node 2 train.py {sparsity} {clip_norm}
 
     That one has no {out}, and calls dgc.tune.report(epoch, metric, optimizer.report().total_bytes_sent) after each
     epoch. Trials that report are also given up early where they are worse than others that send no more.
@@ -461,7 +462,8 @@ def tune(
         importable(command[0])
         with usage("COMMAND"), aside(as_json):
             objective = planning.callable_named(command[0])
-    png, summary = png or study.with_suffix(".png"), study.with_suffix(".json")
+    base = study.name.removesuffix(".db")  # of resnet-lr0.1, ".1" is no suffix
+    png, summary = png or study.with_name(f"{base}.png"), study.with_name(f"{base}.json")
     if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
         raise typer.BadParameter(f"the study, its picture and its summary must be three files, got {study}, {png} and "
                                  f"{summary} (name the study such as tune.db, whose others are tune.png and tune.json)")

@@ -138,7 +138,7 @@ class Search:
         self.take_up()
         finished = finished_trials(study)
         self.finished = len(finished)
-        self.rivals = [(t.setting.density, t.reports) for t in finished if t.state == "complete"]
+        self.rivals = [(t.setting.density, t.reports, t.bytes_sent) for t in finished if t.state == "complete"]
         self.bar = tqdm(total=self.trials, initial=min(self.finished, self.trials), desc="dgc tune", unit="trial",
                         file=sys.stderr, dynamic_ncols=True, disable=None)  # the bar, where nobody looks at a terminal
         if finished:
@@ -213,7 +213,7 @@ class Search:
                 reports[epoch], last[:] = metric, (metric, bytes_sent)
                 self.said[trial.number] = f"{trial.number}: epoch {epoch}, {metric:.6g}"
                 self.show()
-                rivals = [theirs for sent, theirs in self.rivals if sent <= density]
+                rivals = [theirs for sent, theirs, _ in self.rivals if sent <= density]
             if not paper and is_hopeless(reports, rivals, self.task):
                 raise Pruned(f"{metric:.6g} at epoch {epoch} is worse than the median of those that send no more"
                              if math.isfinite(metric) else f"{metric} at epoch {epoch}")
@@ -221,10 +221,7 @@ class Search:
         values, fatal = None, None
         try:
             found = self.train(setting, place, heard) or last
-            if paper and reports and max(reports) != self.task.epochs:
-                raise NoResultError(f"the command must report each of its {self.task.epochs} epochs, got "
-                                    f"{max(reports)} as the last (it has as {{epochs}} how many to train)")
-            values = checked(found, paper)
+            values = self.comparable(checked(found, paper), density, reports, paper)
             state, why = self.state.COMPLETE, ""
         except Stopped:
             raise
@@ -245,6 +242,27 @@ class Search:
         if self.failed >= FAILURES and not self.ended_well:
             raise RuntimeError(f"the first {self.failed} trials failed; what they said is above, and in {self.folder}")
 
+    def comparable(self, values: tuple[float, float], density: float, reports: dict[int, float],
+                   paper: bool) -> tuple[float, float]:
+        """The metric and bytes of a trial.
+
+        Raises:
+            FailedError, NoResultError: it is shorter or longer than others, or has sent just as much as one of another
+                density.
+        """
+        if reports and max(reports) != self.task.epochs:
+            raise (NoResultError if paper else FailedError)(
+                f"the command must report each of its {self.task.epochs} epochs, got {max(reports)} as the last (it has "
+                "as {epochs} how many to train)")
+        with self.lock:
+            rivals = [(other, sent) for other, _, sent in self.rivals]
+        for other, sent in rivals:
+            if sent == values[1] and not 0.5 < density / other < 2:
+                raise NoResultError(f"the schedule must change what is sent, got {sent:,.0f} bytes where it is "
+                                    f"{100 * other:.3g} % of the entries, and where it is {100 * density:.3g} % (does "
+                                    "the script use it? AdamW's first 1,000 steps are dense: give --epochs more)")
+        return values
+
     def count(self, number: int, setting: Setting, state: Any, values: tuple[float, float] | None,
               reports: dict[int, float], why: str, fatal: bool) -> None:
         del self.said[number]
@@ -252,7 +270,7 @@ class Search:
         self.failed += state == self.state.FAIL
         self.ended_well |= state != self.state.FAIL
         if values:
-            self.rivals.append((setting.density, reports))
+            self.rivals.append((setting.density, reports, values[1]))
         if fatal:
             return  # the search ends with it
         told = (f"{self.task.metric} {values[0]:.6g}, {values[1]:,.0f} bytes" if values else

@@ -266,7 +266,7 @@ def test_a_study_that_ends_while_a_trial_is_written_down_goes_on(place, monkeypa
 
     def objective(setting):
         ran.append(setting.expression)
-        return 1.0, 2.0
+        return 1.0, setting.density
 
     def ended(study, trial, *arguments, **more):
         if len(ran) == 2:
@@ -365,7 +365,7 @@ def test_the_first_trial_has_todays_bound_as_it_was_given(place):
 
     def objective(setting):
         seen.append(setting)
-        return 1.0, 1e6
+        return 1.0, setting.density
 
     tune.search(objective, epochs=1, maximize=True, trials=4, clip_norm=0.33333333)
     assert seen[0].clip_norm == 0.33333333 and "clip_norm=0.33333333)" in seen[0].line
@@ -376,7 +376,7 @@ def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
     def objective(setting):
         if setting.trial == 1:
             raise RuntimeError("out of luck")
-        return 1.0, 2.0
+        return 1.0, setting.density
 
     found = tune.search(objective, epochs=1, maximize=True, trials=3)
     assert [t.state for t in found.trials] == ["complete", "failed", "complete"]
@@ -470,7 +470,7 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
      "clip_norm must be None where the command has no {clip_norm}, got 1.0"),
     (["--jobs", "2", "os:getcwd"], "jobs must be 1 for a function, which trains within this process, got 2"),
     (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
-    (["--study", "a.json", "os:getcwd"], "must be three files, got a.json, a.png and a.json"),
+    (["--study", "a.db", "--png", "a.json", "os:getcwd"], "must be three files, got a.db, a.json and a.json"),
     (["--png", "tune.db", "os:getcwd"], "must be three files, got tune.db, tune.db and tune.json"),
 ])
 def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
@@ -531,7 +531,7 @@ def test_what_is_mended_goes_on_in_the_same_study(place, capsys):
     def objective(setting):
         if len(mended) == 1:
             raise RuntimeError("the disk is full")
-        return 1.0, 2.0
+        return 1.0, setting.density
 
     mended = [0]
     assert tune.search(objective, epochs=4, maximize=False, trials=1).paper is None
