@@ -148,14 +148,12 @@ def of_rank_0(values: list[float], device: torch.device) -> list[float]:
 
 
 def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
-    """The expression's; or that of a number, after ``warmup`` epochs of ``steps`` in the paper's four stages, which
-    begin no sparser than they end.
-    """
+    """The expression's; or that of a number, after ``warmup`` epochs of ``steps`` in the paper's four stages."""
     if isinstance(a.sparsity, str):
         return parse(a.sparsity, steps)
     if not warmup:
         return a.sparsity
-    return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), start=min(0.75, a.sparsity), end=a.sparsity)
+    return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity)
 
 
 def masking(a: Any) -> dgc.config.Masking:

@@ -1,3 +1,4 @@
+import itertools
 import pickle
 
 import numpy
@@ -36,6 +37,15 @@ def test_steps_may_be_numpys():
 def test_a_warm_up_may_fall_and_be_shorter_than_an_epoch():
     schedule = dgc.warmup(0.001, steps_per_epoch=5000, start=0.999, end=0.9)
     assert [schedule(step) for step in (0, 4, 5)] == [0.999, 0.999, 0.9]
+
+
+@given(end=st.floats(0, 0.9999), epochs=st.floats(0.1, 60), per_step=st.booleans())
+def test_a_warm_up_begins_no_sparser_than_it_ends(end, epochs, per_step):
+    """Where no start is given."""
+    schedule = dgc.warmup(epochs, steps_per_epoch=50, end=end, per_step=per_step)
+    values = [schedule(step) for step in range(round(epochs * 50) + 2)]
+    assert values[0] == pytest.approx(min(0.75, end)) and values[-1] == end
+    assert all(after >= before - 1e-12 for before, after in itertools.pairwise(values))  # a ramp's powers are rounded
 
 
 @given(quarter=st.integers(1, 500), epochs=st.integers(1, 40), end=st.floats(0.9, 0.9999))
@@ -80,6 +90,8 @@ def test_they_compare_and_pickle():
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: dgc.warmup(-1, steps_per_epoch=10), r"epochs must be a number >= 0, got -1"),
     (lambda: dgc.warmup(float("nan"), steps_per_epoch=10), r"epochs must be .*, got nan"),
+    (lambda: dgc.warmup("4", steps_per_epoch=10), r"epochs must be a number >= 0, got '4'"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, per_step="false"), r"per_step must be True or False, got 'false'"),
     (lambda: dgc.warmup(4, steps_per_epoch=0), r"steps_per_epoch must be an integer >= 1, got 0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0), r"warmup: start must be .*, got 1\.0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, end=1.0), r"warmup: end must be .*, got 1\.0"),
@@ -139,6 +151,13 @@ def test_expressions_that_are_refused(expression, message):
     with pytest.raises(ValueError, match=message) as caught:
         dgc.schedule.parse(expression, 7)
     assert repr(expression) in str(caught.value)
+
+
+def test_a_number_of_a_configuration_file_is_a_constant():
+    assert dgc.schedule.parse(0.999) == dgc.schedule.parse("0.999") == dgc.constant(0.999)
+    for wrong, error in ((None, TypeError), ([0.9], TypeError), (99.9, ValueError)):
+        with pytest.raises(error, match=r"constant: sparsity must be a number in \[0, 1\)"):
+            dgc.schedule.parse(wrong)
 
 
 def test_a_warm_up_needs_to_know_an_epoch():

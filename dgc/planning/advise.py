@@ -13,13 +13,12 @@ from dgc.config import UNMASKED, Config
 from dgc.cost import Cluster
 from dgc.planning.models import Shape
 from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
-from dgc.schedule import Piecewise, piecewise, warmup
+from dgc.schedule import FIRST, Piecewise, piecewise, warmup
 
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 ADAMW = 0.992  # the largest sparsity at which a training with AdamW was measured
-START = 0.75  # where the paper's warm-up begins
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
 MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
@@ -136,9 +135,9 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
         if sparsity <= 0.9:
             del points[2 * dense]
         return f"dgc.piecewise({points})", piecewise(points)
-    if sparsity <= START:
-        return f"{sparsity:g}", piecewise({0: sparsity})
-    end = "" if sparsity == 0.999 else f", end={sparsity:g}"
+    if sparsity <= FIRST:
+        return f"{sparsity:.15g}", piecewise({0: sparsity})
+    end = "" if sparsity == 0.999 else f", end={sparsity:.15g}"
     if steps is None:
         return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})", None
     made = warmup(WARMUP, stages=4, steps_per_epoch=steps, end=sparsity)

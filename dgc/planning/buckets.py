@@ -5,7 +5,6 @@ The bytes of compressed messages are those of :class:`dgc.compression.wire.Layou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -53,7 +52,8 @@ def dense_buckets(shapes: tuple[Shape, ...]) -> tuple[PlannedBucket, ...]:
                  for ready, together in _departing(shapes, sum(torch.Size(shape).numel() for shape in shapes) + 1))
 
 
-def _departing(shapes: Sequence[Shape], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
+@cache
+def _departing(shapes: tuple[Shape, ...], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
     """Buckets in the order in which they leave, and the share of the backward pass after which they can."""
     parameters = [torch.empty(shape, device="meta") for shape in shapes]
     done, weights = {}, 0

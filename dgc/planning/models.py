@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 Shape = tuple[int, ...]
 
 NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
-ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model' or 'state_dict'"
+ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model', 'state_dict' or 'model_state_dict'"
 
 
 def resnet50() -> list[Shape]:
@@ -230,11 +230,15 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
     except Exception as error:  # whatever unpickling meets
         raise ValueError(f"model must be {ACCEPTED}, which torch.load(weights_only=True) reads, got {file!r} (torch "
                          f"says: {(str(error).splitlines() or [type(error).__name__])[0]})") from None
-    for key in ("model", "state_dict"):
+    for key in ("model", "state_dict", "model_state_dict"):  # as torch's own tutorials name it
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(
         state, dict) else {}
+    if tensors and (inner := [name for name, value in state.items() if isinstance(value, dict)
+                              and any(isinstance(t, torch.Tensor) for t in value.values())]):
+        raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which has tensors beside dicts of tensors, "
+                         f"{', '.join(map(repr, inner))} (save one of these alone, or as 'state_dict')")
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not str(name).endswith(("running_mean", "running_var"))}
     for name, tensor in kept.items():

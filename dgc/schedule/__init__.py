@@ -8,12 +8,12 @@ holds the settings and the law, and what it has found lies with the optimizer's 
 from typing import TYPE_CHECKING, Any
 
 from dgc.schedule.by_network import FORGET, HIGH, LOW, Adaptive, Found, adaptive
-from dgc.schedule.functions import Piecewise, Ramp, constant, dense_until, piecewise, warmup
+from dgc.schedule.functions import FIRST, Piecewise, Ramp, constant, dense_until, piecewise, warmup
 
 if TYPE_CHECKING:
     from dgc.schedule.text import NUMBER, parse
 
-__all__ = ["FORGET", "HIGH", "LOW", "NUMBER", "Adaptive", "Found", "Piecewise", "Ramp", "adaptive", "constant",
+__all__ = ["FIRST", "FORGET", "HIGH", "LOW", "NUMBER", "Adaptive", "Found", "Piecewise", "Ramp", "adaptive", "constant",
            "dense_until", "parse", "piecewise", "warmup"]
 
 

@@ -6,10 +6,11 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 from dgc.config import check_sparsity
 
+FIRST = 0.75  # where a warm-up begins
 MOST = 10_000  # parts of a warm-up, each of which is written down
 ROUNDED = 10  # parts of a warm-up: of many, the error of a rounded factor would add up => 0.995 as 1 never warms up
 
@@ -88,7 +89,7 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
 
 
-def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end: float = 0.999,
+def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = None, end: float = 0.999,
            stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
     """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
 
@@ -99,22 +100,25 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float = 0.75, end:
     Args:
         epochs: length of the warm-up; 0 for none.
         steps_per_epoch: optimizer steps in one epoch (not batches, if gradients are accumulated).
-        start: sparsity of the first epoch.
+        start: sparsity of the first epoch. None: 0.75, or ``end`` where that is less.
         end: sparsity after the warm-up.
         stages: equal parts of the warm-up, in place of epochs, from one to the next of which the density falls.
         per_step: fall by a smaller factor at each step (unrounded), instead of at each epoch.
 
     Raises:
-        ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
-            ``per_step``, more than 10,000 parts or 2**63 steps, or a sparsity outside [0, 1).
+        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
+            ``per_step``, more than 10,000 parts or 2**63 steps, or a sparsity that is no number in [0, 1).
     """
-    start, end = check_sparsity(start, "warmup: start"), check_sparsity(end, "warmup: end")
-    if not (math.isfinite(epochs) and epochs >= 0):
+    end = check_sparsity(end, "warmup: end")
+    start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
+    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs >= 0):
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
         raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
     if stages is not None and (not isinstance(stages, Integral) or stages < 1):
         raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
+    if not isinstance(per_step, bool):
+        raise ValueError(f"warmup: per_step must be True or False, got {per_step!r}")
     if stages is not None and per_step:
         raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
     if (steps := epochs * steps_per_epoch) > 2**63:

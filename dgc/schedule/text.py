@@ -18,7 +18,7 @@ ARGUMENTS = {"warmup": ("epochs", "start", "end", "stages", "per_step"), "dense_
         "adaptive": ("least", "most", "start", "every")}
 
 
-def parse(expression: str, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
+def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
     """Reads a schedule that was written in a shell or a configuration file.
 
     These are accepted, without spaces; arguments are those of the functions here, and may be left out as there:
@@ -33,12 +33,15 @@ def parse(expression: str, steps_per_epoch: int | None = None) -> Piecewise | Ra
         adaptive
 
     Args:
-        expression: the schedule.
+        expression: the schedule. A number, as YAML and JSON have it, is a constant sparsity.
         steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
 
     Raises:
-        ValueError: it is none of these. The message repeats it, and says where it goes wrong and what is accepted.
+        TypeError, ValueError: it is none of these. The message repeats it, and says where it goes wrong and what is
+            accepted.
     """
+    if not isinstance(expression, str):
+        return constant(expression)
     name, colon, rest = expression.partition(":")
     at = len(name) + 1  # where its arguments begin
     if not colon and NUMBER.fullmatch(expression):

@@ -468,7 +468,8 @@ def test_a_checkpoint(here):
     tied = model[0].weight
     torch.save({"epoch": 3, "model": {**model.state_dict(), "again": tied.data}}, "checkpoint.pt")
     torch.save(model.state_dict(), "plain.pt")
-    for file in ("checkpoint.pt", "plain.pt"):
+    torch.save({"epoch": 5, "model_state_dict": model.state_dict(), "loss": torch.tensor(0.3)}, "tutorial.pt")
+    for file in ("checkpoint.pt", "plain.pt", "tutorial.pt"):
         assert plan.load(file).shapes == ((8, 3, 3, 3), (8,), (8,), (8,))
     torch.save({1: torch.zeros(2, 3)}, "numbered.pt")
     assert plan.load("numbered.pt").shapes == ((2, 3),)
@@ -478,8 +479,10 @@ def test_a_checkpoint(here):
     torch.save(model, "pickled.pt")
     torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
     torch.save({"model": {"weight": torch.zeros(2, 3).to_sparse()}}, "sparse.pt")
+    torch.save({"generator": model.state_dict(), "loss": torch.tensor(0.3)}, "beside.pt")
     for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
                           ("not.pt", r"got .*not\.pt"),
+                          ("beside.pt", r"tensors beside dicts of tensors, 'generator' \(save one of these alone"),
                           ("sparse.pt", r"of dense tensors, got 'sparse\.pt', whose 'weight' is sparse"),
                           ("pickled.pt", "must be a checkpoint's file with a state dict, alone"),
                           ("full_disk.pt", r"reads, got 'full_disk\.pt' \(torch says: EOFError")):
