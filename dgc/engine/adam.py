@@ -79,9 +79,6 @@ class Denominators:
         self._factors.clear()
         if self.filled:
             self._group.setdefault(BEGAN, -1)
-            for group in self._parameters.groups:
-                group.setdefault(B2, 0.0)
-                rates.prepare(group)
         else:  # from a checkpoint; torch's own step changes D again
             for group, key in itertools.product(self._parameters.groups, (BEGAN, B2, rates.RATES)):
                 group.pop(key, None)
@@ -103,6 +100,9 @@ class Denominators:
 
     def fill_state(self) -> None:
         """Makes the state complete from the start, so that all ranks have the same to broadcast."""
+        for group in self._parameters.groups:  # also one that was added since
+            group.setdefault(B2, group["betas"][1] if self.compressed else 0.0)
+            rates.prepare(group)
         for p, group in self._parameters.group_of().items():
             if p.requires_grad or self._parameters.optimizer.state.get(p):
                 self._state(p, group)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression import kernels
+from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
 from dgc.engine.nodes import Nodes
@@ -200,8 +201,9 @@ def _hash(text: bytes) -> int:
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
     """One number for each tensor, which is another as soon as one of its bits is: on any device the same."""
-    sums = [tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
-            for tensor in tensors]
+    # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
+    sums = [torch.stack([part.sum(dtype=torch.int64) for part in bits.split(LONG_SLICE)]).sum() for bits in (
+        tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]) for tensor in tensors)]
     by_device: dict[torch.device, list[int]] = {}
     for i, total in enumerate(sums):
         by_device.setdefault(total.device, []).append(i)

@@ -147,9 +147,8 @@ class Engine:
         if self.agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
             self.progress.open()
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
-        self.pending.loaded = False
+        self.pending.step_opens()
         self.ledger.open(self.parameters.dense_bytes(world.size))
-        self.pending.tell_of_missing()
         return self.step
 
     def exchange(self) -> None:
@@ -208,6 +207,7 @@ class Engine:
     def _close(self, step: Step) -> None:
         """All updates are there: counts them, and readies the next step."""
         self.progress.advance()
+        self.pending.step_ends()
         self.ledger.close(self.parameters.numel, self.parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
         self.misuse.note(self.parameters.listed)
@@ -240,7 +240,7 @@ class Engine:
     @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
     @torch.no_grad()
     def flush(self) -> None:
-        """Sends what is pending in v, on all ranks, and applies it at the current learning rate."""
+        """Sends what is pending in v, on all ranks, and applies it."""
         step = Step((), 0)
         count = self.ledger.counting(step)
         self.nonfinite.raise_found(self.settings.world.rank, count)

@@ -16,12 +16,13 @@ from dgc.warn import warn
 
 
 def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
-    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate.
+    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate; with
+    AdamW, at that of the gradients' own steps.
 
     Raises:
         FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
     """
-    if settings.world.rank == 0 and not moves(parameters.groups):
+    if settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups):  # AdamW's has the rate of its time
         warn("flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
              "times 0, and gone (call it before the scheduler's last step)")
     exchanges = []

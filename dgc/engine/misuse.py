@@ -124,9 +124,9 @@ class Misuse:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
         if (changed := next(self._changed(), None)) is not None:
             self.warn_of_loss(f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
-                              "had sent it by then, so that this had no effect; a model in DistributedDataParallel, "
-                              "which averages gradients, needs dgc.register_comm_hook() in place of the "
-                              "DistributedOptimizer; and to clip, give Config(clip_norm=...)")
+                              "had sent it by then: this had no effect, or on a GPU a part of it had; a model in "
+                              "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
+                              "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)")
 
     def told_of_changed_update(self, step: Step, before: str = "") -> str:
         """The warning, once, where a compressed parameter's update was changed; a dense one's may be."""

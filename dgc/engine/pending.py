@@ -33,6 +33,7 @@ class Pending:
         self._settings, self._parameters, self._nonfinite, self._nodes = settings, parameters, nonfinite, nodes
         self.missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
         self.loaded = False  # since the last step
+        self._reached: int | None = None  # the step after the last one, to whose training they belong
         self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
 
     def state(self) -> dict[str, Any]:
@@ -97,14 +98,31 @@ class Pending:
         """
         self._parameters.forget_sparse()
         self._parameters.inherits = False
+        self._reached = self._parameters.step
         if self.loaded:
             return
         self.missing = self._parameters.step > 0
+        self._clear()
+
+    def _clear(self) -> None:
         for views in self.views().values():
             for view in views.values():
                 view.zero_()
 
-    def tell_of_missing(self) -> None:
+    def step_opens(self) -> None:
+        """A step begins. Where it does not follow the last one, rank 0 has loaded another state in mid-training, and
+        broadcast it: here, too, what was pending is of steps that are undone.
+        """
+        if not self.loaded and self._reached not in (None, self._parameters.step):
+            self._clear()
+        self.loaded = False
+        self._tell_of_missing()
+
+    def step_ends(self) -> None:
+        """A step has ended."""
+        self._reached = self._parameters.step
+
+    def _tell_of_missing(self) -> None:
         """Warns once where training goes on without its residuals. AdamW's dense steps have all in its state."""
         if self.missing:
             self.missing = False
@@ -131,6 +149,7 @@ class Pending:
             elif not trained and 0 < have < self._settings.world.size:
                 part = bucket.u.clone() if own else torch.zeros_like(bucket.u)
                 bucket.u.copy_(transport.start(Collective("sum", part), f"dgc.inherits.{bucket.name}")()).div_(have)
+        self._parameters.inherits = False
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

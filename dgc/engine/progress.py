@@ -67,7 +67,7 @@ class Progress:
 
     def compressing(self) -> AbstractContextManager[Any]:
         """Measures compression during the backward pass, within it."""
-        return nullcontext() if self._adaptive is None else self._adaptive
+        return nullcontext() if self._adaptive is None or self._denominators.dense else self._adaptive
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""
@@ -77,5 +77,5 @@ class Progress:
     def advance(self) -> None:
         """A step has ended."""
         self._group[STEP] += 1
-        if self._adaptive is not None:
+        if self._adaptive is not None and not self._denominators.dense:  # AdamW's dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])

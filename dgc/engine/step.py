@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
+from dgc.engine.shards import shard
 from dgc.paths.averaged import SparseUpdate, Update
 from dgc.transport.streams import StreamedRun, join_streams
 
@@ -104,6 +105,9 @@ class Step:
         self.fired.add(parameter)
         if parameter.is_cuda:
             self.streams.add(torch.cuda.current_stream(parameter.device))
+        elif torch.cuda.is_initialized() and shard(parameter) is not None:
+            # FSDP2 that offloads to the CPU: before torch 2.13 its copy of the gradient is still on the way, in here.
+            torch.cuda.current_stream().synchronize()
         self.delays[parameter] = delay - 1
         if delay > 1:
             return False

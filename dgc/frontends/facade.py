@@ -120,8 +120,8 @@ class Distributed(torch.optim.Optimizer):
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Sends what is pending in v, on all ranks, and applies it at the current learning rate. Call it on all of
-        them, before evaluating or at the end of training.
+        """Sends what is pending in v, on all ranks, and applies it: at the current learning rate, or with AdamW at that
+        of the gradients' own steps. Call it on all of them, before evaluating or at the end of training.
 
         Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not move. With nothing
         pending it changes nothing. Frozen parameters stay as they are, and keep what they have pending.

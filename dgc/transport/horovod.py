@@ -66,10 +66,10 @@ class Horovod:
         # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits will do.
         bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
         if collective.op == "gather":
-            if not (tensor.is_cuda and hvd.nccl_built()):
-                what = ("give sparse_as_dense=True, or smaller batches" if name.startswith("dgc.sparse.") else
-                        "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity")
-                refuse_too_large(name, process_set.size() * tensor.nbytes, what)
+            what = ("give sparse_as_dense=True, or smaller batches" if name.startswith("dgc.sparse.") else
+                    "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity")
+            parts = 1 if tensor.is_cuda and hvd.nccl_built() else process_set.size()  # NCCL counts those of one rank
+            refuse_too_large(name, parts * tensor.nbytes, what)
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":

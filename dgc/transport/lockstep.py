@@ -48,8 +48,12 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
     stage = _Stage(size)
     results: dict[int, T] = {}
 
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
     def play(rank: int) -> None:
         _here.rank = Lockstep(rank, stage, node_size)
+        if device is not None:
+            torch.cuda.set_device(device)  # which each thread has for itself
         try:
             stage.await_turn(rank)
             # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for one another.

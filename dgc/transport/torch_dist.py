@@ -84,7 +84,8 @@ class TorchDistributed:
         """``name`` is not used: the order decides."""
         tensor, group = collective.tensor.contiguous(), self._groups[collective.group]
         if not _carries(group, tensor.device):  # NCCL, and a tensor of the CPU: by way of this process's GPU
-            by_gpu = self.start(replace(collective, tensor=tensor.cuda()), name)
+            bound = getattr(dist.group.WORLD if group is None else group, "bound_device_id", None)  # or the current one
+            by_gpu = self.start(replace(collective, tensor=tensor.to(bound or "cuda")), name)
             return Wait(lambda: by_gpu().to(tensor.device))
         if self._last is not None and self._last[0] is not group:
             self._last[1].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere

@@ -52,6 +52,27 @@ def test_what_was_frozen_in_the_dense_steps_moves_by_about_the_learning_rate(fro
     assert all(1e-4 < moved < 1e-2 for moved in dgc.lockstep.run(lambda: head_first(True, from_the_start), 2))
 
 
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_added_group_has_what_a_loaded_one_has(steps):
+    """Before the dense steps have ended, and after. hvd.broadcast_optimizer_state sends what rank 0 has, which alone
+    may have loaded; the others look for the same keys.
+    """
+    def worker():
+        first, second = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+        optimizer = adamw([first], dgc.piecewise({0: 0.0, 3: 0.5}))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            first.square().sum().backward()
+            optimizer.step()
+        optimizer.add_param_group({"params": [second]})
+        added = copy.deepcopy({key: value for key, value in optimizer.param_groups[1].items() if key != "params"})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert added == {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+        assert added["dgc_dense_b2"] == (0.999 if steps else 0.0) and "dgc_rates" in added
+
+    dgc.lockstep.run(worker, 2)
+
+
 def test_steps_stay_dense_until_there_is_any_gradient():
     """As AdamW's: a first step over eps alone would be a hundred million times the learning rate."""
     def train(wrap):

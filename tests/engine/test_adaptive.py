@@ -380,3 +380,21 @@ def test_it_is_a_schedule():
     assert dgc.schedule.parse("adaptive") == dgc.adaptive()
     assert (dgc.adaptive(most=0.995).start, dgc.adaptive(0.9995).start) == (0.995, 0.9995)
     assert dgc.schedule.parse("adaptive:least=0.9,every=7") == schedule
+
+
+def test_adamws_dense_steps_tell_of_no_sparsity():
+    """Ten of them, 1 / (1 - b2): the first compressed step has the sparsity of the start, which moves by what comes
+    then.
+    """
+    def worker():
+        network = model()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, betas=(0.9, 0.9))
+        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(),
+                                             replace(SHAPED, factor_masking=False))
+        return paced(range(24), network, optimizer)[0]
+
+    with virtual_time(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, other = dgc.lockstep.run(worker, 2)
+    assert first == other and first[:16] == [0.98] * 16  # steps 12 to 15 are the first four with an interval each
+    assert first[16:20] == pytest.approx([1 - 0.02 * 1.25] * 4)

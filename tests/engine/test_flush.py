@@ -1,5 +1,6 @@
 """What is pending is sent on demand, and what is sent is reported."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,29 @@ def test_a_schedule_that_leaves_the_range_names_the_step():
 
     with pytest.raises(ValueError, match=r"gives for step 2 must be .*, got 1\.0"):
         in_lockstep(worker)
+
+
+def test_adamws_is_at_the_rate_of_its_time():
+    """A rate of 0 now takes nothing away, and nothing is told."""
+    def worker(now):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.zeros(40, 40))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.AdamW([w], lr=0.01, weight_decay=0.0),
+            compression=dgc.Config(dgc.piecewise({0: 0.0, 4: 0.9}), factor_masking=False, min_numel=0))
+        for step in range(8):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dgc.lockstep.current().world.rank)
+            (w * torch.randn(40, 40, generator=generator)).sum().backward()
+            optimizer.step()
+        before, optimizer.param_groups[0]["lr"] = w.detach().clone(), now
+        optimizer.flush()
+        return w.detach() - before
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (moved, _), (expected, _) = (in_lockstep(lambda now=now: worker(now)) for now in (0.0, 0.01))
+    assert moved.any() and torch.equal(moved, expected)
 
 
 def test_a_flush_that_applies_nothing_is_told():

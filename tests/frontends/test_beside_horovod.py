@@ -9,6 +9,7 @@ import pytest
 import torch
 from launch import ran
 from laws import (
+    SPARSE,
     difference,
     flat,
     loss,
@@ -162,6 +163,25 @@ def resumed():
     return results
 
 
+def rolled_back():
+    """An earlier state, loaded in mid-training on rank 0 alone and broadcast, or on all ranks: the same from there."""
+    import horovod.torch as hvd
+    ends = []
+    for everywhere in (False, True):
+        network, optimizer = train(range(4), SPARSE)
+        saved = copy.deepcopy({"model": network.state_dict(), "optimizer": optimizer.state_dict()})
+        train(range(4, 8), SPARSE, network, optimizer)
+        if everywhere or hvd.rank() == 0:
+            network.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ends.append(flat(train(range(8, 12), SPARSE, network, optimizer)[0]))
+    return torch.equal(*ends)
+
+
 def stock_compression():
     """hvd.Compression.none and fp16 give Horovod's own optimizer."""
     import horovod.torch as hvd
@@ -180,8 +200,13 @@ def stock_compression():
     return results
 
 
-IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, resumed, stock_compression),
+IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, resumed, rolled_back,
+                    stock_compression),
                 3: (against_stock, resumed)}
+
+
+def test_what_rank_0_alone_rolls_back_is_undone_on_all():
+    assert ran("horovod", 2, IN_PROCESSES[2])[rolled_back] == [True] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
