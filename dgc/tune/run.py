@@ -252,8 +252,8 @@ class Search:
         """
         if reports and max(reports) != self.task.epochs:
             raise (NoResultError if paper else FailedError)(
-                f"the command must report each of its {self.task.epochs} epochs, got {max(reports)} as the last (it has "
-                "as {epochs} how many to train)")
+                f"the command must report each of its {self.task.epochs} epochs, got {max(reports)} as the last (it "
+                "has as {epochs} how many to train)")
         with self.lock:
             rivals = [(other, sent) for other, _, sent in self.rivals]
         for other, sent in rivals:
