@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from dgc import cost
 from dgc.config import Config
 from dgc.cost import Cluster, Exchange, Link
-from dgc.planning.buckets import buckets, dense_buckets
+from dgc.planning.buckets import PlannedBucket, buckets, dense_buckets
 from dgc.planning.models import Shape
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
@@ -122,43 +122,60 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
             gradients are clipped by their norm or scaled by a GradScaler.
         backward: the share of ``compute`` that is the backward pass.
     """
-    n, g = cluster.nodes, cluster.gpus
     late = method.kind == "dgc" and (config.clips_globally or overlap == "dense")
     forward = compute * (1 - backward) if overlap and not late else compute
-    width = 2 if method.kind == "float16" else cost.FLOAT32
     worked = idle = exchanged = received = 0.0  # idle: when the network is free again
     message, sent = 0, list[cost.Round]()
+    known: dict[PlannedBucket, _Part] = {}  # many layers are alike
     for bucket in buckets(shapes, config) if method.kind == "dgc" else dense_buckets(shapes):
-        if method.kind != "dgc":
-            own = width * bucket.numel
-            rounds = cost.DENSE[method.name](own, n, g)
-            seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
-        elif bucket.sizes is None:
-            sizes = cost.always_dense(bucket.numel, config.dense_dtype)
-            rounds, own = cost.dense_sum(sizes, n, g), cost.summed_bytes(sizes, n * g)
-            seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * cost.rounds(sizes, n * g)
-        else:
-            rounds = cost.exchange(method.name, bucket.sizes, n, g)
-            seconds, dense = cost.seconds(rounds, cluster), cost.sends_dense(method.name, bucket.sizes, n, g)
-            contributors = n if method.exchange.hierarchical else n * g
-            own = (cost.summed_bytes(bucket.sizes, contributors) if dense
-                   else method.exchange.own_bytes(bucket.sizes, n, g))
-            worked += local.compress * bucket.numel
-            if dense:
-                seconds += local.round * bucket.numel * cost.rounds(bucket.sizes, contributors)
-            else:
-                received += local.receive * bucket.slots * _messages(method.exchange, n, g)
-                if method.exchange.exchange == "reduce":
-                    received += local.compress * bucket.numel * (REDUCE + OWNED / contributors)
-        if rounds:
-            seconds += local.start
-        idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + seconds
-        exchanged, message = exchanged + seconds, message + own
-        sent += rounds
-    if n * g == 1:
+        alike = bucket._replace(ready=0.0)
+        if (part := known.get(alike)) is None:
+            part = known[alike] = _part(bucket, cluster, method, config, local)
+        worked, received = worked + part.worked, received + part.received
+        idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + part.seconds
+        exchanged, message = exchanged + part.seconds, message + part.own
+        sent += part.rounds
+    if cluster.nodes * cluster.gpus == 1:
         return Prediction(method, compute, 1.0, 0.0, 0.0, 0)
     step = max(idle, compute + worked) + received
     return Prediction(method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message)
+
+
+class _Part(NamedTuple):
+    """A bucket's part of a step, on one worker."""
+
+    rounds: cost.Rounds
+    seconds: float  # of its exchange
+    own: int  # bytes that the worker contributes
+    worked: float = 0.0  # seconds of compressing
+    received: float = 0.0  # seconds of decoding
+
+
+def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Config, local: Local) -> _Part:
+    n, g, worked, received = cluster.nodes, cluster.gpus, 0.0, 0.0
+    if method.kind != "dgc":
+        width = 2 if method.kind == "float16" else cost.FLOAT32
+        own = width * bucket.numel
+        rounds = cost.DENSE[method.name](own, n, g)
+        seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
+    elif bucket.sizes is None:
+        sizes = cost.always_dense(bucket.numel, config.dense_dtype)
+        rounds, own = cost.dense_sum(sizes, n, g), cost.summed_bytes(sizes, n * g)
+        seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * cost.rounds(sizes, n * g)
+    else:
+        rounds = cost.exchange(method.name, bucket.sizes, n, g)
+        seconds, dense = cost.seconds(rounds, cluster), cost.sends_dense(method.name, bucket.sizes, n, g)
+        contributors = n if method.exchange.hierarchical else n * g
+        own = (cost.summed_bytes(bucket.sizes, contributors) if dense
+               else method.exchange.own_bytes(bucket.sizes, n, g))
+        worked = local.compress * bucket.numel
+        if dense:
+            seconds += local.round * bucket.numel * cost.rounds(bucket.sizes, contributors)
+        else:
+            received = local.receive * bucket.slots * _messages(method.exchange, n, g)
+            if method.exchange.exchange == "reduce":
+                received += local.compress * bucket.numel * (REDUCE + OWNED / contributors)
+    return _Part(rounds, seconds + (local.start if rounds else 0.0), own, worked, received)
 
 
 def _messages(exchange: Exchange, n: int, g: int) -> int:
