@@ -141,9 +141,9 @@ def draw(found: list[dict[str, Any]], axis: str, out: Path) -> None:
     for row, (x, y) in zip(found, points, strict=True):
         colour, marker = style(row["method"])
         axes.scatter(x, y, color=colour, marker=marker, s=40, zorder=3)
-    axes.set(xscale="log", xlabel="bytes sent / worker / step, mean over the training",
-             ylabel=axis)
+    axes.set(xscale="log", xlabel="sent / worker / step, mean over the training", ylabel=axis)
     axes.margins(0.12)
+    drawing.byte_axis(axes, "x")
     axes.invert_yaxis()  # better is up
     axes.legend(frameon=False, loc="lower right")
     figure.draw_without_rendering()
