@@ -246,9 +246,7 @@ def main(
     if clip_norm and method != "dgc":
         raise typer.BadParameter(f"--clip-norm must be left out with --method {method}, got {clip_norm:g}: on CIFAR-10 "
                                  "dgc alone clips")
-    if prepay and not factor_masking:
-        raise typer.BadParameter("--prepay must be left out with --no-factor-masking, got both (it is in place of "
-                                 "masking)")
+    job.refuse_unmasked(prepay, factor_masking)
     if nesterov and not momentum:
         raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
     a = argparse.Namespace(**locals())

@@ -156,6 +156,17 @@ def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
     return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity)
 
 
+def refuse_unmasked(prepay: bool, factor_masking: bool) -> None:
+    """Refuses ``--prepay`` where masking, which it is in place of, was switched off.
+
+    Raises:
+        typer.BadParameter: it was.
+    """
+    if prepay and not factor_masking:
+        raise typer.BadParameter("--prepay must be left out with --no-factor-masking, got both (it is in place of "
+                                 "masking)")
+
+
 def masking(a: Any) -> dgc.config.Masking:
     """What becomes of the momentum of an entry that is sent."""
     return "prepay" if a.prepay else a.factor_masking

@@ -282,9 +282,7 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a language model on Penn Treebank with Deep Gradient Compression, or without."""
-    if prepay and not factor_masking:
-        raise typer.BadParameter("--prepay must be left out with --no-factor-masking, got both (it is in place of "
-                                 "masking)")
+    job.refuse_unmasked(prepay, factor_masking)
     epochs = epochs or (40 if data else 16)  # the documentation is learnt by then: the lr is down to a sixteenth
     a = argparse.Namespace(**locals())
     result = job.run(lambda: train(a), a)

@@ -47,14 +47,13 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         raise ValueError(f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}")
     stage = _Stage(size)
     results: dict[int, T] = {}
-
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def play(rank: int) -> None:
         _here.rank = Lockstep(rank, stage, node_size)
-        if device is not None:
-            torch.cuda.set_device(device)  # which each thread has for itself
         try:
+            if device is not None:
+                torch.cuda.set_device(device)  # which each thread has for itself
             stage.await_turn(rank)
             # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for one another.
             with torch.autograd.set_multithreading_enabled(False):

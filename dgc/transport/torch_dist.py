@@ -75,8 +75,7 @@ class TorchDistributed:
             for group in ("node", "across"):
                 # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
                 # rank knows: ranks that know of different ones would wait for each other for ever.
-                made = [_part(dist.group.WORLD if self.process_set is None else self.process_set, members, device.type)
-                        for members in world.partition(group)]
+                made = [_part(_known(self.process_set), members, device.type) for members in world.partition(group)]
                 self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
         return size
 
@@ -84,7 +83,7 @@ class TorchDistributed:
         """``name`` is not used: the order decides."""
         tensor, group = collective.tensor.contiguous(), self._groups[collective.group]
         if not _carries(group, tensor.device):  # NCCL, and a tensor of the CPU: by way of this process's GPU
-            bound = getattr(dist.group.WORLD if group is None else group, "bound_device_id", None)  # or the current one
+            bound = getattr(_known(group), "bound_device_id", None)  # or the current one
             by_gpu = self.start(replace(collective, tensor=tensor.to(bound or "cuda")), name)
             return Wait(lambda: by_gpu().to(tensor.device))
         if self._last is not None and self._last[0] is not group:
@@ -117,9 +116,8 @@ def _carries(group: Any, device: torch.device) -> bool:
     """Whether a group can send tensors of a device; or there is no other way."""
     if device.type != "cpu" or not torch.cuda.is_available():
         return True
-    world: Any = dist.group.WORLD
     try:
-        (world if group is None else group)._get_backend(device)
+        _known(group)._get_backend(device)
     except RuntimeError:
         return False
     return True
@@ -134,6 +132,11 @@ def _part(group: Any, members: range, kind: str) -> Any:
     return dist.new_group(list(members), timeout, dist.get_backend(group))
 
 
+def _known(group: Any) -> Any:
+    """The group itself, where the default one is given as None."""
+    return dist.group.WORLD if group is None else group
+
+
 def _ranks(group: Any) -> list[int]:
     """The global ranks of a group. Before torch 2.8 the default group is not known as None here."""
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    return dist.get_process_group_ranks(_known(group))

@@ -255,8 +255,8 @@ class Search:
                 f"the command must report each of its {self.task.epochs} epochs, got {max(reports)} as the last (it "
                 "has as {epochs} how many to train)")
         with self.lock:
-            rivals = [(other, sent) for other, _, sent in self.rivals]
-        for other, sent in rivals:
+            rivals = list(self.rivals)
+        for other, _, sent in rivals:
             if sent == values[1] and not 0.5 < density / other < 2:
                 raise NoResultError(f"the schedule must change what is sent, got {sent:,.0f} bytes where it is "
                                     f"{100 * other:.3g} % of the entries, and where it is {100 * density:.3g} % (does "
