@@ -44,8 +44,6 @@ class Config:
             clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.
         clip_per_tensor: bound each parameter's gradient on its own. The global norm is only known when the backward
             pass has ended; this one lets messages leave during it.
-        local_weight_decay: keep the decay term out of what is compressed, as each rank can compute it for itself.
-            Off: it is added to the gradient before accumulation, as other implementations do.
         wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
         dense_dtype: dtype of the values of dense sums: of these parameters, and of all where a step of the schedule is
@@ -53,9 +51,6 @@ class Config:
             by ring allreduce. float16 or bfloat16: half the bytes of float32. Each entry is rounded, added up in
             float32 by one rank, and the sum is rounded; what rounding drops is sent with the next gradient. Sums of
             fewer than some ten entries a rank travel as with None, and so does what ``flush()`` sends.
-        apply_directly: ``step()`` applies what the messages say straight to compressed parameters, and their ``p.grad``
-            is None from ``synchronize()`` on. Saves writing and reading a dense gradient. Needs ``torch.optim.SGD``
-            and momentum correction.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"reduce"``: every entry has an owner, a rank that
             adds it up. A rank chooses three times as many entries, and sends each to its owner; the owners send the
@@ -85,11 +80,9 @@ class Config:
     factor_masking: Masking = True
     clip_norm: float | None = None
     clip_per_tensor: bool = False
-    local_weight_decay: bool = True
     wire_dtype: torch.dtype = torch.float16
     min_numel: int = 1024
     dense_dtype: torch.dtype | None = None
-    apply_directly: bool = False
     exchange: ExchangeName = "allgather"
     hierarchical: bool | Literal["auto"] = False
     nonfinite: NonFinite = "error"
@@ -106,7 +99,7 @@ class Config:
                 raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         if not isinstance(self.factor_masking, bool) and self.factor_masking != "prepay":
             raise ValueError(f"Config: factor_masking must be True, False or 'prepay', got {self.factor_masking!r}")
-        for name in ("momentum_correction", "clip_per_tensor", "local_weight_decay", "apply_directly"):
+        for name in ("momentum_correction", "clip_per_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
@@ -118,9 +111,6 @@ class Config:
                 object.__setattr__(self, "clip_norm", float(self.clip_norm))
         if self.clip_per_tensor and self.clip_norm is None:
             raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
-        if self.apply_directly and not self.momentum_correction:
-            raise ValueError("Config: momentum_correction must be True where apply_directly is, got False (without it "
-                             "the wrapped optimizer needs p.grad)")
         if self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"Config: wire_dtype must be one of {', '.join(map(str, WIRE_DTYPES))}, "
                              f"got {self.wire_dtype!r}")

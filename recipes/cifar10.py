@@ -117,7 +117,7 @@ def config(a: Any, steps: int) -> dgc.Config:
         return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
-                      a.clip_norm or None, local_weight_decay=a.local_weight_decay, exchange=a.exchange,
+                      a.clip_norm or None, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
 
@@ -227,7 +227,6 @@ def main(
         momentum_correction: bool = True,
         factor_masking: Annotated[bool, typer.Option(help="Better without at 99 % and less.")] = True,
         prepay: job.Prepay = False,
-        local_weight_decay: bool = True,
         clip_norm: Annotated[float | None, typer.Option(
             min=0, callback=job.bound, help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.")] = None,
         flush: job.Flush = True,

@@ -49,7 +49,7 @@ RECIPES = {
                           "validation perplexity", "perplexity", scale="log"),
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
-PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off
+PARTS = ("momentum_correction", "factor_masking", "local_clipping")  # that can be switched off
 CONFIG = ("sparsity", "warmup_epochs", "selection", "prepay", *PARTS)  # settings of which all is in the Config
 
 

@@ -177,7 +177,6 @@ CONFIGS = {
     "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),
     "unmasked": dgc.Config(sparsity=0.95, factor_masking=False),
     "plain accumulation": dgc.Config(sparsity=0.95, momentum_correction=False),
-    "decay sent": dgc.Config(sparsity=0.95, local_weight_decay=False),
     "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too

@@ -61,8 +61,8 @@ class Applier:
         if config.momentum_correction and self._parameters.travels_compressed(parameter):
             if self._settings.role is not Role.OUTSIDE:
                 self._move_into_u(parameter, group, state)
-            decays = config.local_weight_decay and group["weight_decay"] != 0
-            _default(state, "decay_buffer", parameter if decays and group["momentum"] != 0 else None)
+            decays = group["weight_decay"] != 0 and group["momentum"] != 0
+            _default(state, "decay_buffer", parameter if decays else None)
         else:
             remembers = group["momentum"] != 0 and group["dampening"] == 0
             _default(state, "momentum_buffer", parameter if remembers else None)
@@ -80,11 +80,6 @@ class Applier:
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`apply`."""
-        if self._settings.config.apply_directly and delivery.bucket.compressed:
-            step.direct.append(delivery)
-            for parameter in delivery.parameters:
-                parameter.grad = None
-            return
         with stage("dgc::add"):
             self._write(delivery, step)
 
@@ -153,15 +148,12 @@ class Applier:
         if config.momentum_correction:
             changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
             self._decay(group, compressed, directly)
-        elif not config.local_weight_decay:
-            changed = {"weight_decay": 0}
         return [{**group, "params": dense}, {**group, "params": compressed, **changed}]
 
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor], directly: set[Tensor]) -> None:
         """The part of SGD's step that comes from weight decay, or from its momentum where gradients have it by now."""
-        m, lr = group["momentum"], float(group["lr"])
-        decay = group["weight_decay"] if self._settings.config.local_weight_decay else 0
+        m, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("decay_buffer")

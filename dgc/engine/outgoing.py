@@ -102,8 +102,6 @@ class Outgoing:
         named = {self._parameters.names[parameter]: parameter for parameter in parameters}
         gradients = {name: self._gradient(parameter, step) for name, parameter in named.items()}
         scale = step.scaled_out(step.clip)
-        if not config.local_weight_decay:
-            scale, config = None, replace(config, clip_norm=None, clip_per_tensor=False)  # applied with the decay
         factor = scale if not self._denominators.compressed else share(
             scale, {name: step.group_of[p] for name, p in named.items()}, bucket.kept.v)
         return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,

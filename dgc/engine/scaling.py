@@ -1,5 +1,4 @@
-"""The factors of a gradient before it is accumulated: clipping, the loss's scale, and weight decay where that is sent.
-"""
+"""The factors of a gradient before it is accumulated: clipping, and the loss's scale."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import World
-from dgc.compression.residual import clip_scale, norm, residual_dtype
+from dgc.compression.residual import clip_scale, norm
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local, shard, sum_of_shards
@@ -49,17 +48,9 @@ class Scaling:
         return g.detach() if g.requires_grad else g
 
     def gradient(self, parameter: Tensor, step: Step) -> Tensor:
-        """The gradient that is exchanged: the local one, or the mean of the node's, and the decay if that is sent."""
-        if (g := step.node_means.get(parameter)) is None:
-            g = self.own(parameter)
-        if not self._settings.config.local_weight_decay and self._parameters.bucket_of[parameter].compressed:
-            scale = step.scaled_out(self.factor_of(parameter, step))
-            g = g.to(residual_dtype(g.dtype))  # in float16, what the loss's scale was for would be lost without it
-            g = g if scale is None else g * scale.to(g)
-            group = step.group_of[parameter]
-            decay = group["weight_decay"] / (1 if self._settings.average else step.world.size)  # counted once in a sum
-            g = g.add(local(parameter).detach(), alpha=-decay if group["maximize"] else decay)
-        return g
+        """The gradient that is exchanged: the local one, or the mean of the node's."""
+        mean = step.node_means.get(parameter)
+        return self.own(parameter) if mean is None else mean
 
     def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""

@@ -33,7 +33,7 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     """
     check_kinds(optimizer, config, op)
     check_optimizer(optimizer, config)
-    scaler = enabled_scaler(config, grad_scaler)
+    scaler = enabled_scaler(grad_scaler)
     if scaler is not None and config.momentum_correction and is_adam(type(optimizer)) and any(
             group.get("fused") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must have fused=False where grad_scaler is given, got {type(optimizer).__name__} "
@@ -73,8 +73,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
                             "torch.optim.AdamW learns better with compressed gradients; or "
                             if "betas" in optimizer.defaults else "") +
                         f"give Config(momentum_correction=False), and {kind} gets the averaged sparse gradients)")
-    if not is_sgd(type(optimizer)) and not config.local_weight_decay:
-        raise TypeError(f"optimizer must be torch.optim.SGD for Config(local_weight_decay=False), got {kind}")
     for group in optimizer.param_groups:
         check_group(group, config, type(optimizer))
     if not any(p.dtype in DTYPES for group in optimizer.param_groups for p in group["params"]):
@@ -90,11 +88,9 @@ def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
                              "(where ranks accumulate gradients in place of its momentum, a transformer ended 7 % "
                              "above dense training's perplexity at 99 %; with momentum correction, 1 %)")
         return
-    for name in ("apply_directly", "clip_per_tensor"):
-        if getattr(config, name):
-            raise ValueError(f"Config: {name} must be False for {type(optimizer).__name__} with momentum correction, "
-                             "got True" + (" (clip_norm alone bounds the norm of all gradients)" if "clip" in name
-                                           else ""))
+    if config.clip_per_tensor:
+        raise ValueError(f"Config: clip_per_tensor must be False for {type(optimizer).__name__} with momentum "
+                         "correction, got True (clip_norm alone bounds the norm of all gradients)")
 
 
 def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Optimizer]) -> None:
@@ -134,14 +130,12 @@ def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adapt
              "1 % above it with momentum correction")
 
 
-def enabled_scaler(config: Config, grad_scaler: Any) -> Any:
+def enabled_scaler(grad_scaler: Any) -> Any:
     """The scaler, if there is one and it is enabled."""
     if grad_scaler is None:
         return None
     if not hasattr(grad_scaler, "is_enabled") or not hasattr(grad_scaler, "get_scale"):
         raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
-    if grad_scaler.is_enabled() and config.apply_directly:
-        raise ValueError("grad_scaler must be None where Config: apply_directly is True, got one (it looks at p.grad)")
     return grad_scaler if grad_scaler.is_enabled() else None
 
 

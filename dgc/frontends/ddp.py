@@ -50,7 +50,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         TypeError, ValueError: an argument that is not as said above.
         RuntimeError: by torch, if there is a hook already.
     """
-    _check_model(ddp_model, config)
+    _check_model(ddp_model)
     known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None  # from before: pickled, or with another model
     if known is None or not isinstance(known.source, DDPBuckets):
         known, config = None, Config() if config is None else config
@@ -75,16 +75,13 @@ def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses anno
     return engine.source.receive(bucket, engine)  # type: ignore[attr-defined]  # of an optimizer that is registered
 
 
-def _check_model(model: Any, config: Config | None) -> None:
+def _check_model(model: Any) -> None:
     """Refuses what is no DistributedDataParallel, or exchanges in a way of its own."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got a {type(model).__name__}")
     if model.mixed_precision is not None:
         raise ValueError("ddp_model must be without mixed_precision, which changes gradients in a hook of its own, got "
                          "one with it (use torch.autocast)")
-    if getattr(config, "apply_directly", False):
-        raise ValueError("Config: apply_directly must be False with DistributedDataParallel, which fills p.grad "
-                         "itself, got True")
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
@@ -93,7 +90,7 @@ def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) ->
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
         raise ValueError(f"config must be the one that the optimizer was registered with, {before.config!r}, but for "
                          f"the sparsity, got {config!r}")
-    grad_scaler = checks.enabled_scaler(config, grad_scaler)
+    grad_scaler = checks.enabled_scaler(grad_scaler)
     if (grad_scaler is None) != (before.grad_scaler is None):
         raise ValueError("grad_scaler must be given for each model of an optimizer or for none, got both")
     return config, grad_scaler

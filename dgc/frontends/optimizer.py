@@ -88,7 +88,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning)
         groups = num_groups if groups is None else groups
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-        if checks.enabled_scaler(Config(), grad_scaler) is not None:
+        if checks.enabled_scaler(grad_scaler) is not None:
             raise ValueError("grad_scaler must be None where compression is Horovod's, whose optimizer does not know "
                              "of it, got one (call synchronize() before scaler.step() instead)")
         import horovod.torch as hvd  # whose compressor this is

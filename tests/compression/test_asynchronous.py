@@ -208,7 +208,7 @@ class Unasked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.99, {"apply_directly": True}), (0.9, {"exchange": "reduce"}),
+    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}),
     (SHRINKS, {"exchange": "reduce"}), (0.3, {}),
     (0.0, {}), (0.3, ROUNDED), (0.0, ROUNDED)], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):

@@ -119,12 +119,11 @@ def test_a_backward_between_synchronize_and_step_is_refused():
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize("directly", [False, True])
 @pytest.mark.parametrize("to_none", [False, True])
-def test_a_step_left_out_is_left_out(directly, to_none):
+def test_a_step_left_out_is_left_out(to_none):
     """After synchronize(); and it is said once that this loses what was sent."""
     def worker():
-        network, optimizer = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        network, optimizer = wrapped(dgc.Config(sparsity=0.9))
         for step in range(2):
             backward(network, step)
             optimizer.synchronize()
@@ -135,7 +134,7 @@ def test_a_step_left_out_is_left_out(directly, to_none):
             warnings.simplefilter("error")  # it is not the second synchronize() before this step
             optimizer.step()
         moved = flat(network)
-        other, expected = wrapped(dgc.Config(sparsity=0.9, apply_directly=directly))
+        other, expected = wrapped(dgc.Config(sparsity=0.9))
         expected.load_residual_state_dict({**expected.residual_state_dict(), **pending})
         expected.param_groups[0]["dgc_step"] = 2  # which rotates the sample
         backward(other, 2)
@@ -147,11 +146,10 @@ def test_a_step_left_out_is_left_out(directly, to_none):
     assert len(told) == 2  # each rank
 
 
-@pytest.mark.parametrize("directly", [False, True])
-def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part(directly):
+def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
     """With zeros, as after any step; and a state may be asked for in between."""
     def worker():
-        config = dgc.Config(sparsity=0.9, apply_directly=directly)
+        config = dgc.Config(sparsity=0.9)
         network, optimizer = wrapped(config)
         backward(network)
         optimizer.synchronize()

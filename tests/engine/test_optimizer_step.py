@@ -14,7 +14,6 @@ from laws import (
     loss,
     model,
     rank,
-    reference,
     train,
     wrapped,
 )
@@ -141,10 +140,9 @@ def test_the_settings_are_back_after_an_error_in_the_step():
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
-def test_decay_and_earlier_momentum_in_each_direction(maximize, local, op):
-    """Against torch.optim.SGD: decay sent or local, averaged or summed, minimised or maximised; and the decay switched
+def test_decay_and_earlier_momentum_in_each_direction(maximize, op):
+    """Against torch.optim.SGD: averaged or summed, minimised or maximised; and the decay switched
     off after a while, whose momentum rings out.
     """
     settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": maximize}
@@ -169,7 +167,7 @@ def test_decay_and_earlier_momentum_in_each_direction(maximize, local, op):
     def worker():
         network, optimizer = earlier()
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
-            sparsity=0.0, local_weight_decay=local), op=op)
+            sparsity=0.0), op=op)
         return run(network, optimizer, [rank()], 1.0)
 
     expected = run(*earlier(), range(2), 0.5 if op == dgc.Average else 1.0)
@@ -215,58 +213,6 @@ def test_torch_flattens_the_state():
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize("variant", ["plain", "nesterov", "channels last", "bfloat16", "maximize", "decay"])
-@pytest.mark.parametrize("sparsity", [0.9, dgc.dense_until(3, 0.9)])
-def test_applied_directly_is_the_same(variant, sparsity):
-    """Beside the way through ``p.grad``: torch fuses the multiplication by lr with the addition, so to a rounding."""
-    settings = {"lr": 0.05, "momentum": 0.9, "nesterov": variant == "nesterov", "maximize": variant == "maximize",
-                "weight_decay": 0.01 if variant in ("decay", "maximize") else 0.0}
-    dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
-
-    def worker():
-        results = []
-        for directly in (False, True):
-            network = model(dtype=dtype)
-            if variant == "channels last":
-                network = network.to(memory_format=torch.channels_last)
-            _, optimizer = wrapped(dgc.Config(sparsity=sparsity, apply_directly=directly), network, settings=settings)
-            for step in range(6):
-                optimizer.zero_grad()
-                loss(network, rank(), step, dtype).backward()
-                optimizer.synchronize()
-                for p in network.parameters():
-                    assert (p.grad is None) == (directly and p.dim() > 1 and p.numel() >= 1024)
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            optimizer.flush()
-            results.append(flat(network))
-        return results
-
-    (a, b), (c, d) = in_lockstep(worker)
-    assert torch.equal(a, c) and torch.equal(b, d)
-    assert difference(b, a) <= (2e-2 if variant == "bfloat16" else 1e-6)
-
-
-def test_applied_directly_parameters_have_changed_to_a_graph_that_holds_them():
-    """Or its second backward pass would go through the new ones, where torch refuses that."""
-    def worker():
-        network = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
-        dgc.broadcast_parameters(network.state_dict())
-        network, optimizer = wrapped(dgc.Config(sparsity=0.9, apply_directly=True), network)
-        y = network(torch.ones(2, 40))
-        y.sum().backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-            y.square().sum().backward()
-
-    in_lockstep(worker)
-
-
-def test_applied_directly_needs_momentum_correction():
-    with pytest.raises(ValueError, match="momentum_correction must be True where apply_directly is, got False"):
-        dgc.Config(apply_directly=True, momentum_correction=False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_parameters_may_change_their_dtype(dtype):
     """As with torch's own SGD, whose buffers stay as they were. Compiled loops would write past the decay's buffer."""
@@ -285,23 +231,6 @@ def test_parameters_may_change_their_dtype(dtype):
 
     expected, bound = trained(wrap=False), 1e-6 if dtype == torch.float64 else 0.01
     assert all(difference(ours, expected) < bound for ours in in_lockstep(lambda: trained(wrap=True)))
-
-
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_where_weight_decay_is_added_may_change_at_a_resume(before, after):
-    """The momentum that it has by then goes on: expected is torch's SGD on the averaged gradient."""
-    def worker():
-        network, optimizer = train(range(6), dgc.Config(0.0, local_weight_decay=before), weight_decay=0.1)
-        saved = copy.deepcopy((optimizer.state_dict(), optimizer.residual_state_dict()))
-        optimizer = dgc.DistributedOptimizer(
-            torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1), network.named_parameters(),
-            dgc.Config(0.0, local_weight_decay=after))
-        optimizer.load_state_dict(saved[0])
-        optimizer.load_residual_state_dict(saved[1])
-        return flat(train(range(6, 12), None, network, optimizer)[0])
-
-    expected = flat(reference(range(12), 2, weight_decay=0.1)[0])
-    assert all(difference(found, expected) < 1e-6 for found in in_lockstep(worker))
 
 
 def test_what_is_frozen_is_not_decayed_either():

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -31,9 +30,9 @@ def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
 
 
 @pytest.mark.parametrize("config", [
-    SPARSE, replace(SPARSE, apply_directly=True), DENSE,
+    SPARSE, DENSE,
     dgc.Config(sparsity=0.9, min_numel=10**6, dense_dtype=torch.float16)],
-    ids=["p.grad", "directly", "density 1", "float16"])
+    ids=["p.grad", "density 1", "float16"])
 def test_any_order_of_dimensions(config):
     """Channels last, transposed, with gradients in that order and in another: to the bit as if all were contiguous.
     What is rounded is so with its neighbours in memory, and so nearly.

@@ -56,10 +56,10 @@ class Orders(nn.Module):
 
 def ddp_orders():
     """As dgc.DistributedOptimizer, in parameters and residuals, whatever looks at entries beside each other: an update
-    that DDP leaves to the hook, weight decay on the average, flush(), AdamW's denominator, a clipped norm.
+    that DDP leaves to the hook, flush(), AdamW's denominator, a clipped norm.
     """
     rank, results = find().world.rank, {}
-    for name, settings in {"sgd": {}, "decay": {"local_weight_decay": False}, "clipped": {"clip_norm": 0.1},
+    for name, settings in {"sgd": {}, "clipped": {"clip_norm": 0.1},
                            "adamw": {"sparsity": dgc.piecewise({0: 0.0, 3: 0.9}), "factor_masking": False}}.items():
         config, ends = dgc.Config(**{"sparsity": 0.9, "min_numel": 100, **settings}), []
         for ddp in (True, False):
@@ -583,7 +583,6 @@ def test_errors_at_the_door(alone):
             ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
             ((parallel, torch.optim.RMSprop(network.parameters())), TypeError,
              "optimizer must be torch.optim.SGD or AdamW for momentum correction"),
-            ((parallel, optimizer, dgc.Config(apply_directly=True)), ValueError, "apply_directly must be False"),
             ((parallel, some), ValueError,
              "that require a gradient, got one that lacks 0.weight, 0.bias"),
             ((parallel, more), ValueError,
