@@ -38,8 +38,8 @@ $(STAMPS)/build: constraints.txt pyproject.toml $(STAMPS)/venv
 
 $(STAMPS)/requirements: $(STAMPS)/build
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt \
-	  numba triton matplotlib optuna rich scikit-learn tensorboard tqdm typer hypothesis mypy pytest pytest-timeout \
-	  pytest-xdist ruff
+	  numba triton matplotlib optuna rich scikit-learn tensorboard tqdm typer expecttest hypothesis mypy pytest \
+	  pytest-timeout pytest-xdist ruff
 	touch $@
 
 # Apart from the others: neither tests nor the site wait for what only the other needs.
