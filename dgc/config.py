@@ -121,6 +121,11 @@ class Config:
             raise ValueError(f"Config: min_numel must be an integer >= 0, got {self.min_numel!r}")
 
     @property
+    def compresses(self) -> bool:
+        """Whether any step may be compressed: the sparsity is not 0 for good."""
+        return callable(self.sparsity) or self.sparsity != 0
+
+    @property
     def clips_globally(self) -> bool:
         """Whether clipping needs the norm of all gradients, and so the end of the backward pass."""
         return self.clip_norm is not None and not self.clip_per_tensor

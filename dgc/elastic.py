@@ -67,7 +67,6 @@ class _Handler(stock.OptimizerStateHandler):
                                "when u and v lack what is on its way")
         pending, self._lost = engine.pending, engine.ledger.lost_residuals
         self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
-        self._inherits = engine.parameters.inherits
 
     def set_value(self, value: Any) -> None:
         engine_of(value).agreement.compare_again()
@@ -91,7 +90,6 @@ class _Handler(stock.OptimizerStateHandler):
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine.pending.load(self._residuals)
-        engine.parameters.inherits = self._inherits
         engine.ledger.lost_residuals = self._lost  # those that are gone since are counted anew
 
 

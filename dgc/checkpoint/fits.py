@@ -160,7 +160,7 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
         if index not in parameters:
             raise ValueError(f"the optimizer's state must be of parameters in its groups, got {index!r}, which is in "
                              "none")
-        for key in ("momentum_buffer", "decay_buffer", *moments):
+        for key in ("momentum_buffer", *moments):
             if (buffer := buffers.get(key)) is not None:
                 sparse = isinstance(buffer, Tensor) and key == "momentum_buffer" and buffer.is_sparse  # of an embedding
                 check_like(f"{key} of parameter {index}", buffer.to_dense() if sparse else buffer, parameters[index])

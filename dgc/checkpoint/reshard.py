@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dgc.checkpoint.files import Tree
 from dgc.checkpoint.fits import by_index, check_same, names_of
 from dgc.engine.kind import is_sgd
+from dgc.engine.parameters import BEGAN
 
 
 def own_residuals(optimizer: Any) -> Tree:
@@ -73,13 +74,12 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
     names = names_of(optimizer, model)
     indices = {p: index for index, p in by_index(optimizer, state).items()}
     group_of = {index: group for group in state["param_groups"] for index in group["params"]}
+    state["param_groups"][0].pop(BEGAN, None)
     for name, u in total["u"].items():
         index = indices[names[name]]
         buffers = state["state"].setdefault(index, {})
-        momentum, decay = u.double().mul_(-1 if group_of[index]["maximize"] else 1), buffers.pop("decay_buffer", None)
-        if decay is not None:
-            momentum.add_(decay)
-        if (own := buffers.get("momentum_buffer")) is not None:  # where the gradients are sparse it is not in u
+        momentum = u.double().mul_(-1 if group_of[index]["maximize"] else 1)
+        if (own := buffers.get("momentum_buffer")) is not None:  # decay's; of sparse gradients it is not in u
             if not momentum.any():
                 continue
             momentum.add_(own.to_dense() if own.is_sparse else own)

@@ -148,6 +148,15 @@ class Bucket:
             self._prepayment = numbers, tensor
         return tensor
 
+    def rewind(self, name: str, m: float, nesterov: bool) -> None:
+        """Makes the next :meth:`accumulate` of a parameter add to the step of the last one: with it u = m u + g + g'
+        and v = v + u, as if both gradients had come together.
+        """
+        if self.u is not None and m != 0:
+            u, v = self.views(self.u)[name], self.views(self.v)[name]
+            v.sub_(u * m if nesterov else u)
+            u.div_(m)
+
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
         """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.3).
 
@@ -196,6 +205,13 @@ class Bucket:
         """The parameters that ``flags`` marks. Waits for the device."""
         flags = [] if self.flags is None else self.flags.tolist()
         return [name for name, flag in zip(self.names, flags, strict=False) if flag]
+
+    def sent_all(self, gradients: Iterable[Tensor], scale: Tensor | None) -> None:
+        """A step in which these gradients, times a factor (0-dim), travel dense."""
+        square = sum((norm(g).square() for g in gradients), self.v.new_zeros(()))
+        self.gradient_square = square if scale is None else square * scale.to(square).square()
+        self.overflow_entries = self.held_entries = 0
+        self.count(torch.full_like(self.total_entries, self.numel))
 
     def rest(self) -> None:
         """A step has none of its gradients, and nothing is sent."""

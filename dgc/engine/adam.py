@@ -21,17 +21,15 @@ from torch import Tensor
 
 from dgc.compression import kernels
 from dgc.compression.denominator import Denominator, factor
-from dgc.compression.residual import Gradient, memory_order, residual_dtype
+from dgc.compression.residual import memory_order, residual_dtype
 from dgc.config import Config
 from dgc.engine import rates
 from dgc.engine.kind import decays_apart, is_adam, sign
-from dgc.engine.nodes import Nodes
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import BEGAN, Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.shards import local
 from dgc.warn import warn
 
-BEGAN = "dgc_compressed_from"  # in param_groups[0]: the step of the schedule that was the first compressed; -1 before
 B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
 DENSE_FIRST = ("steps travel dense, as AdamW's denominator is found in them; then the schedule begins (one that begins "
@@ -51,11 +49,10 @@ class Denominators:
         settings: of the optimizer.
         parameters: that are updated.
         inner: the class of the wrapped optimizer.
-        nodes: how ranks are grouped.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer], nodes: Nodes):
-        self._settings, self._parameters, self._inner, self._nodes = settings, parameters, inner, nodes
+    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
+        self._settings, self._parameters, self._inner = settings, parameters, inner
         self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(inner)
         self.used = self.filled and settings.exchanges  # outside a process set the state is filled: see Applier
         self._factors: dict[Tensor, _Factor] = {}
@@ -63,7 +60,7 @@ class Denominators:
     @property
     def dense(self) -> bool:
         """Whether torch's AdamW takes the step, from gradients that travel dense."""
-        return self.used and self._group.get(BEGAN, -1) < 0
+        return self.used and self._parameters.stock
 
     @property
     def compressed(self) -> bool:
@@ -77,10 +74,8 @@ class Denominators:
     def begin(self) -> None:
         """Begins, or goes on with a training that was loaded."""
         self._factors.clear()
-        if self.filled:
-            self._group.setdefault(BEGAN, -1)
-        else:  # from a checkpoint; torch's own step changes D again
-            for group, key in itertools.product(self._parameters.groups, (BEGAN, B2, rates.RATES)):
+        if not self.filled:  # from a checkpoint; torch's own step changes D again
+            for group, key in itertools.product(self._parameters.groups, (B2, rates.RATES)):
                 group.pop(key, None)
 
     def shown(self) -> None:
@@ -120,25 +115,25 @@ class Denominators:
                 state[RECEIVED].fill_(self._parameters.step)
         return state
 
-    def open(self, config: Config) -> None:
-        """A step begins; torch's AdamW takes no more of them if it is the first that is compressed.
+    def ready(self, config: Config) -> bool:
+        """Whether a step with a sparsity above 0, by the schedule in ``config``, can be the first compressed one.
 
-        That is the first to which the schedule, in ``config``, gives a sparsity above 0. A schedule that has one from
-        the start says nothing of how long D takes: then it is the step 1 / (1 - b2), over so many squares it averages.
-        Alone, nothing is compressed, and torch's goes on. So it does as long as no parameter has had a gradient, and in
-        steps without a learning rate: the momentum that is taken over would count for nothing.
+        A schedule that has such a sparsity from the start says nothing of how long D takes: then it is the step
+        1 / (1 - b2), over so many squares it averages. torch's AdamW goes on as long as no parameter has had a
+        gradient, and in steps without a learning rate: the momentum that is taken over would count for nothing.
         """
         step = self._parameters.step
-        if self.dense and config.sparsity_at(step) > 0:
-            fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
-            if step >= fewest and not self._nodes.alone and moves(self._parameters.groups) and self._has_seen():
-                self._take_over(step)
-            elif step == 0 and self._settings.world.rank == 0 and not self._nodes.alone:
-                warn(f"the first {fewest:,} {DENSE_FIRST}")
+        fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
+        if step >= fewest and moves(self._parameters.groups) and self._has_seen():
+            return True
+        if step == 0 and self._settings.world.rank == 0:
+            warn(f"the first {fewest:,} {DENSE_FIRST}")
+        return False
 
     @torch.no_grad()
-    def _take_over(self, step: int) -> None:
+    def take_over(self) -> None:
         """Moves AdamW's momentum into u; it is alike on every rank, so in a sum each has its share."""
+        step = self._parameters.step
         self._tell_of_unseen(step)
         for group in self._parameters.groups:
             group[B2] = group["betas"][1]
@@ -154,21 +149,15 @@ class Denominators:
                 state, rate, b1 = self._state(p, group), rates.now(group), group["betas"][0]
                 fill_unseen(state, group, mean)
                 state[RECEIVED].fill_(step)
-                # A step that failed has left its gradient in v: it enters as if it had come one step before.
+                # What rounding has left in v enters as if it had come one step before.
                 u[name].copy_(v[name].mul_((1 - b1) * rate))
                 if (steps := float(state["step"])) > 0:
                     u[name].add_(local(state["exp_avg"]), alpha=rate * sign(group) * share / (1 - b1**steps))
                     state["exp_avg"].zero_()
-        self._group[BEGAN] = step
 
-    def gradient(self, g: Tensor, group: Mapping[str, Any]) -> Gradient:
-        """What a gradient (the parameter's shape) is accumulated as, times what :func:`share` gives.
-
-        Raises:
-            ValueError: the group has a weight decay that is not decoupled.
-        """
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuses a weight decay that is not decoupled, which a script may set at any step."""
         check_decay(self._inner, group)
-        return Gradient(g, 0.0 if self.dense else float(group["betas"][0]))
 
     @torch.no_grad()
     def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

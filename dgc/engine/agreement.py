@@ -55,7 +55,7 @@ class Agreement:
 
     def reach(self, nodes: Nodes, pending: Pending) -> int:
         """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
-        pending or inherited. Returns how many ranks are gone.
+        pending. Returns how many ranks are gone.
 
         Raises:
             ValueError: on all ranks alike.
@@ -63,7 +63,6 @@ class Agreement:
         world, elastic, lost = self._settings.world, self._settings.elastic, 0
         if self.again:
             self.compare(world.rank)
-            pending.share_inherited()
         elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
             warn(OTHER_STATE)
         if elastic and self.again:
@@ -120,7 +119,7 @@ class Agreement:
 
     def _wise(self) -> dict[str, list[str]]:
         """Section -> lines that had better be alike."""
-        parameters = self._parameters.all()
+        parameters = [] if self._settings.synchronized else self._parameters.all()
         return {
             "the optimizer's settings": [f"its class is {self._parameters.optimizer._inner.__qualname__}",
                                          *(line for line, ours in self._of_groups() if not ours)],

@@ -39,9 +39,13 @@ class Hooks:
     """
 
     def __init__(self, ends_with_backward: bool):
-        self.ends_with_backward = ends_with_backward
+        self.ends_with_backward, self.waits_for_all = ends_with_backward, True
         self._lock = threading.RLock()
         self._task = -1  # torch's number of the last backward pass
+
+    def brings(self, parameter: Tensor) -> bool:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        return True
 
     def watch(self, parameters: Iterable[Tensor], engine: Exchanging) -> None:
         """See :class:`dgc.engine.engine.GradientSource`."""
@@ -102,13 +106,15 @@ def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
 
 def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
     """The gradients in a bucket of DDP's, as it lays them: each in its parameter's order in memory, say channels last.
-    torch's ``bucket.gradients()`` reads all as if they were contiguous.
+    torch's ``bucket.gradients()`` reads all as if they were contiguous and real.
     """
     if (buffer := bucket.buffer()).is_sparse:
         return [buffer]
-    if all(p.is_contiguous() for p in parameters):
+    is_complex = parameters[0].is_complex()  # then all are
+    if not is_complex and all(p.is_contiguous() for p in parameters):
         return bucket.gradients()
-    parts = buffer.split([p.numel() for p in parameters])
+    flat = torch.view_as_complex(buffer.view(-1, 2)) if is_complex else buffer
+    parts = flat.split([p.numel() for p in parameters])
     return [shaped(part, p.shape, memory_order(p)) for part, p in zip(parts, parameters, strict=True)]
 
 

@@ -12,7 +12,7 @@ from dgc.compression.residual import Bucket
 
 BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
 MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of the parameters that are exchanged
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)  # exchanged
 
 
 @dataclass(eq=False)
@@ -24,22 +24,35 @@ class ParameterBucket:
         parameters: in the order in which a backward pass completes them.
         compressed: whether they travel compressed; else dense.
         kept: u and v of compressed ones, v of dense ones that travel rounded, None of others.
+        rounds: whether they are rounded where they travel dense.
     """
 
     name: str
     parameters: list[Tensor]
     compressed: bool
     kept: Bucket | None
+    rounds: bool = False
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def accumulates(self, stock: bool) -> bool:
+        """Whether their gradients pass through v.
+
+        Args:
+            stock: nothing is compressed in this step.
+        """
+        return self.kept is not None and (self.rounds or not stock)
+
+    def dtype(self, stock: bool) -> torch.dtype:
         """The dtype of their update."""
-        return self.parameters[0].dtype if self.kept is None else self.kept.v.dtype
+        if self.kept is not None and self.accumulates(stock):
+            return self.kept.v.dtype
+        dtype = self.parameters[0].dtype
+        return dtype.to_real() if dtype.is_complex else dtype
 
 
 def compressible(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter travels compressed: others cost little, and less than their positions would."""
-    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel)
+    """Whether a parameter travels compressed: others cost little, and less than their positions would, or are complex.
+    """
+    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel) and not parameter.is_complex()
 
 
 def pack(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,

@@ -9,18 +9,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgc.engine.adam import BEGAN, Denominators
+from dgc.engine.adam import Denominators
 from dgc.engine.agreement import Agreement
 from dgc.engine.arrivals import arrive, skip
 from dgc.engine.backward import refuse_gradients_of_others
 from dgc.engine.flush import flush_all
+from dgc.engine.kind import momentum_of
 from dgc.engine.launch import Launcher
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.outgoing import Outgoing
-from dgc.engine.parameters import STEP, Parameters, exchanged
+from dgc.engine.parameters import Parameters, exchanged
 from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
 from dgc.engine.report import Ledger
@@ -34,6 +35,10 @@ class GradientSource(Protocol):
     """Brings the gradients, and so decides when a step's exchange ends."""
 
     ends_with_backward: bool  # the exchange does, rather than with synchronize() or step()
+    waits_for_all: bool  # parameters without a gradient take part too, as another rank may have one
+
+    def brings(self, parameter: Tensor) -> bool:
+        """Whether it brings this parameter's gradient; what it does not is stepped as it is."""
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to its gradient."""
@@ -69,14 +74,15 @@ class Engine:
         self.ledger = Ledger()
         self.scaling = Scaling(settings, parameters)
         self.nodes = Nodes(settings, parameters, self.scaling)
-        self.progress = Progress(settings, parameters, of_adam := Denominators(settings, parameters, inner, self.nodes))
-        self.misuse = Misuse(settings, parameters)
+        of_adam = Denominators(settings, parameters, inner)
+        self.applier = Applier(settings, parameters, inner, of_adam)
+        self.progress = Progress(settings, parameters, self.nodes, self.applier, of_adam)
+        self.misuse = Misuse(settings, parameters, self.applier)
         self.agreement = Agreement(settings, parameters)
         self.nonfinite = NonFinite(settings, parameters)
         outgoing = Outgoing(settings, parameters, self.scaling, self.nodes, of_adam)
-        self.launcher = Launcher(settings, parameters, outgoing, self.nodes, self.nonfinite, self.progress, self.misuse,
+        self.launcher = Launcher(settings, parameters, outgoing, self.nodes, self.applier, self.progress, self.misuse,
                                  self.ledger)
-        self.applier = Applier(settings, parameters, inner, of_adam)
         self.pending = Pending(settings, parameters, self.nonfinite, self.nodes)
         self.synchronizes = True  # step() does, but within skip_synchronize()
         self.step = Step((), 0)
@@ -88,21 +94,22 @@ class Engine:
 
     def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
         """Exchanges the gradients of these param groups from now on; ``groups``: see :meth:`Parameters.register`."""
-        parameters = exchanged(param_groups)
-        self.parameters.add(parameters)
+        parameters = [p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.parameters.listed]
+        self.parameters.add(parameters, self.source.waits_for_all)
         self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
         if self.settings.exchanges:
             refuse_gradients_of_others(param_groups)
-            self.parameters.register(param_groups, groups)
+            self.parameters.register(parameters, groups)
             self.source.watch(parameters, self)
 
     def go_on(self) -> None:
         """Goes on with a training that was loaded into the optimizer."""
-        compressed = self.parameters.groups[0].get(BEGAN, -1) >= 0  # AdamW's steps were; begin() forgets
+        compressed = not self.parameters.stock  # begin() forgets, alone
         self.progress.begin()
         if self.settings.role is Role.ALONE:
-            if compressed or self.applier.momentum_missing(self.parameters.groups[0].get(STEP, 0)):
-                self.misuse.tell_of_missing_momentum(compressed)
+            has_momentum = any(momentum_of(group)[0] for group in self.parameters.groups)
+            if compressed and has_momentum and self.settings.config.momentum_correction:
+                self.misuse.tell_of_missing_momentum(of_adam=not self.applier.is_sgd)
             return
         self.pending.begin_anew()
         self.applier.fill_state()
@@ -119,13 +126,11 @@ class Engine:
 
     def arrived(self, parameter: Tensor) -> None:
         """A backward pass has added to a parameter's gradient."""
-        step = self.step
+        step = self.step if self.step.phase is Phase.COLLECTING else self._open()
         if (delay := step.delays[parameter]) <= 0:
             self.misuse.refuse_backward()
-        assert parameter.grad is not None and not parameter.grad.requires_grad
-        if step.phase is not Phase.COLLECTING:
-            self.misuse.refuse_addition(parameter, step)
-            step = self._open()
+        if parameter.is_complex() and parameter.grad is not None and parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
         if step.arrive(parameter, delay, self.parameters.bucket_of) and self.agreement.reached:
             self.launcher.launch_ready(step)
         if self.source.ends_with_backward:
@@ -137,15 +142,17 @@ class Engine:
             self.exchange()
 
     def _open(self) -> Step:
-        """The first gradient of a step has come."""
-        if self.step.phase is Phase.EXCHANGED:
-            self.misuse.tell_of_dropped_update()
+        """The first gradient of a step has come, or of one more exchange in the step whose update waits for step()."""
         self.parameters.check_unchanged()
-        world = replace(self.settings.world, node_size=self.nodes.size)
-        if self.step.phase is not Phase.IDLE:
+        world, before = replace(self.settings.world, node_size=self.nodes.size), self.step
+        if before.phase is Phase.EXCHANGED:
+            self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step)
+            self.step.earlier, self.step.direct = before.deliveries, before.direct
+            self.misuse.step_goes_on()
+        elif before.phase is not Phase.IDLE:
             self._next_step()
         if self.agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
-            self.progress.open()
+            self.progress.open(self.step)
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
         self.pending.step_opens()
         self.ledger.open(self.parameters.dense_bytes(world.size))
@@ -171,8 +178,9 @@ class Engine:
         try:
             with step.marked():
                 if not met:
-                    self.progress.open()
+                    self.progress.open(step)
                 step.inverse = self.scaling.measure_inverse()
+                self.launcher.reopen_rest(step)
                 if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
                     self._skip(step)
                     return
@@ -181,8 +189,13 @@ class Engine:
                         self.launcher.average_in_node(step)
                     step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
                 self.launcher.launch_rest(step)
-                arrive(step, self.parameters, self.applier, self.nonfinite, count)
-        except (FloatingPointError, ValueError):  # on all ranks alike
+                if blame := arrive(step, self.parameters, self.applier, self.nonfinite, count):
+                    self._skip(step, None if self.settings.waits else FloatingPointError(blame))
+                    return
+        except FloatingPointError as error:  # on all ranks alike, which raise it in step(), if it is called
+            self._skip(step, error)
+            return
+        except ValueError:  # on all ranks alike
             self.give_up()
             raise
         self._close(step)
@@ -198,18 +211,25 @@ class Engine:
         step.world = replace(self.settings.world, node_size=self.nodes.size)
         self.nodes.level()
 
-    def _skip(self, step: Step) -> None:
-        """No rank takes this step: u and v stay as they are. A scaler learns of it from what is in ``p.grad``."""
-        self.ledger.skip()
-        self._next_step(Phase.SKIPPED)
-        skip(step, self.parameters, self.settings.grad_scaler is not None)
+    def _skip(self, step: Step, error: FloatingPointError | None = None) -> None:
+        """No rank takes this step, as a gradient is not finite: it is left out, or step() raises the error. A script,
+        and a scaler, learn of it from what is in ``p.grad``.
+        """
+        if error is None:
+            self.ledger.skip()
+        else:
+            self.ledger.drop()
+        step.abandon(wait=False)
+        step.error = error
+        if error is None or not step.stock:
+            skip(step, self.parameters)
+        self._next_step(Phase.SKIPPED, step)
 
     def _close(self, step: Step) -> None:
         """All updates are there: counts them, and readies the next step."""
-        self.progress.advance()
-        self.pending.step_ends()
         self.ledger.close(self.parameters.numel, self.parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
+        self.step.changes = self.misuse.changes(self.step)
         self.misuse.note(self.parameters.listed)
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
@@ -226,16 +246,57 @@ class Engine:
             if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
                 warn(SYNCHRONIZED_TWICE + self.misuse.told_of_changed_update(self.step, " Also, "))
             self.source.synchronize(self)
-        if self.step.phase is Phase.SKIPPED:
+        error = self._found()
+        if error is not None and self.settings.waits:
+            self.parameters.optimizer.zero_grad()
+        elif error is not None:
+            self._next_step()
+            raise error
+        elif self.step.phase is Phase.SKIPPED:
             self.parameters.optimizer.zero_grad()
         else:
             self.source.before_update(self)
             if change := self.misuse.told_of_changed_update(self.step):
                 warn(change)
-            self.applier.apply(self.step)
-        if self.step.exchanged:
-            self._next_step()
+            self.apply()
         return loss
+
+    def _found(self) -> FloatingPointError | ValueError | None:
+        """The error of the step that step() is called for. In stock's steps a GPU is asked for it, which has not masked
+        what is in ``p.grad``.
+        """
+        if self.step.phase is not Phase.EXCHANGED or not self.step.stock or not self.settings.exchanges:
+            return self.step.error
+        error = self.nonfinite.take_found(self.settings.world.rank, self.ledger.counting(self.step))
+        if error is not None and self.settings.waits:
+            self.ledger.skip()
+        return error
+
+    def apply(self) -> None:
+        """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was exchanged."""
+        step, counts = self.step, self.step.exchanged and self.settings.exchanges
+        if counts:
+            self.progress.advance()
+        self.applier.apply(step)
+        if counts:
+            if step.hands_back:
+                self.progress.hand_back()
+            self.pending.step_ends()
+        if step.exchanged:
+            self._next_step()
+
+    def drop_update(self) -> None:
+        """Drops the update that waits for step(): what was sent of compressed gradients goes back into v."""
+        deliveries = self.step.deliveries
+        self.misuse.refuse_step_of_another(self.step)
+        for delivery in deliveries:
+            self.applier.take_back(delivery, delivery.parameters)
+        if any(float(delivery.bucket.kept.gradient_square) for delivery in deliveries if delivery.bucket.kept):
+            self.misuse.tell_of_dropped_update()
+        if self.settings.exchanges:
+            self.nonfinite.look()
+            self.nonfinite.forget()  # nobody applies what was not finite
+        self._next_step()
 
     @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
     @torch.no_grad()

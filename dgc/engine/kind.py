@@ -24,6 +24,13 @@ def decays_apart(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) ->
         group.get("decoupled_weight_decay"))
 
 
+def momentum_of(group: Mapping[str, Any]) -> tuple[float, bool]:
+    """m of a param group, which u is accumulated with (AdamW's b1), and whether it is Nesterov's."""
+    if "betas" in group:
+        return float(group["betas"][0]), False
+    return group.get("momentum", 0.0), group.get("nesterov", False)
+
+
 def sign(group: Mapping[str, Any]) -> int:
     """The sign with which a gradient enters the momentum of a param group."""
     return -1 if group["maximize"] else 1

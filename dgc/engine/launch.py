@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from dgc.compression.device import refuse_capture
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.misuse import Misuse
 from dgc.engine.nodes import Nodes
-from dgc.engine.nonfinite import NonFinite
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.outgoing import Outgoing
 from dgc.engine.parameters import Parameters
 from dgc.engine.progress import Progress
 from dgc.engine.report import Ledger
 from dgc.engine.settings import Settings
-from dgc.engine.step import Flight, Step
+from dgc.engine.step import Delivery, Flight, Step
 from dgc.transport.streams import StreamedRun
 
 
@@ -20,13 +23,13 @@ class Launcher:
     """Starts the exchanges of a step.
 
     Args:
-        settings, parameters, outgoing, nodes, nonfinite, progress, misuse, ledger: of the same optimizer.
+        settings, parameters, outgoing, nodes, applier, progress, misuse, ledger: of the same optimizer.
     """
 
     def __init__(self, settings: Settings, parameters: Parameters, outgoing: Outgoing, nodes: Nodes,
-                 nonfinite: NonFinite, progress: Progress, misuse: Misuse, ledger: Ledger):
+                 applier: Applier, progress: Progress, misuse: Misuse, ledger: Ledger):
         self._settings, self._parameters, self._outgoing, self._nodes = settings, parameters, outgoing, nodes
-        self._nonfinite, self._progress, self._misuse, self._ledger = nonfinite, progress, misuse, ledger
+        self._applier, self._progress, self._misuse, self._ledger = applier, progress, misuse, ledger
 
     @property
     def launches_early(self) -> bool:
@@ -55,8 +58,8 @@ class Launcher:
         step.launched += 1
         taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
         step.wait_for_gradients()
-        departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config(),
-                                                    self._nonfinite.is_error))
+        self._reopen(bucket, taking_part, step)
+        departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config()))
         if not departures and bucket.kept is not None:
             bucket.kept.rest()
         self._misuse.note(taking_part)
@@ -65,6 +68,29 @@ class Launcher:
             step.in_flight.append(Flight(bucket, departure.parameters, StreamedRun(
                 departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
                 self._ledger.counting(step))))
+
+    def reopen_rest(self, step: Step) -> None:
+        """Takes earlier updates of this step out of the gradients that are still to be launched."""
+        if step.earlier:
+            step.wait_for_gradients()
+            for bucket in self._parameters.buckets[step.launched:]:
+                self._reopen(bucket, self._parameters.taking_part(bucket.parameters, step.fired), step)
+
+    @torch.no_grad()
+    def _reopen(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> None:
+        """Has a bucket's gradients come together with those of an earlier exchange, whose update waits for step():
+        what was sent goes back into v, and ``p.grad`` keeps what a backward pass has added to the update.
+        """
+        for delivery in [one for one in step.earlier if one.bucket is bucket]:
+            again = [p for p in delivery.parameters if p in set(taking_part)]
+            self._applier.take_back(delivery, again)
+            held = [p for p in again if self._misuse.holds_update(p)]
+            self._applier.subtract(delivery, held, step)
+            if len(held) < len(again):
+                self._misuse.tell_of_dropped_update()
+            step.earlier.remove(delivery)
+            if rest := [p for p in delivery.parameters if p not in set(again)]:
+                step.deliveries.append(Delivery(bucket, rest, delivery.update))
 
     def average_in_node(self, step: Step) -> None:
         """Averages all gradients within the node, as their norm is wanted before any is exchanged among nodes.

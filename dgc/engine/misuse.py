@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from dgc.engine.backward import calling_scaler
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.step import Phase, Step
@@ -24,11 +25,14 @@ class Misuse:
     Args:
         settings: of the optimizer.
         parameters: whose gradients.
+        applier: knows what their updates were.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, settings: Settings, parameters: Parameters, applier: Applier):
+        self._settings, self._parameters, self._applier = settings, parameters, applier
         self._versions: dict[Tensor, tuple[int, int]] = {}  # parameter -> identity and version of its gradient
+        self._updates: dict[Tensor, tuple[int, int]] = {}  # the same of an update to which a backward pass adds
+        self._holds: dict[Tensor, bool] = {}  # what DDP's hook has found of that
         self._warned = False
 
     def note(self, parameters: Iterable[Tensor]) -> None:
@@ -44,9 +48,27 @@ class Misuse:
     def forget(self, parameter: Tensor | None = None) -> None:
         """Forgets one gradient, or all."""
         if parameter is None:
-            self._versions = {}
+            self._versions, self._updates, self._holds = {}, {}, {}
         else:
             self._versions.pop(parameter, None)
+
+    def step_goes_on(self) -> None:
+        """A backward pass begins although an update waits for step()."""
+        self._versions, self._updates = {}, self._versions
+
+    def note_holds(self, parameter: Tensor, holds: bool) -> None:
+        """Remembers what :meth:`holds_update` is to say of a parameter."""
+        self._holds[parameter] = holds
+
+    def holds_update(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is still the tensor of the update that waits for step(), which nothing but a backward pass
+        has changed.
+        """
+        if parameter in self._holds:
+            return self._holds[parameter]
+        identity, version = (self._updates or self._versions).get(parameter, (0, 0))
+        g = parameter.grad
+        return g is not None and id(g) == identity and g._version in (version, version + 1)
 
     def refuse_backward(self) -> None:
         """Refuses one backward pass too many.
@@ -59,26 +81,6 @@ class Misuse:
             "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
             "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
             "DistributedOptimizer of them is still held, by its scheduler or trainer.")
-
-    def refuse_addition(self, parameter: Tensor, step: Step) -> None:
-        """Refuses a first gradient that was added to an update.
-
-        Raises:
-            AssertionError: as stock's.
-        """
-        if not step.waits_for_update:
-            return
-        if self._settings.grad_scaler is not None:
-            raise AssertionError(
-                "backward() was called again before step(). With a grad_scaler gradients are exchanged as soon as "
-                "backward() ends, and their update waits for step(), which cannot be left out. Increase "
-                "backward_passes_per_step to accumulate gradients locally.")
-        gradient = parameter.grad
-        if gradient is not None and self._versions.get(parameter) == (id(gradient), gradient._version - 1):
-            raise AssertionError(
-                "backward() was called between synchronize() and step(), and has added to an update that was "
-                "exchanged already; momentum would count it twice. Call step() first; or, to accumulate gradients "
-                "locally, increase backward_passes_per_step, and call synchronize() after the last pass alone.")
 
     def refuse_unexchanged(self) -> None:
         """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last step."""
@@ -97,20 +99,32 @@ class Misuse:
                        "one, whose end is not told; use_reentrant=False has no such limit")
             raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
                                "optimizer.synchronize() before it, and before unscale_()")
-        if (scaler := calling_scaler()) is not None and scaler is not self._settings.grad_scaler:
+        scaler = calling_scaler() if self._settings.config.compresses else None
+        if scaler is not None and scaler is not self._settings.grad_scaler:
             raise RuntimeError("grad_scaler must be the GradScaler whose step() calls this, got "
                                f"{self._settings.grad_scaler!r}, so that gradients were kept with the scale (give it "
                                "as grad_scaler=)")
 
+    def changes(self, step: Step) -> int:
+        """How often the parameters were changed whose compressed updates wait for step()."""
+        return sum(p._version for delivery in step.deliveries for p in delivery.parameters)
+
+    def refuse_step_of_another(self, step: Step) -> None:
+        """Refuses to drop an update that another optimizer has applied: it would be sent once more."""
+        if self.changes(step) != step.changes:
+            raise RuntimeError("the optimizer that exchanges gradients must be the one whose step() is called, got "
+                               "parameters that were changed between backward() and zero_grad(), without its step() "
+                               "(register the optimizer that takes the step, such as the one in a wrapper)")
+
     def tell_of_dropped_update(self) -> None:
-        """Warns that there was no step() after synchronize(): its update is dropped, as where ``p.grad`` was set to
-        None. Where nothing is kept, so is all of the gradient, as in stock's.
-        """
-        if self._parameters.kept():
-            self.warn_of_loss("there was no step() after synchronize(), so the update is dropped. But u and v have "
-                              "taken the gradients in: what was not sent comes with later updates, and so does their "
-                              "momentum; to leave out steps whose gradients are not finite, give "
-                              "Config(nonfinite='skip')")
+        """Warns that step() did not follow an exchange of compressed gradients."""
+        self.warn_of_loss(
+            "step() was not called after an exchange of compressed gradients, so their update is dropped: what was "
+            "sent is back in the residual. But u and v keep this backward pass's gradient. To drop it too, take "
+            "saved = optimizer.residual_state_dict() before backward(), and call "
+            "optimizer.load_residual_state_dict(saved) where the step is dropped. To find large gradients look at "
+            "optimizer.report().gradient_norm, as p.grad holds an update; Config(nonfinite='skip') drops those that "
+            "are not finite")
 
     def tell_of_missing_momentum(self, of_adam: bool) -> None:
         """Warns that a process goes on alone with a state whose momentum was in residuals."""
@@ -129,18 +143,20 @@ class Misuse:
                               "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)")
 
     def told_of_changed_update(self, step: Step, before: str = "") -> str:
-        """The warning, once, where a compressed parameter's update was changed; a dense one's may be."""
-        config = self._settings.config
-        keeps = config.momentum_correction or config.sparsity != 0  # else the update is the whole gradient, as stock's
-        if not self._settings.exchanges or not keeps or self._warned or not step.exchanged:
+        """The warning, once, where a compressed parameter's update was changed; what travels dense may be."""
+        if self._warned or not step.deliveries:
             return ""
-        changed = next((p for p in self._changed() if self._parameters.compressed_bucket(p) is not None), None)
+        compressed = {p for delivery in step.deliveries for p in delivery.parameters}
+        changed = next((p for p in self._changed() if p in compressed and p.grad is not None
+                        and self._applier.was_changed(p, step)), None)
         if changed is None:
             return ""
         self._warned = True
         return (f"{before}the gradient of {self._parameters.names[changed]} was changed between its exchange, in "
-                "backward() or synchronize(), and step(). What was sent is no longer in the residual, so the "
-                "difference is lost; to clip, give Config(clip_norm=...), which clips before anything is accumulated")
+                "backward() or synchronize(), and step(). It is an update, many times larger than a gradient "
+                "(optimizer.report().gradient_norm has the gradients' norm), and what was sent is no longer in the "
+                "residual, so the difference is lost; to clip, give Config(clip_norm=...), which clips before anything "
+                "is accumulated")
 
     def warn_of_loss(self, message: str) -> None:
         """Warns, unless it has warned."""

@@ -15,7 +15,7 @@ from dgc.engine.scaling import Scaling
 from dgc.engine.settings import Settings
 from dgc.engine.shards import shard
 from dgc.engine.step import Step
-from dgc.paths.averaged import Update
+from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import who_is_not_finite
 from dgc.paths.nodes import average_in_node
 from dgc.warn import warn
@@ -96,9 +96,10 @@ class Nodes:
         of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
         if of_name:
             gradients = {name: self._scaling.own(p) for name, p in of_name.items()}
+            dtype = bucket.dtype(step.stock)
             # In float16 a sum may be infinite whose mean is not.
-            means = yield from average_in_node(gradients, residual_dtype(bucket.dtype), step.world)
-            step.node_means.update({p: means[name].to(bucket.dtype) for name, p in of_name.items()})
+            means = yield from average_in_node(gradients, residual_dtype(dtype), step.world)
+            step.node_means.update({p: means[name].to(dtype) for name, p in of_name.items()})
 
     def path(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
              onward: Callable[[ParameterBucket, list[Tensor], Step], Path[Update]]) -> Path[Update]:
@@ -109,10 +110,15 @@ class Nodes:
         """
         try:
             yield from self.mean(bucket, parameters, step)
-            return (yield from onward(bucket, parameters, step))
-        except FloatingPointError:  # found by all ranks in a node's message
-            names = [self._parameters.names[p] for p in parameters]
-            bad = [self._parameters.names[p] for p in parameters if not torch.isfinite(self._scaling.own(p)).all()]
-            if blame := (yield from who_is_not_finite(names, bad, parameters[0].device)):
-                raise FloatingPointError(blame) from None
-            raise
+            update = yield from onward(bucket, parameters, step)
+        except FloatingPointError as error:  # found by all ranks in a node's message
+            raise FloatingPointError((yield from self._whose(parameters)) or str(error)) from None
+        if isinstance(update, DenseUpdate) and update.blame:
+            update.blame = (yield from self._whose(parameters)) or update.blame
+        return update
+
+    def _whose(self, parameters: list[Tensor]) -> Generator[Collective, Tensor, str]:
+        """The ranks, of all in a node, whose own gradients are not finite; "" if there is none."""
+        names = [self._parameters.names[p] for p in parameters]
+        bad = [self._parameters.names[p] for p in parameters if not torch.isfinite(self._scaling.own(p)).all()]
+        return (yield from who_is_not_finite(names, bad, parameters[0].device))

@@ -98,20 +98,24 @@ class NonFinite:
         """Raises what was found, where all ranks are: they have found the same, and whoever raises it alone goes on
         alone.
         """
+        if (error := self.take_found(rank, count)) is not None:
+            raise error
+
+    def take_found(self, rank: int, count: Count) -> FloatingPointError | ValueError | None:
+        """The error in what was found, which is forgotten with it; all ranks ask."""
         self.look()
         for name, verdict in self._pending:
             asked = not self._settings.elastic  # where ranks that have come since would not know that they are asked
             blame = "" if not asked else PathRun(
                 verdict.blame(), self._settings.transport, f"{name}.blame", count).finish()
-            if verdict.refused:
+            if self.is_error:
                 self._found.append(verdict.error(blame))
             else:
                 self.tell(str(verdict.error(blame)), rank)
         self._pending = []
-        if self._found:
-            error = self._found[0]
-            self.forget()
-            raise error
+        error = self._found[0] if self._found else None
+        self.forget()
+        return error
 
     def tell(self, blame: str, rank: int) -> None:
         """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same.

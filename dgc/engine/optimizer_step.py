@@ -11,10 +11,10 @@ from torch import Tensor
 from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
-from dgc.engine.buckets import ParameterBucket, compressible
-from dgc.engine.kind import is_sgd, sign, unhooked
+from dgc.engine.buckets import ParameterBucket
+from dgc.engine.kind import is_sgd, momentum_of, sign, unhooked
 from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Role, Settings
+from dgc.engine.settings import Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Delivery, Step
 from dgc.trace import stage
@@ -39,56 +39,67 @@ class Applier:
         self.is_sgd = is_sgd(inner)
 
     def fill_state(self) -> None:
-        """Makes the state of SGD or AdamW complete from the start, so that all ranks have the same to broadcast.
-
-        A momentum that SGD had for a compressed parameter moves into u.
-        """
+        """Makes the state of SGD or AdamW complete from the start, so that all ranks have the same to broadcast."""
         if self._denominators.filled:
             self._denominators.fill_state()
         if not self.is_sgd:
             return
         all_state = self._parameters.optimizer.state
         for group in self._parameters.groups:
+            remembers = group["momentum"] != 0 and group["dampening"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad or parameter in all_state:
-                    self._fill(parameter, group, all_state[parameter])
+                    state = all_state[parameter]
+                    momentum = state.get("momentum_buffer")
+                    if momentum is not None and momentum.is_sparse:
+                        self._parameters.sparse[parameter] = momentum.sparse_dim()
+                    _default(state, "momentum_buffer", parameter if remembers else None)
 
-    def _fill(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        config, momentum = self._settings.config, state.get("momentum_buffer")
-        if momentum is not None and momentum.is_sparse:
-            self._parameters.sparse[parameter] = momentum.sparse_dim()
-        # Outside a process set nothing is exchanged, but a broadcast to all needs the same state there.
-        if config.momentum_correction and self._parameters.travels_compressed(parameter):
-            if self._settings.role is not Role.OUTSIDE:
-                self._move_into_u(parameter, group, state)
-            decays = group["weight_decay"] != 0 and group["momentum"] != 0
-            _default(state, "decay_buffer", parameter if decays else None)
-        else:
-            remembers = group["momentum"] != 0 and group["dampening"] == 0
-            _default(state, "momentum_buffer", parameter if remembers else None)
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Moves SGD's momentum into u of what travels compressed; it is alike on every rank, so in a sum each has its
+        share. From then on its buffer has the momentum of weight decay alone.
+        """
+        group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
+        share = 1 / (1 if self._settings.average else self._settings.world.size)
+        for bucket in self._parameters.buckets:
+            if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
+                continue
+            u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
+            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+                momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
+                if momentum is None or momentum.is_sparse:
+                    continue
+                if bucket.rounds:  # what rounding has left in v is of gradients, which momentum is to take in as well
+                    u[name].add_(v[name])
+                u[name].add_(local(momentum), alpha=sign(group) * share)
+                momentum.zero_()
 
-    def _move_into_u(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Takes over the wrapped optimizer's momentum; it is alike on every rank, so in a sum each has its share."""
-        kept, momentum = self._parameters.bucket_of[parameter].kept, state.pop("momentum_buffer", None)
-        if momentum is None:
-            return
-        state.pop("decay_buffer", None)  # of before a time with plain SGD, whose momentum has weight decay's in it
-        self._parameters.inherits = True
-        assert kept is not None and kept.u is not None
-        share = sign(group) / (1 if self._settings.average else self._settings.world.size)
-        kept.views(kept.u)[self._parameters.names[parameter]].copy_(local(momentum)).mul_(share)
+    def _hand_back(self, step: Step) -> None:
+        """Moves u, which all ranks have averaged, into SGD's momentum: gradients travel dense from the next step on."""
+        group_of = self._parameters.group_of()
+        for delivery in step.deliveries:
+            kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
+            if kept is None or kept.u is None or velocity is None:
+                continue
+            average, u = kept.views(velocity), kept.views(kept.u)
+            for p in delivery.parameters:
+                momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
+                if momentum is not None:  # else u has never had any
+                    name = self._parameters.names[p]
+                    local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
+                    u[name].zero_()
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
-        """Writes an update into ``p.grad`` of those that took part, or keeps it for :meth:`apply`."""
+        """Writes an update into ``p.grad`` of those that took part."""
         with stage("dgc::add"):
             self._write(delivery, step)
 
     def _write(self, delivery: Delivery, step: Step) -> None:
-        """Writes an update into ``p.grad``."""
         bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
-        targets, others = _targets(bucket, parameters, lambda p: local(p.grad))
+        targets, others = _targets(bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock))
         update.write(targets)
-        if step.inverse is not None and bucket.kept is not None:
+        if step.inverse is not None and bucket.accumulates(step.stock):
             torch._foreach_div_([target for target in targets if target is not None], step.inverse.number)
         for parameter, target in others:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -98,38 +109,88 @@ class Applier:
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(target)
 
-    def put_back(self, deliveries: Iterable[Delivery], size: int) -> None:
+    def _values(self, delivery: Delivery) -> dict[Tensor, Tensor]:
+        """Parameter -> its update, in its shape."""
+        kept = delivery.bucket.kept
+        assert kept is not None
+        flat = torch.empty_like(kept.v)
+        delivery.update.write(flat.split(kept.numels))
+        return dict(zip(delivery.bucket.parameters, kept.views(flat).values(), strict=True))
+
+    def put_back(self, deliveries: Iterable[Delivery], step: Step) -> None:
         """Takes each rank's share of a failed step's updates, which will not be applied, back into v."""
-        share = 1.0 if self._settings.average else 1 / size
         for delivery in deliveries:
-            if (kept := delivery.bucket.kept) is not None:
-                delivery.update.add(kept.v.split(kept.numels), [share] * len(kept.names))
+            if delivery.bucket.accumulates(step.stock):
+                self._into_v(delivery, delivery.parameters)
+
+    @torch.no_grad()
+    def take_back(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
+        """Takes each rank's share of an update, which step() will not apply to these parameters, back into v, and has
+        their next gradients come together with those that it was made of.
+        """
+        kept, group_of = delivery.bucket.kept, self._parameters.group_of()
+        assert kept is not None
+        self._into_v(delivery, parameters)
+        for p in parameters:
+            kept.rewind(self._parameters.names[p], *momentum_of(group_of[p]))
+
+    def _into_v(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
+        kept, values = delivery.bucket.kept, self._values(delivery)
+        assert kept is not None
+        v, share = kept.views(kept.v), 1.0 if self._settings.average else 1 / self._settings.world.size
+        for p in parameters:
+            v[self._parameters.names[p]].add_(values[p], alpha=share)
+
+    @torch.no_grad()
+    def subtract(self, delivery: Delivery, parameters: Iterable[Tensor], step: Step) -> None:
+        """Takes an update out of the gradients to which a backward pass has added."""
+        values = self._values(delivery)
+        for p in parameters:
+            update = values[p] if step.inverse is None else values[p] / step.inverse.number
+            g = local(p.grad)
+            g.sub_(update.to(g.dtype))
+
+    def was_changed(self, parameter: Tensor, step: Step) -> bool:
+        """Whether ``p.grad`` is another than the compressed update that waits for step()."""
+        grad = local(parameter.grad)
+        delivery = next(delivery for delivery in step.deliveries if parameter in set(delivery.parameters))
+        update = self._values(delivery)[parameter]
+        scaled = update if step.inverse is None else update / step.inverse.number  # a scaler may have taken that out
+        return not any(torch.equal(grad, one.to(grad.dtype)) for one in (update, scaled))
 
     def apply(self, step: Step) -> None:
-        """Takes the wrapped optimizer's step, on the updates in ``p.grad``."""
+        """Takes the wrapped optimizer's step, on what is in ``p.grad``."""
         with stage("dgc::step"):
-            self._apply(step)
+            for delivery in step.deliveries:
+                if left_out := [p for p in delivery.parameters if p.grad is None]:
+                    self.take_back(delivery, left_out)
+            if step.stock:
+                unhooked(self._inner.step)(self._parameters.optimizer)
+            else:
+                self._apply(step)
+            if step.hands_back:
+                self._hand_back(step)
 
     def _apply(self, step: Step) -> None:
-        optimizer, direct, hidden = self._parameters.optimizer, step.direct, list[tuple[dict[str, Any], list[Tensor]]]()
+        """The step of updates, whose momentum is in u and whose decay is added here."""
+        optimizer, hidden = self._parameters.optimizer, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
             if self._denominators.compressed:
                 parts = [(group, *self._parted(group)) for group in original]
                 hidden = [(group, compressed) for group, _, compressed in parts]
                 optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
-            elif self.is_sgd and self._settings.exchanges:
-                directly = {p for delivery in direct for p in delivery.parameters}
-                optimizer.param_groups = [part for group in original for part in self._split(group, directly)]
+            elif self.is_sgd and self._settings.config.momentum_correction:
+                optimizer.param_groups = [part for group in original for part in self._split(group)]
             unhooked(self._inner.step)(optimizer)
         finally:
             optimizer.param_groups = original
         for group, compressed in hidden:
             self._denominators.step(group, compressed)
-        if direct:
+        if step.direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
-                for delivery in direct:
+                for delivery in step.direct:
                     with stage("dgc::add"):
                         self.add(delivery, group_of)
 
@@ -141,30 +202,28 @@ class Applier:
             (dense if self._parameters.compressed_bucket(p) is None else compressed).append(p)
         return dense, compressed
 
-    def _split(self, group: dict[str, Any], directly: set[Tensor]) -> list[dict[str, Any]]:
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """A param group as SGD is to see it: what travels dense, and what travels compressed."""
         dense, compressed = self._parted(group)
-        config, changed = self._settings.config, dict[str, Any]()
-        if config.momentum_correction:
-            changed = {"momentum": 0, "nesterov": False, "weight_decay": 0}
-            self._decay(group, compressed, directly)
-        return [{**group, "params": dense}, {**group, "params": compressed, **changed}]
+        self._decay(group, compressed)
+        without = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+        return [{**group, "params": dense}, {**group, "params": compressed, **without}]
 
     @torch.no_grad()
-    def _decay(self, group: dict[str, Any], parameters: list[Tensor], directly: set[Tensor]) -> None:
+    def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """The part of SGD's step that comes from weight decay, or from its momentum where gradients have it by now."""
         m, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
-            buffer = state.get("decay_buffer")
-            takes_part = parameter.requires_grad and (parameter.grad is not None or parameter in directly)
+            buffer = state.get("momentum_buffer")
+            takes_part = parameter.requires_grad and parameter.grad is not None
             if not takes_part or (decay == 0 and (m == 0 or buffer is None)):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))
                 continue
             if buffer is None:
-                buffer = state["decay_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
@@ -178,7 +237,8 @@ class Applier:
         """
         bucket, update = delivery.bucket, delivery.update
         over = bucket.compressed and self._denominators.compressed  # D: it is divided before it is added
-        targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach())
+        targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach(),
+                                   bucket.dtype(False))
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
         fits = set(delivery.parameters).difference(p for p, _ in others)
         update.add([target if p in fits else None for p, target in zip(bucket.parameters, targets, strict=True)],
@@ -204,14 +264,6 @@ class Applier:
         """Whether a bucket has such updates."""
         return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.compressed))
 
-    def momentum_missing(self, step: int) -> bool:
-        """Whether so many steps were taken whose momentum is not in the state of torch's own SGD."""
-        config, state = self._settings.config, self._parameters.optimizer.state
-        return (self.is_sgd and config.momentum_correction and step > 0 and any(
-            group["momentum"] != 0 and p.requires_grad and compressible(p, config.min_numel)
-            and state.get(p, {}).get("momentum_buffer") is None
-            for group in self._parameters.groups for p in group["params"]))
-
 
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
     """The loops for both. Compiled ones take addresses and one dtype; a script may have changed the parameter's."""
@@ -225,11 +277,11 @@ def _add(parameter: Tensor, x: Tensor, rate: float) -> None:
 
 
 def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
-             ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+             dtype: torch.dtype) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
     """Targets for a :class:`dgc.paths.averaged.Update`: ``of(p)`` of these parameters where its memory will do; else,
     and listed once more with their parameter, new tensors. None for the bucket's other parameters. All in its order.
     """
-    wanted, targets, others, dtype, kept = set(parameters), [], [], bucket.dtype, bucket.kept
+    wanted, targets, others, kept = set(parameters), [], [], bucket.kept
     for i, p in enumerate(bucket.parameters):
         target = None
         if p in wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from dgc.config import Config
 from dgc.engine.adam import Denominators, share
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.handover import is_pending
+from dgc.engine.kind import momentum_of
 from dgc.engine.nodes import Nodes
 from dgc.engine.parameters import Parameters
 from dgc.engine.scaling import Scaling
@@ -51,31 +51,31 @@ class Outgoing:
         self._settings, self._parameters, self._scaling, self._nodes = settings, parameters, scaling, nodes
         self._denominators = denominators
 
-    def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step, config: Config,
-                   refuse: bool) -> Iterator[Departure]:
+    def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step,
+                   config: Config) -> Iterator[Departure]:
         """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
 
         Args:
             taking_part: the parameters of the bucket that are exchanged in this step.
             config: the settings, with the sparsity in force.
-            refuse: whether a gradient that is not finite is an error.
         """
+        compressed = bucket.compressed and not step.stock
         alone = self.sparse_among(taking_part)
         dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
         if dense:
             def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
-                if bucket.compressed:
+                if compressed:
                     return self._compressed(bucket, parameters, step, config)
-                return self._dense(bucket, parameters, step, refuse)
+                return self._dense(bucket, parameters, step)
 
-            by_node = step.world.node_size > 1 and (bucket.compressed or config.clip_norm is not None)
+            by_node = step.world.node_size > 1 and (compressed or config.clip_norm is not None)
             path = self._nodes.path(bucket, dense, step, onward) if by_node else onward(bucket, dense, step)
             yield Departure(bucket.name, dense, path)
         for parameter in alone:
             name = self._parameters.names[parameter]
             yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
-                name, self._sparse_gradient(parameter), step.world if bucket.compressed else step.world.flat,
-                average=self._settings.average, scale=self._scaling.factor_of(parameter, step), refuse=refuse,
+                name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
+                average=self._settings.average, scale=self._scaling.factor_of(parameter, step),
                 kept=bucket.kept, pending=is_pending(self._parameters, parameter)))
 
     def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -97,53 +97,56 @@ class Outgoing:
                     config: Config) -> Path[Update]:
         """The path of a bucket that travels compressed."""
         assert bucket.kept is not None
-        if self._nodes.alone:  # an elastic job down to one: there is nobody to save bytes for
-            config = replace(config, sparsity=0.0)
         named = {self._parameters.names[parameter]: parameter for parameter in parameters}
         gradients = {name: self._gradient(parameter, step) for name, parameter in named.items()}
         scale = step.scaled_out(step.clip)
         factor = scale if not self._denominators.compressed else share(
             scale, {name: step.group_of[p] for name, p in named.items()}, bucket.kept.v)
         return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
-                      average=self._settings.average, scale=factor)
+                      average=self._settings.average, scale=factor, hands_back=step.hands_back)
 
     def _gradient(self, parameter: Tensor, step: Step) -> Gradient:
         """A gradient, as u and v accumulate it."""
         g, group = self._scaling.gradient(parameter, step), step.group_of[parameter]
         if self._denominators.used:
-            return self._denominators.gradient(g, group)
-        if self._settings.config.momentum_correction:
+            self._denominators.check(group)
+        elif self._settings.config.momentum_correction:
             check_dampening(group)
-        return Gradient(g, group.get("momentum", 0.0), group.get("nesterov", False))
+        return Gradient(g, *momentum_of(group))
 
-    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step, refuse: bool) -> Path[Update]:
+    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
         """The path of a bucket that travels dense."""
-        rounded = bucket.kept is not None and step.world.size > 1
-        taking_part = set(parameters)
-        gradients = {self._parameters.names[p]: self._dense_gradient(p, p in taking_part, bucket, step)
-                     for p in (parameters if rounded else bucket.parameters)}
+        kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
+        rounded = bucket.rounds and step.world.size > 1
+        addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
+                   for p in (parameters if rounded else bucket.parameters)}
+        if bucket.compressed and kept is not None:
+            kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
+                          if not bucket.accumulates(step.stock) else None)
         if rounded:
-            assert bucket.kept is not None and self._settings.config.dense_dtype is not None
-            return reduce_rounded(bucket.kept, gradients, self._settings.config.dense_dtype, step.world.flat,
-                                  average=self._settings.average)
+            assert kept is not None and config.dense_dtype is not None
+            gradients = {self._parameters.names[p]: g for p, g in addends.items()}
+            return reduce_rounded(kept, gradients, config.dense_dtype, step.world.flat, average=self._settings.average)
+        gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
+                     for i, (p, g) in enumerate(addends.items())}
         return reduce_dense(gradients, step.world.flat, average=self._settings.average,
-                            scale=step.clip if self._clipped_as_one(bucket) else None,
-                            predivide=self._settings.gradient_predivide_factor, refuse=refuse)
+                            scale=step.clip if self._clipped_as_one(bucket, step) else None,
+                            predivide=self._settings.gradient_predivide_factor)
 
     def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
         """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
         g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
-        g = g if g.dtype == bucket.dtype else g.to(bucket.dtype)
-        if not takes_part or self._clipped_as_one(bucket):
+        g = g.to(bucket.dtype(step.stock))
+        if not takes_part or self._clipped_as_one(bucket, step):
             return g
         scale = self._scaling.factor_of(parameter, step)
-        if bucket.kept is not None:  # remembered from step to step, so without the loss's scale
+        if bucket.accumulates(step.stock):  # remembered from step to step, so without the loss's scale
             scale = step.scaled_out(scale)
         return g if scale is None else g * scale.to(g)
 
-    def _clipped_as_one(self, bucket: ParameterBucket) -> bool:
+    def _clipped_as_one(self, bucket: ParameterBucket, step: Step) -> bool:
         """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
-        return bucket.kept is None and not self._settings.config.clip_per_tensor
+        return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
 
 
 def check_dampening(group: dict[str, object]) -> None:

@@ -19,6 +19,7 @@ from dgc.engine.shards import local
 from dgc.paths.task import chosen
 
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
+BEGAN = "dgc_compressed_from"  # beside it: the first step since which steps are compressed; -1: they are stock's
 
 
 class Parameters:
@@ -43,7 +44,6 @@ class Parameters:
         self.listed: dict[Tensor, None] = {}  # in order
         self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
         self.frozen: set[Tensor] = set()  # at first; as those once they thaw
-        self.inherits = False  # u began with the momentum that the wrapped optimizer had
 
     @property
     def optimizer(self) -> Any:
@@ -61,9 +61,17 @@ class Parameters:
         """How many steps were taken: the step of the schedule, alike on all ranks."""
         return int(self.groups[0][STEP])
 
+    @property
+    def stock(self) -> bool:
+        """Whether nothing is compressed now: ``p.grad`` is the averaged gradient, and the wrapped optimizer has all of
+        its state.
+        """
+        began: int = self.groups[0].get(BEGAN, -1)
+        return began < 0
+
     def all(self) -> list[Tensor]:
-        """The parameters that may have a gradient, in order."""
-        return exchanged(self.groups)
+        """The parameters whose gradients are exchanged, in order."""
+        return list(self.listed)
 
     @property
     def device(self) -> torch.device:
@@ -74,29 +82,33 @@ class Parameters:
         """Parameter -> its param group."""
         return {p: group for group in self.groups for p in exchanged([group])}
 
-    def add(self, parameters: list[Tensor]) -> None:
-        """Notes which parameters there are, as stock's class does."""
+    def add(self, parameters: list[Tensor], all_take_part: bool) -> None:
+        """Notes which parameters there are, as stock's class does.
+
+        Args:
+            all_take_part: in an exchange, also those that have no gradient.
+        """
         self.listed.update(dict.fromkeys(parameters))
-        if self._settings.exchanges:
+        if self._settings.exchanges and all_take_part:
             self.requires_update.update(p for p in parameters if p.requires_grad)
             self.frozen.update(p for p in parameters if not p.requires_grad)
 
-    def register(self, param_groups: list[dict[str, Any]], groups: Any) -> None:
-        """Puts the parameters of these param groups into buckets.
+    def register(self, parameters: list[Tensor], groups: Any) -> None:
+        """Puts these parameters into buckets.
 
         Args:
             groups: as for :func:`dgc.DistributedOptimizer`.
         """
-        parameters, config = exchanged(param_groups), self._settings.config
+        config = self._settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
-            kept = None
-            if compressed or config.dense_dtype is not None:
+            kept, rounds = None, config.dense_dtype is not None and not together[0].is_complex()
+            if compressed or rounds:
                 members = dict(zip(names, map(local, together), strict=True))
                 kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)
             if kept is not None and compressed:  # what it takes to run its loops begins now
                 kernels.current(kept.v.device.type, kept.v.dtype)
-            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
+            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept, rounds)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(together, bucket))
         self.numels.update({p: local(p).numel() for p in parameters})
@@ -116,7 +128,8 @@ class Parameters:
 
     def travels_compressed(self, parameter: Tensor) -> bool:
         """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""
-        return parameter not in self.sparse and compressible(parameter, self._settings.config.min_numel)
+        brought = parameter in self.listed and parameter not in self.sparse
+        return brought and compressible(parameter, self._settings.config.min_numel)
 
     def compressed(self) -> list[Bucket]:
         """u and v of what travels compressed."""
@@ -154,8 +167,9 @@ class Parameters:
         groups = self.group_of()
         if STEP not in self.groups[0]:
             raise RuntimeError("param_groups must stay in their order, got another group as the first one")
-        if groups.keys() != self.bucket_of.keys():
-            added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in self.bucket_of]
+        known = {p for p in self.names if p.dtype in DTYPES}
+        if groups.keys() != known:
+            added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in known]
             taken = [name for p, name in self.names.items() if p not in groups]
             raise RuntimeError(f"param_groups must not be changed by hand, got {', '.join([*added, *taken][:5])} (use "
                                "add_param_group(), and requires_grad_(False) for what is no longer trained)")

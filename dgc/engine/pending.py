@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression.residual import norm
-from dgc.engine.adam import BEGAN
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters
@@ -97,7 +96,6 @@ class Pending:
         before.
         """
         self._parameters.forget_sparse()
-        self._parameters.inherits = False
         self._reached = self._parameters.step
         if self.loaded:
             return
@@ -123,33 +121,14 @@ class Pending:
         self._reached = self._parameters.step
 
     def _tell_of_missing(self) -> None:
-        """Warns once where training goes on without its residuals. AdamW's dense steps have all in its state."""
+        """Warns once where training goes on without its residuals."""
         if self.missing:
             self.missing = False
-            if not self._parameters.kept() or self._parameters.groups[0].get(BEGAN, 0) < 0:
-                return
-            warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
-                 "save optimizer.residual_state_dict() on every rank, and load it there with "
-                 "load_residual_state_dict()")
-
-    @torch.no_grad()
-    def share_inherited(self) -> None:
-        """Gives all ranks the momentum that some have from a checkpoint of plain SGD: scripts load it on rank 0 alone,
-        and broadcast the optimizer's state, which u is not in. Those that have it have the same. Where others have
-        trained, as in an elastic job that goes on, it is of long ago, and dropped: a rank that joins begins with none.
-        """
-        transport, own = self._settings.transport, self._parameters.inherits
-        told = torch.tensor([int(own), self.world_size], device=self._parameters.device)
-        have, trained = transport.start(Collective("gather", told), "dgc.inherits")().count_nonzero(0).tolist()
-        for bucket in self._parameters.kept():
-            if bucket.u is None:
-                continue
-            if trained and not self.world_size:
-                bucket.u.zero_()
-            elif not trained and 0 < have < self._settings.world.size:
-                part = bucket.u.clone() if own else torch.zeros_like(bucket.u)
-                bucket.u.copy_(transport.start(Collective("sum", part), f"dgc.inherits.{bucket.name}")()).div_(have)
-        self._parameters.inherits = False
+            if self._parameters.kept() and not self._parameters.stock:
+                warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
+                     "save by dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
+                     "optimizer.residual_state_dict() on every rank, and load it there with "
+                     "load_residual_state_dict()")
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

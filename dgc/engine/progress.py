@@ -9,8 +9,11 @@ from typing import Any
 from dgc.config import Config
 from dgc.engine.adam import Denominators
 from dgc.engine.adaptive import KEYS, SPARSITY, AdaptiveSparsity
-from dgc.engine.parameters import STEP, Parameters
+from dgc.engine.nodes import Nodes
+from dgc.engine.optimizer_step import Applier
+from dgc.engine.parameters import BEGAN, STEP, Parameters
 from dgc.engine.settings import Role, Settings
+from dgc.engine.step import Step
 from dgc.schedule import Adaptive
 
 
@@ -20,11 +23,15 @@ class Progress:
     Args:
         settings: of the optimizer.
         parameters: of the optimizer.
-        denominators: of AdamW, which have their own say in when compression begins.
+        nodes: without others of them there is nobody to save bytes for.
+        applier: takes the wrapped optimizer's momentum over at the first compressed step.
+        denominators: of AdamW, which do so in its place, and have their own say in when.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, denominators: Denominators):
-        self._settings, self._parameters, self._denominators = settings, parameters, denominators
+    def __init__(self, settings: Settings, parameters: Parameters, nodes: Nodes, applier: Applier,
+                 denominators: Denominators):
+        self._settings, self._parameters, self._nodes = settings, parameters, nodes
+        self._applier, self._denominators = applier, denominators
         self._adaptive: AdaptiveSparsity | None = None
 
     @property
@@ -35,8 +42,10 @@ class Progress:
         """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
         self._denominators.begin()
         if self._settings.role is Role.ALONE:
+            self._group.pop(BEGAN, None)
             return
         self._group.setdefault(STEP, 0)
+        self._group.setdefault(BEGAN, -1)
         self._adaptive, sparsity = None, self._settings.config.sparsity
         if not isinstance(sparsity, Adaptive):
             for key in KEYS.values():  # from a checkpoint; Horovod broadcasts only what all ranks have
@@ -49,12 +58,22 @@ class Progress:
         """The optimizer's state is handed out, and may come back changed."""
         self._denominators.shown()
 
-    def open(self) -> None:
-        """A step begins."""
-        self._denominators.open(self._scheduled())
+    def open(self, step: Step) -> None:
+        """A step begins: it is compressed, or it is stock's. The first compressed one takes the momentum of the wrapped
+        optimizer over; the first one after it to which the schedule gives 0 sends all that is pending, and u with it.
+        """
+        parameters, adam = self._parameters, self._denominators.used
+        if parameters.stock and not self._nodes.alone and self._scheduled().sparsity_at(parameters.step) > 0 and (
+                not adam or self._denominators.ready(self._scheduled())):
+            (self._denominators if adam else self._applier).take_over()
+            self._group[BEGAN] = parameters.step
+        step.stock = parameters.stock
+        step.hands_back = not step.stock and not adam and self.config().sparsity_at(parameters.step) == 0
 
     def config(self) -> Config:
         """The config, with the sparsity in force where it is not the schedule's."""
+        if self._nodes.alone:
+            return replace(self._settings.config, sparsity=0.0)
         return self._denominators.in_force(self._scheduled())
 
     def _scheduled(self) -> Config:
@@ -63,11 +82,11 @@ class Progress:
 
     def last_sparsity(self) -> float:
         """The sparsity that the schedule gave for the last step; of an adaptive one, for the next."""
-        return self.config().sparsity_at(max(0, self._group.get(STEP, 0) - 1))
+        return self._denominators.in_force(self._scheduled()).sparsity_at(max(0, self._group.get(STEP, 0) - 1))
 
     def compressing(self) -> AbstractContextManager[Any]:
         """Measures compression during the backward pass, within it."""
-        return nullcontext() if self._adaptive is None or self._denominators.dense else self._adaptive
+        return nullcontext() if self._adaptive is None or self._parameters.stock else self._adaptive
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""
@@ -75,7 +94,11 @@ class Progress:
             self._adaptive.computing_stops()
 
     def advance(self) -> None:
-        """A step has ended."""
+        """A step is taken."""
         self._group[STEP] += 1
-        if self._adaptive is not None and not self._denominators.dense:  # AdamW's dense steps tell of no sparsity
+        if self._adaptive is not None and not self._parameters.stock:  # dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])
+
+    def hand_back(self) -> None:
+        """The wrapped optimizer has its momentum again: the steps to come are stock's."""
+        self._group[BEGAN] = -1

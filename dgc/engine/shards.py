@@ -19,11 +19,16 @@ from torch import Tensor
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a sharded tensor, in the same memory; any other tensor as it is."""
-    if not hasattr(tensor, "to_local"):
+    """This rank's part of a sharded tensor, in the same memory; a complex one as real numbers, (*shape, 2); any other
+    tensor, and None, as it is.
+    """
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if tensor is None or tensor.is_sparse or not tensor.is_complex():
         return tensor
     with torch.no_grad():
-        return tensor.to_local()
+        return torch.view_as_real(tensor)
 
 
 def shard(parameter: Tensor) -> tuple[int, int] | None:

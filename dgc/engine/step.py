@@ -24,10 +24,10 @@ class Phase(Enum):
     IDLE = "no gradient has come"
     COLLECTING = "gradients come, and leave"
     EXCHANGED = "p.grad holds the averaged update, which waits for step()"
-    SKIPPED = "no rank takes this step, as a gradient was not finite; step() has still to come"
+    SKIPPED = "a gradient was not finite, so no rank takes this step; step() skips it, or raises an error"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flight:
     """An exchange under way."""
 
@@ -36,7 +36,7 @@ class Flight:
     exchange: StreamedRun[Update | SparseUpdate]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Delivery:
     """An update that has come."""
 
@@ -59,7 +59,7 @@ class Step:
         parameters: all that may have a gradient; of a dict, torch is not asked for their hashes.
         passes: how many backward passes add up to this step.
         phase: IDLE, or how the last exchange ended, until step() has been called.
-        before: that exchange's step: its updates and the loss's scale are still wanted.
+        before: that exchange's step, whose updates wait for step().
     """
 
     def __init__(self, parameters: Iterable[Tensor], passes: int, phase: Phase = Phase.IDLE,
@@ -76,8 +76,16 @@ class Step:
         self.in_flight: list[Flight] = []
         self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
         self.clip: Tensor | None = None  # factor from clipping by the global norm
+        # What the exchange has decided and found, which step() goes by.
+        self.stock: bool = before is None or before.stock  # nothing is compressed: p.grad is the averaged gradient
+        self.hands_back: bool = before is not None and before.hands_back  # gradients travel dense after this step
         self.inverse: Inverse | None = None if before is None else before.inverse
+        self.error: FloatingPointError | None = None if before is None else before.error  # step() raises it
         self.direct: list[Delivery] = [] if before is None else before.direct  # updates that step() applies itself
+        # Compressed updates that wait for step(): what was sent of them goes back into v if it does not come.
+        self.deliveries: list[Delivery] = [] if before is None else before.deliveries
+        self.earlier: list[Delivery] = []  # those of an exchange before, in the same step
+        self.changes = 0  # of parameters, when the exchange had ended
 
     @property
     def waits_for_update(self) -> bool:

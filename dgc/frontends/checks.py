@@ -34,7 +34,7 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     check_kinds(optimizer, config, op)
     check_optimizer(optimizer, config)
     scaler = enabled_scaler(grad_scaler)
-    if scaler is not None and config.momentum_correction and is_adam(type(optimizer)) and any(
+    if scaler is not None and config.momentum_correction and config.compresses and is_adam(type(optimizer)) and any(
             group.get("fused") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must have fused=False where grad_scaler is given, got {type(optimizer).__name__} "
                          "with fused=True, whose own step takes the scale out (momentum correction replaces that step)")
@@ -67,11 +67,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
                         "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step")
     if is_adam(type(optimizer)):
         _check_adam(optimizer, config)
-    elif not is_sgd(type(optimizer)) and config.momentum_correction:
+    elif not is_sgd(type(optimizer)) and config.momentum_correction and config.compresses:
+        held = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+        if held:
+            raise TypeError(f"optimizer must be the one whose step() is called, got {kind} around another one (give "
+                            f"its attribute {held[0]}; or, if {kind}.step() is called, "
+                            "Config(momentum_correction=False))")
         raise TypeError(f"optimizer must be torch.optim.SGD or AdamW for momentum correction, which gives its step() "
                         f"updates in place of gradients, got {kind} (" + (
                             "torch.optim.AdamW learns better with compressed gradients; or "
-                            if "betas" in optimizer.defaults else "") +
+                            if "betas" in optimizer.defaults and not isinstance(
+                                optimizer, torch.optim.SparseAdam) else "") +
                         f"give Config(momentum_correction=False), and {kind} gets the averaged sparse gradients)")
     for group in optimizer.param_groups:
         check_group(group, config, type(optimizer))
@@ -82,8 +88,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses what cannot be done where AdamW's momentum is in u, and the gradients in place of it."""
+    if not config.compresses:
+        return
     if not config.momentum_correction:
-        if config.sparsity != 0.0 and all(decays_apart(type(optimizer), group) for group in optimizer.param_groups):
+        if all(decays_apart(type(optimizer), group) for group in optimizer.param_groups):
             raise ValueError(f"Config: momentum_correction must be True for {type(optimizer).__name__}, got False "
                              "(where ranks accumulate gradients in place of its momentum, a transformer ended 7 % "
                              "above dense training's perplexity at 99 %; with momentum correction, 1 %)")
@@ -97,9 +105,9 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
     """Refuses a param group with a dampening, with an Adam's weight decay that is in the gradient, or with parameters
     that cannot be exchanged.
     """
-    if config.momentum_correction and is_adam(kind):
+    if config.momentum_correction and config.compresses and is_adam(kind):
         check_decay(kind, group)
-    if config.momentum_correction and "dampening" in group:
+    if config.momentum_correction and config.compresses and is_sgd(kind):
         check_dampening(group)
     for parameter in group["params"]:
         if parameter.dtype not in DTYPES and parameter.requires_grad:
@@ -123,7 +131,7 @@ def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adapt
     config = settings.config
     if settings.role is Role.OUTSIDE or settings.world.rank != 0:
         return
-    if adaptive and not config.momentum_correction and config.sparsity != 0.0:
+    if adaptive and not config.momentum_correction and config.compresses:
         kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
         warn(f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "
              "where ranks accumulate gradients, a transformer ended 7 % above dense training's perplexity at 99 %, and "

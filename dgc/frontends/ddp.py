@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc.collective import Collective
 from dgc.config import Average, Config
-from dgc.engine.backward import backward_task, gradients_of, uncompiled
+from dgc.engine.backward import at_end_of_backward, backward_task, gradients_of, uncompiled
 from dgc.engine.engine import Engine, engine_of
-from dgc.engine.settings import Settings
+from dgc.engine.settings import Role, Settings
+from dgc.engine.shards import local
 from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
@@ -33,16 +36,23 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
 
     The script stays as it is. The optimizer is changed in place: it has ``residual_state_dict``, ``flush`` and
     ``report`` from then on, and momentum and weight decay go as in :func:`dgc.DistributedOptimizer`. After
-    ``backward()``, ``p.grad`` is the averaged update. ``no_sync()``, ``join()``, ``find_unused_parameters``,
-    ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank goes on sending what it has kept. A
-    gradient that is not finite is a ``FloatingPointError`` of ``step()``, on all ranks.
+    ``backward()``, ``p.grad`` is the averaged gradient; in compressed steps, the averaged update. ``no_sync()``,
+    ``join()``, ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank
+    goes on sending what it has kept. A gradient that is not finite is a ``FloatingPointError`` of ``step()``, on all
+    ranks.
 
     A model and an optimizer that were pickled come back unconnected: register them again.
 
+    Several optimizers may share a model, and an optimizer may have several models: register each pair. Parameters of
+    the model that no registered optimizer has travel dense. Parameters of the optimizer that are in no such model are
+    stepped with the gradients that they have. If ``backward()`` is called twice before ``step()``, the gradients add
+    up, as in torch.
+
     Args:
-        ddp_model: wraps the model; no hook may be registered with it yet.
-        optimizer: of all parameters of the model that require a gradient, and of no others: ``torch.optim.SGD``,
-            ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS, with ``momentum_correction=False``.
+        ddp_model: wraps the model; no hook of another kind may be registered with it yet.
+        optimizer: of parameters of the model: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any
+            other, but LBFGS, with ``momentum_correction=False`` or ``sparsity=0.0``. The one whose ``step()`` is
+            called.
         config: None means ``Config()``, 99.9 % without warm-up.
         grad_scaler: as for :func:`dgc.DistributedOptimizer`.
 
@@ -52,27 +62,32 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
     """
     _check_model(ddp_model)
     known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None  # from before: pickled, or with another model
-    if known is None or not isinstance(known.source, DDPBuckets):
+    if known is None or not isinstance(known.source, DDPGradients):
         known, config = None, Config() if config is None else config
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
     else:
         config, grad_scaler = _checked_again(known.settings, config, grad_scaler)
-    _check_parameters(ddp_model, optimizer)
-    ddp_model.register_comm_hook(optimizer, exchange)  # first of all, as it may refuse
+    _check_shared(ddp_model, optimizer, known)
+    buckets = _registered.get(ddp_model)
+    if buckets is None:
+        buckets = ModelBuckets(ddp_model)
+        ddp_model.register_comm_hook(buckets, exchange)  # first of all, as it may refuse
+        _registered[ddp_model] = buckets
     if known is None:
-        _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler)
+        _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler,
+                DDPGradients(buckets))
     else:
-        known.settings.transport, known.settings.config = find(ddp_model.process_group), config
-        known.settings.grad_scaler = grad_scaler
-        known.agreement.reached = False
-        known.progress.begin()
+        _add_model(known, ddp_model, buckets, config, grad_scaler)
+    buckets.optimizers.append(optimizer)
+
+
+_registered: WeakKeyDictionary[DistributedDataParallel, ModelBuckets] = WeakKeyDictionary()
 
 
 @uncompiled
 def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
     """The hook that DDP calls with each of its buckets, in the same order on every rank."""
-    engine = engine_of(state)
-    return engine.source.receive(bucket, engine)  # type: ignore[attr-defined]  # of an optimizer that is registered
+    return state.receive(bucket)
 
 
 def _check_model(model: Any) -> None:
@@ -82,6 +97,9 @@ def _check_model(model: Any) -> None:
     if model.mixed_precision is not None:
         raise ValueError("ddp_model must be without mixed_precision, which changes gradients in a hook of its own, got "
                          "one with it (use torch.autocast)")
+    if getattr(model, "_use_python_reducer", False):
+        raise ValueError("ddp_model must have the reducer of C++, which calls this hook, got one made under "
+                         "torch._dynamo.config.optimize_ddp = 'python_reducer' (leave that setting out)")
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
@@ -96,26 +114,48 @@ def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) ->
     return config, grad_scaler
 
 
-def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+def _check_shared(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, known: Engine | None) -> None:
+    """Refuses an optimizer and a model that have nothing to do with each other, or that share too little."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    names = {p: name for name, p in model.module.named_parameters()}
-    if missing := [name for p, name in names.items() if p.requires_grad and p not in held]:
-        raise ValueError("the optimizer must have all parameters of ddp_model that require a gradient, got one that "
-                         f"lacks {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    if foreign := [tuple(p.shape) for p in held if p not in names]:
-        raise ValueError("the optimizer must have parameters of ddp_model alone, got others too, of shapes "
-                         f"{foreign[:5]}")
+    if not any(p.requires_grad and p in held for p in model.module.parameters()):
+        raise ValueError("the optimizer must have a parameter of ddp_model that requires a gradient, got none (give "
+                         "the optimizer that steps this model)")
+    others = [] if known is None else [one.model for one in known.source.models]  # type: ignore[attr-defined]
+    if [one for one in others if one is not None and one is not model] and any(
+            one is not None and one.static_graph for one in [model, *others]):
+        raise ValueError("ddp_model must have static_graph=False where an optimizer has several models, got True")
+    if _registered.get(model) is not None and optimizer in _registered[model].optimizers:
+        raise RuntimeError("register_comm_hook() must be called once for a model and an optimizer, got a second call")
 
 
-def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any) -> None:
+def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any,
+            source: DDPGradients) -> None:
     """Makes an optimizer one that DDP's hook drives, in place."""
-    settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler)
+    settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler, synchronized=True)
     scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
     optimizer.__class__ = distributed_class(type(optimizer), "dgc.ddp", _InDDP)
     optimizer._patch_step_function()
-    connect(optimizer, checks.named(optimizer.param_groups, names), settings, DDPBuckets())
+    connect(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings, source)
     if scheduled is not None:
         _follow(optimizer)
+
+
+def _add_model(engine: Engine, model: DistributedDataParallel, buckets: ModelBuckets, config: Config,
+               grad_scaler: Any) -> None:
+    """Has an optimizer exchange the gradients of one more model, or of one that was made anew."""
+    settings, source, table = engine.settings, engine.source, engine.parameters
+    assert isinstance(source, DDPGradients)
+    settings.transport, settings.config, settings.grad_scaler = find(model.process_group), config, grad_scaler
+    taken = {name for p, name in table.names.items() if p in table.listed}
+    for name, p in model.module.named_parameters():
+        if p in table.names and p not in table.listed:
+            table.names[p] = name if name not in taken else f"{name}#{len(source.models)}"
+    source.models.append(buckets)
+    engine.adopt(table.groups)
+    engine.agreement.reached = False
+    engine.progress.begin()
+    if settings.role is not Role.ALONE:
+        engine.applier.fill_state()
 
 
 def _follow(optimizer: Any) -> None:
@@ -134,12 +174,14 @@ def _step_with_the_others(engine: Engine) -> None:
     """A rank that has no more data takes the step that its hook has exchanged, as the others do in their ``step()``.
     Torch would give it their parameters in the end, but no momentum, no squares of AdamW's, and no loss scale.
     """
+    if engine.step.error is not None:
+        raise engine.step.error
     scaler, optimizer = engine.settings.grad_scaler, engine.parameters.optimizer
     if scaler is not None:
         scaler.scale(torch.zeros((), device=engine.parameters.device))  # it may never have been asked
         scaler.unscale_(optimizer)
     if engine.step.phase is Phase.EXCHANGED:
-        engine.applier.apply(engine.step)
+        engine.apply()
     if scaler is not None:
         scaler.update()
 
@@ -154,8 +196,11 @@ class _InDDP(Distributed):
                              "call all but the last backward() within no_sync())")
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
-        """As the wrapped optimizer's. What is zeroed between backward() and step() stays so, on all ranks."""
-        engine_of(self).source.forget_updates()  # type: ignore[attr-defined]
+        """As the wrapped optimizer's. An update that waits for step() is dropped."""
+        engine = engine_of(self)
+        if engine.step.phase is Phase.COLLECTING:  # DDP has not ended its pass
+            engine.give_up()
+        engine.source.updates.clear()  # type: ignore[attr-defined]
         Distributed.zero_grad(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -170,22 +215,27 @@ def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: l
     """Makes a copy; pickles call it."""
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
-    _change(optimizer, names, config, None, grad_scaler.value)
+    _change(optimizer, names, config, None, grad_scaler.value, DDPGradients())
     take_over(optimizer, residuals, sparse)
     return optimizer
 
 
-class DDPBuckets:
-    """The gradients that DDP's buckets bring, and the updates that they take back."""
+class DDPGradients:
+    """The gradients of an optimizer that the buckets of its models bring, and the updates that they leave to it.
 
-    ends_with_backward = True
+    Args:
+        models: of which it has parameters; none: of a copy, which has all, until it is registered again.
+    """
 
-    def __init__(self) -> None:
-        self._lent: list[tuple[Tensor, Tensor | None]] = []  # parameter, its p.grad: a view of DDP's bucket meanwhile
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
-        self._updates: list[tuple[Tensor, Tensor | None, int, Tensor]] = []  # parameter, p.grad, its version, update
-        self._task = -1  # torch's number of the backward pass that runs
-        self._failed: FloatingPointError | None = None  # what the last backward pass found, until step() raises it
+    ends_with_backward, waits_for_all = True, False
+
+    def __init__(self, *models: ModelBuckets):
+        self.models = list(models)
+        self.updates: dict[Tensor, tuple[Tensor | None, int, Tensor]] = {}  # parameter -> p.grad, its version, update
+
+    def brings(self, parameter: Tensor) -> bool:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        return not self.models or any(parameter in model.parameters for model in self.models)
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """DDP has hooks of its own."""
@@ -193,130 +243,256 @@ class DDPBuckets:
     def arrived(self, engine: Engine) -> None:
         """DDP's last bucket is the end."""
 
-    def receive(self, bucket: Any, engine: Engine) -> torch.futures.Future[Tensor]:
-        """A bucket's gradients are complete. The last bucket waits for the exchange of all."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        parameters, buffer = bucket.parameters(), bucket.buffer()
-        if not engine.settings.exchanges:
-            future.set_result(buffer)
-            return future
-        # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
-        unnumbered = bucket.index() == 0 and bool(self._futures) and backward_task() == self._task != -1
-        if bucket.index() == 0 and not unnumbered:
-            self._begin_pass(engine)
-        self._futures.append((future, buffer, parameters))
-        try:
-            used = [(p, g) for p, g in zip(parameters, gradients_of(bucket, parameters), strict=True)
-                    if p.requires_grad]  # the others were frozen since the model was wrapped; theirs are zeros
-            for p, g in used:
-                self._lent.append((p, p.grad))
-                p.grad = g
-            for p, _ in used:
-                engine.arrived(p)
-            if bucket.is_last() or (unnumbered and not self._missing(engine)):
-                self._end_pass(engine)
-        except BaseException as error:
-            self._fail(engine, error)
-            raise
-        return future
-
-    def _begin_pass(self, engine: Engine) -> None:
-        self._raise_failed()
-        if engine.step.waits_for_update:
-            raise AssertionError("backward() was called again before step(), and what it adds to is an update that was "
-                                 "exchanged already. To accumulate gradients, call all but the last backward() within "
-                                 "no_sync(); so too a backward() whose gradients of this model are not to be applied, "
-                                 "as where another model's loss runs through it.")
-        self._lent, self._futures, self._updates, self._task = [], [], [], backward_task()
-
-    def _missing(self, engine: Engine) -> list[str]:
-        """The parameters that have had no gradient in this step."""
-        return [engine.parameters.names[p] for p in engine.parameters.listed
-                if p.requires_grad and p not in engine.step.fired]
-
-    def _end_pass(self, engine: Engine) -> None:
-        """The last bucket has come."""
-        if strange := self._missing(engine):
-            raise RuntimeError(f"DistributedDataParallel does not exchange {', '.join(strange[:5])}: when it "
-                               "was made it did not hold them, or they were frozen. Make it anew, and register "
-                               "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
-        steps = backward_task() != -1  # else DDP calls for a rank that has no more data
-        try:
-            engine.exchange()
-        except FloatingPointError as error:  # on all ranks; DDP must end its pass, or it could make no other
-            if not steps:
-                raise
-            self._failed = error
-        if not steps and self._failed is None:
-            _step_with_the_others(engine)
-        self._hand_back(engine)
-        if not steps:
-            engine.give_up()
-
-    def _fail(self, engine: Engine, error: BaseException) -> None:
-        """Gives DDP its gradients back, and the error."""
-        for p, grad in self._lent:
-            p.grad = grad
-        self._lent.clear()
-        engine.give_up()
-        for waiting, _, _ in self._futures[:-1]:  # or DDP would wait for them
-            waiting.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
-        self._futures.clear()
-
-    def _hand_back(self, engine: Engine) -> None:
-        """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy."""
-        sparse = {}
-        engine.misuse.forget()
-        for p, grad in self._lent:
-            update, p.grad = p.grad, grad
-            if update is None:  # the step is skipped
-                continue
-            if update.is_sparse:
-                sparse[p] = update
-                continue
-            shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
-            if not shared:
-                self._updates.append((p, grad, -1 if grad is None else grad._version, update))
-            if grad is not None:  # which DDP will copy into, once
-                engine.misuse.note_copy(p, grad, copies=int(not shared))
-        self._lent.clear()
-        for future, buffer, parameters in self._futures:
-            future.set_result(sparse.get(parameters[0], buffer))
-        self._futures.clear()
-
-    def forget_updates(self) -> None:
-        """Gradients are zeroed: those that no rank used are not to be filled in."""
-        self._updates = []
-
     def has_step(self, engine: Engine) -> bool:
         """A step() before any backward(), to quiet a scheduler's warning, is none in torch either."""
-        return (not engine.settings.exchanges or engine.step.exchanged or self._failed is not None
-                or any(p.grad is not None for p in engine.parameters.listed))
+        return not engine.settings.exchanges or engine.step.exchanged or any(
+            p.grad is not None for group in engine.parameters.groups for p in group["params"])
 
     def synchronize(self, engine: Engine) -> None:
-        """Has been done by ``backward()``; where a gradient was not finite it is said here."""
-        self._raise_failed()
+        """Has been done by ``backward()``."""
         if not engine.settings.exchanges:
             engine.exchange()
-        elif not engine.step.exchanged:
-            raise RuntimeError("nothing was exchanged since the last step(), and there are gradients: those of that "
-                               "step, of backward() within no_sync() only, or of a DistributedDataParallel that was "
-                               "made anew and not registered (dgc.register_comm_hook(model, optimizer, config))")
-
-    def _raise_failed(self) -> None:
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error
+        if engine.step.exchanged:
+            return
+        table, idle = engine.parameters, engine.step.phase is Phase.IDLE
+        if idle and table.stock and engine.settings.config.sparsity_at(table.step) == 0:
+            return  # as in torch, whatever is in p.grad
+        if idle and not any(p.grad is not None and bool(p.grad.any()) for p in table.listed):
+            return  # a script has dropped them
+        without = [table.names[p] for p in table.listed if p.requires_grad and (
+            p.grad is None if idle else p not in engine.step.fired)]
+        if without:
+            raise RuntimeError("backward() must reach every parameter of a DistributedDataParallel, got no gradient "
+                               f"for {_some(without)}, so that DDP has exchanged nothing, or not all (give it "
+                               "find_unused_parameters=True)")
+        raise RuntimeError("nothing was exchanged since the last step(), and there are gradients: those of that "
+                           "step, of a forward and backward pass within no_sync() only, or of a "
+                           "DistributedDataParallel that was made anew and not registered "
+                           "(dgc.register_comm_hook(model, optimizer, config))")
 
     def before_update(self, engine: Engine) -> None:
-        """Fills in the updates of parameters that DDP has left alone."""
+        """Fills in the updates of parameters that no rank has used: DDP has left their p.grad alone, but there is an
+        update of what was pending.
+        """
         self.synchronize(engine)
-        for p, grad, version, update in self._updates:
-            if p.grad is grad and (grad is None or grad._version == version):
-                # No rank used it in this pass, so DDP left p.grad alone: but there is an update of what was pending.
+        for p, (grad, version, update) in self.updates.items():
+            if p.grad is grad and (grad is None or grad._version == version):  # a script has left it alone, too
                 # A fused step that has the loss's scale takes it out for itself.
                 fused = getattr(engine.parameters.optimizer, "grad_scale", None) is not None
                 inverse = None if fused else engine.step.inverse
                 p.grad = update.clone() if inverse is None else update * inverse.tensor.to(update)
                 engine.misuse.forget(p)
-        self._updates = []
+        self.updates.clear()
+
+
+class ModelBuckets:
+    """DDP's buckets of one model, in one backward pass: the state of :func:`exchange`. A copy, as of the model in a
+    pickle, has neither model nor optimizers.
+
+    Args:
+        model: whose buckets.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None):
+        self._model = None if model is None else ref(model)
+        self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._lent: list[tuple[Tensor, Tensor | None, Engine]] = []  # parameter, its p.grad: DDP's bucket meanwhile
+        self._others: list[Tensor] = []  # gradients that no registered optimizer applies
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
+        self._task = -1  # torch's number of the backward pass that runs
+        self._complete = False
+        self._had: dict[Tensor, bool] = {}  # whether p.grad was something when a backward pass came to it
+        if model is not None and model.gradient_as_bucket_view:
+            self._watch()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelBuckets, ()
+
+    @property
+    def model(self) -> DistributedDataParallel | None:
+        """The model, while it is alive."""
+        return None if self._model is None else self._model()
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [engine_of(optimizer) for optimizer in self.optimizers]
+
+    def _watch(self) -> None:
+        """Has torch tell whether ``p.grad`` was dropped since the last exchange. Where it is a view of DDP's bucket,
+        that cannot be seen afterwards.
+        """
+        alive = ref(self)
+
+        def note(parameter: Tensor) -> None:
+            buckets = alive()
+            if buckets is not None and any(_waits(engine) for engine in buckets._engines):
+                buckets._had[parameter] = parameter.grad is not None and bool(parameter.grad.any())
+
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(uncompiled(lambda _, p=parameter: note(p)))
+
+    def receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """A bucket's gradients are complete. The last bucket waits for the exchange of all."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        parameters, buffer, engines = bucket.parameters(), bucket.buffer(), self._engines
+        if not any(engine.settings.exchanges for engine in engines):
+            future.set_result(buffer)
+            return future
+        # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
+        unnumbered = bucket.index() == 0 and bool(self._futures) and backward_task() == self._task != -1
+        if bucket.index() == 0 and not unnumbered:
+            self._begin_pass()
+        self._futures.append((future, buffer, parameters))
+        try:
+            for p, engine in self._lend(parameters, gradients_of(bucket, parameters), engines):
+                engine.arrived(p)
+            if bucket.is_last() or (unnumbered and not self._missing()):
+                self._end_model()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return future
+
+    def _begin_pass(self) -> None:
+        model = self.model
+        if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
+            raise ValueError("join() must have divide_by_initial_world_size=True with compressed gradients, got False")
+        self._lent, self._others, self._futures, self._complete = [], [], [], False
+        self._task = backward_task()
+
+    def _lend(self, parameters: list[Tensor], gradients: list[Tensor],
+              engines: list[Engine]) -> list[tuple[Tensor, Engine]]:
+        """Makes the bucket's gradients those of its parameters, until the pass ends."""
+        came = []
+        for p, g in zip(parameters, gradients, strict=True):
+            if not p.requires_grad:  # frozen since the model was wrapped: zeros
+                continue
+            engine = next((engine for engine in engines if p in engine.parameters.listed), None)
+            if engine is None:
+                self._others.append(g)
+                continue
+            if _waits(engine):
+                held = self._had.pop(p, p.grad is not None) if self._views else engine.misuse.holds_update(p)
+                engine.misuse.note_holds(p, held)
+            self._lent.append((p, p.grad, engine))
+            p.grad = g
+            came.append((p, engine))
+        return came
+
+    @property
+    def _views(self) -> bool:
+        return self.model is not None and self.model.gradient_as_bucket_view
+
+    def _missing(self) -> list[str]:
+        """The parameters that have had no gradient in this step."""
+        return [engine.parameters.names[p] for engine in self._engines for p in engine.parameters.listed
+                if p in self.parameters and p.requires_grad and p not in engine.step.fired]
+
+    def _end_model(self) -> None:
+        """The last bucket has come. The exchange waits for the other models of the same optimizers, if their buckets
+        come in this backward pass.
+        """
+        skips = getattr(self.model, "skip_all_reduce_unused_params", False)
+        if (strange := self._missing()) and not skips:
+            raise RuntimeError(f"DistributedDataParallel does not exchange {_some(strange)}: when it "
+                               "was made it did not hold them, or they were frozen. Make it anew, and register "
+                               "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
+        self._complete = True
+        if all(model._complete for model in self._connected()):
+            self._end_pass()
+        elif backward_task() == -1:
+            raise RuntimeError("join() must not be used where an optimizer has several models, got a rank without data")
+        else:
+            at_end_of_backward(self._end_pass)
+
+    def _connected(self) -> list[ModelBuckets]:
+        """This model, and those that share an optimizer with it."""
+        found = [self]
+        for model in found:
+            for engine in model._engines:
+                sources = engine.source.models  # type: ignore[attr-defined]
+                found += [other for other in sources if other not in found and other.model is not None]
+        return found
+
+    def _end_pass(self) -> None:
+        """The gradients of all models have come that are to come in this backward pass."""
+        came = [model for model in self._connected() if model._futures]
+        steps = backward_task() != -1  # else DDP calls for a rank that has no more data
+        engines = list(dict.fromkeys(engine for model in came for engine in model._engines))
+        for engine in engines:
+            if engine.step.phase is Phase.COLLECTING:
+                engine.exchange()
+            if not steps:
+                _step_with_the_others(engine)
+        for model in came:
+            model._average_others(engines[0])
+            model._hand_back()
+        if not steps:
+            for engine in engines:
+                engine.give_up()
+        elif any(engine.source.updates for engine in engines):  # type: ignore[attr-defined]
+            # DDP writes p.grad at the end, too, and has asked for that later than this, but before the inner call.
+            at_end_of_backward(lambda: at_end_of_backward(lambda: _keep_unwritten(engines)))
+
+    def _average_others(self, engine: Engine) -> None:
+        """Averages the gradients that no registered optimizer applies, as DDP does."""
+        if self._others:
+            size = engine.settings.world.size
+            flat = torch.cat([local(g).reshape(-1) for g in self._others]).div_(size)
+            total = engine.settings.transport.start(Collective("sum", flat), "dgc.others")()
+            for g, part in zip(self._others, total.split([local(g).numel() for g in self._others]), strict=True):
+                local(g).copy_(part.view(local(g).shape))
+
+    def _fail(self, error: BaseException) -> None:
+        """Gives DDP its gradients back, and the error."""
+        for model in self._connected():
+            for p, grad, _ in model._lent:
+                p.grad = grad
+            waiting = model._futures[:-1] if model is self else model._futures  # or DDP would wait for them
+            for future, _, _ in waiting:
+                future.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
+            model._lent, model._others, model._futures, model._complete = [], [], [], False
+        for engine in self._engines:
+            engine.give_up()
+
+    def _hand_back(self) -> None:
+        """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy."""
+        sparse = {}
+        for p, grad, engine in self._lent:
+            update, p.grad = p.grad, grad
+            updates = engine.source.updates  # type: ignore[attr-defined]
+            updates.pop(p, None)
+            engine.misuse.forget(p)
+            if update is None:
+                continue
+            if update.is_sparse:
+                sparse[p] = update
+                continue
+            shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
+            if not shared and not engine.step.stock:
+                updates[p] = grad, -1 if grad is None else grad._version, update
+            if grad is not None:  # which DDP will copy into, once
+                engine.misuse.note_copy(p, grad, copies=int(not shared))
+        for future, buffer, parameters in self._futures:
+            future.set_result(sparse.get(parameters[0], buffer))
+        self._lent, self._others, self._futures, self._complete = [], [], [], False
+
+
+def _waits(engine: Engine) -> bool:
+    """Whether a compressed update waits for step()."""
+    return bool(engine.step.earlier or (engine.step.phase is Phase.EXCHANGED and engine.step.deliveries))
+
+
+def _keep_unwritten(engines: list[Engine]) -> None:
+    """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others are left to us."""
+    for engine in engines:
+        updates = engine.source.updates  # type: ignore[attr-defined]
+        for p, (grad, version, _) in list(updates.items()):
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                del updates[p]
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

@@ -104,17 +104,14 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """As the wrapped optimizer's; refused while gradients are being exchanged. An update that waits for step() is
-        left out, unless ``backward()`` has made the exchange: then the next one is refused.
+        dropped.
         """
         engine = engine_of(self)
         if engine.step.phase is Phase.COLLECTING:
             raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
                                  "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
-        waits = engine.step.phase is Phase.EXCHANGED and not engine.source.ends_with_backward
-        if waits:
-            engine.misuse.tell_of_dropped_update()
-        if waits or engine.step.phase is Phase.SKIPPED:
-            engine.give_up()
+        if engine.step.exchanged:
+            engine.drop_update()
         self._inner.zero_grad(engine.parameters.optimizer, *args, **kwargs)
 
     # -- DGC's -----------------------------------------------------------------------------------------------------
@@ -135,6 +132,8 @@ class Distributed(torch.optim.Optimizer):
         if not engine.settings.exchanges:
             return
         if not engine.applier.adds:
+            if not engine.settings.config.compresses:
+                return  # nothing is ever pending
             raise TypeError("flush() must be called on a torch.optim.SGD, or AdamW with momentum correction, got "
                             f"{type(self).__name__} (end its training with some dense steps instead, say by "
                             "dgc.piecewise({0: 0.999, last_steps: 0.0}))")

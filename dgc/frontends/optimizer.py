@@ -152,7 +152,8 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
 
 def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_config(settings, optimizer._inner, "betas" in optimizer.defaults)
+    checks.tell_of_config(settings, optimizer._inner, "betas" in optimizer.defaults
+                          and not issubclass(optimizer._inner, torch.optim.SparseAdam))
     optimizer._dgc = Engine(optimizer, optimizer._inner, names, settings, source)
 
 

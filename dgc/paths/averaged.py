@@ -33,7 +33,12 @@ class DenseUpdate:
         numels: entries of each parameter.
         verdict: tells later whether the update is finite, where the host does not know yet.
         blame: names the ranks whose gradients made the update infinite or NaN; "" if it is finite.
+
+    Attributes:
+        velocity: the average of all ranks' u, flat, in the last step before gradients travel dense; else None.
     """
+
+    velocity: Tensor | None = None
 
     def __init__(self, flat: Tensor, numels: Sequence[int], verdict: PendingVerdict | None = None, blame: str = ""):
         self.parts, self.verdict, self.blame = flat.split(list(numels)), verdict, blame

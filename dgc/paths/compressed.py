@@ -10,16 +10,18 @@ from torch import Tensor
 from dgc.collective import Path, World
 from dgc.compression.residual import Bucket, Gradient
 from dgc.config import Config
-from dgc.paths.averaged import Update
+from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.choice import PATHS, choose
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
+from dgc.paths.nodes import among_nodes
 from dgc.paths.task import Task, clipping, in_force, kernel_of, layout_of
 from dgc.trace import stage
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
-           average: bool = True, scale: Tensor | Mapping[str, Tensor] | None = None) -> Path[Update]:
+           average: bool = True, scale: Tensor | Mapping[str, Tensor] | None = None,
+           hands_back: bool = False) -> Path[Update]:
     """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and 4).
 
     At density 1 everything is sent, u is not masked, and the update is exactly that of momentum SGD, because
@@ -35,6 +37,7 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale; one for all,
             or one each.
+        hands_back: this is the last step before gradients travel dense, at sparsity 0: u is averaged as well.
 
     Returns:
         The :class:`dgc.paths.averaged.Update` of the bucket's parameters, in the residual's dtype.
@@ -54,17 +57,22 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     in_force[bucket] = layout
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
-        return (yield from _sum_all(task))
+        return (yield from _sum_all(task, hands_back))
     return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
 
 
-def _sum_all(task: Task) -> Path[Update]:
+def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
     """Density 1: all of v, as one sum."""
-    bucket = task.bucket
+    bucket, world, velocity = task.bucket, task.world, None
     verdict = local_verdict(bucket, task.accumulate())
     bucket.count(torch.full_like(bucket.total_entries, bucket.numel))
+    if hands_back and bucket.u is not None:
+        total = yield from among_nodes("sum", bucket.u.clone(), world)
+        velocity = total.div_(world.divisor(task.average))
     taken = task.take_all(() if verdict.names else task.gradients)
-    return (yield from summed(bucket, None, taken, task.world, task.average, verdict, task.config.dense_dtype))
+    update = yield from summed(bucket, None, taken, world, task.average, verdict, task.config.dense_dtype)
+    update.velocity = velocity
+    return update
 
 
 def _sum_chosen(task: Task) -> Path[Update]:

@@ -20,8 +20,8 @@ from dgc.trace import stage
 
 
 def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
-                 predivide: float = 1.0, refuse: bool = True) -> Path[DenseUpdate]:
-    """The path of parameters that always travel dense: their gradients, summed by one ring allreduce.
+                 predivide: float = 1.0) -> Path[DenseUpdate]:
+    """The path of gradients that travel dense, as in stock Horovod: their sum, by one ring allreduce.
 
     Args:
         gradients: parameter -> gradient, of one dtype and device; they are not changed.
@@ -29,14 +29,10 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
-        refuse: a sum that is not finite. Else it is the update, as in stock Horovod, and says whose gradient it is.
 
     Returns:
-        The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``.
-
-    Raises:
-        FloatingPointError: a rank's gradient is not finite, and that is refused; raised on all of them. Where a device
-            is asynchronous the update has a :class:`dgc.paths.finite.PendingVerdict` instead.
+        The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``. If it is not finite it says
+        whose gradient made it so; where a device is asynchronous, by a :class:`dgc.paths.finite.PendingVerdict`.
     """
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     own = first_not_finite(flat) if device.is_asynchronous(flat.device) else None
@@ -51,12 +47,10 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     verdict, blame = None, ""
-    if refuse:
-        total, verdict = yield from checked_sum(total, own, names, numels, bad)
-    elif own is None:
+    if own is None:
         blame = yield from blame_for(total, names, numels, bad)
     else:
-        verdict = PendingVerdict(names, numels, own, first_not_finite(total), refused=False)
+        verdict = PendingVerdict(names, numels, own, first_not_finite(total))
     return DenseUpdate(total.mul_(predivide / world.size) if average else total, numels, verdict, blame)
 
 

@@ -44,7 +44,7 @@ def local_verdict(bucket: Bucket, bad: Sequence[str]) -> LocalVerdict:
 
 class PendingVerdict:
     """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to say so. Alike on
-    all ranks; if the sum is not finite, and that is refused, the update is zero.
+    all ranks.
 
     Args:
         names: the parameters of the sum.
@@ -52,14 +52,13 @@ class PendingVerdict:
         own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or -1.
         total: int64 (), the same of the sum.
         each: how many ranks have the same gradient.
-        refused: whether a sum that is not finite is an error, or only a warning.
         damaged: int64 (), the contributor whose message is corrupt, or -1; alike on all ranks. None: none can be.
         bucket: its name, for that error.
     """
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1,
-                 refused: bool = True, damaged: Tensor | None = None, bucket: str = ""):
-        self._names, self._numels, self._each, self.refused, self._bucket = names, numels, each, refused, bucket
+                 damaged: Tensor | None = None, bucket: str = ""):
+        self._names, self._numels, self._each, self._bucket = names, numels, each, bucket
         damaged = torch.full_like(total, -1) if damaged is None else damaged
         self.fine = (total < 0) & (damaged < 0)  # bool (), on the device
         self._answer = HostCopy(torch.stack([own, total, damaged]))  # one copy for all of it

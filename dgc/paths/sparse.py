@@ -13,7 +13,7 @@ from dgc.paths.nodes import among_nodes
 
 
 def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
-                  refuse: bool = True, kept: Bucket | None = None, pending: bool = False) -> Path[SparseUpdate]:
+                  kept: Bucket | None = None, pending: bool = False) -> Path[SparseUpdate]:
     """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
 
     The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded. It also
@@ -25,16 +25,14 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
         world: this rank and how many there are.
         average: divide the sum by N.
         scale: 0-dim factor for the gradient, from clipping.
-        refuse: a gradient that is not finite. Else it is applied, as in stock Horovod, and the update says whose.
         kept: holds u and v of the parameter, which stay as they are; None if nothing is kept of it.
         pending: on this rank they may not be 0.
 
     Returns:
-        The :class:`dgc.paths.averaged.SparseUpdate`.
+        The :class:`dgc.paths.averaged.SparseUpdate`. If it is not finite it says whose gradient made it so.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite, and that is refused, or the sum of what is pending is not;
-            raised on all of them.
+        FloatingPointError: the sum of what is pending is not finite; raised on all ranks.
     """
     gradient = gradient.coalesce()
     index, values = gradient.indices(), gradient.values()
@@ -48,8 +46,6 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     indices = yield Collective("gather", index)
     rows = yield Collective("gather", values)
     blame = _blame(name, rows)
-    if blame and refuse:
-        raise FloatingPointError(blame)
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
         torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()

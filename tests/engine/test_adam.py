@@ -465,13 +465,13 @@ def test_what_had_no_gradient_takes_no_large_step():
         assert 0 < part.norm() / part.numel() ** 0.5 < 3 * seen.norm() / seen.numel() ** 0.5
 
 
-def test_a_decay_that_is_not_decoupled_is_refused_at_any_step():
+def test_a_decay_that_is_not_decoupled_is_refused_at_any_compressed_step():
     def worker():
         def middle(step, optimizer, weights):
-            optimizer.param_groups[0]["weight_decay"] = 0.1 * (step == 3)
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * (step == DENSE + 1)
             return optimizer
 
-        train(settings(0.9), torch.optim.Adam, middle=middle, weight_decay=0.0)
+        train(settings(dense_first(0.9)), torch.optim.Adam, middle=middle, weight_decay=0.0)
 
     with pytest.raises(ValueError, match=r"weight_decay must be 0 for torch\.optim\.Adam.* got 0\.1"):
         dgc.lockstep.run(worker, 2)

@@ -88,7 +88,8 @@ def test_a_rank_that_goes_on_from_a_checkpoint_alone():
         train([3], None, network, other)
 
     error = differing(worker)
-    assert "the ranks differ in the step. Rank 1 has: group 0: dgc_step=3; rank 0 has: group 0: dgc_step=0" in error
+    assert ("the ranks differ in the step. Rank 1 has: group 0: dgc_compressed_from=0; rank 0 has: group 0: "
+            "dgc_compressed_from=-1") in error
 
 
 def test_what_is_only_unwise_is_one_warning_and_the_updates_agree():

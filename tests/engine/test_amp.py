@@ -178,17 +178,6 @@ def test_two_passes():
     dgc.lockstep.run(worker, 2)
 
 
-def test_a_second_backward_before_the_step_is_an_error():
-    def worker():
-        scaler = scaler_of()
-        network, _alive = wrapped(SPARSE, scaler)
-        scaler.scale(loss(network, rank(), 0)).backward()
-        with pytest.raises(AssertionError, match=r"again before step\(\).*backward_passes_per_step"):
-            scaler.scale(loss(network, rank(), 1)).backward()
-
-    dgc.lockstep.run(worker, 2)
-
-
 def test_clipping_after_the_exchange_is_told():
     """What was sent is no longer in v; the scaler's own division is not meant."""
     def worker():

@@ -137,7 +137,7 @@ def pending(optimizer):
 SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.items()},
             "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
 CASES = [(name, 2, 2, {}) for name in SETTINGS if name != "rounded"] + [  # of which each rank keeps its own
-    (name, n, g, arguments) for name in ("default", "reduced", "clipped", "decay sent")
+    (name, n, g, arguments) for name in ("default", "reduced", "clipped")
     for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [
     ("clipped per tensor", 2, 4, SUM), ("dense fallback", 5, 2, {})]
 

@@ -110,7 +110,7 @@ def test_a_refused_param_group_leaves_nothing_behind():
     def worker():
         network, optimizer = wrapped()
         for bad in ({"params": [nn.Parameter(torch.zeros(3))], "dampening": 0.5},
-                    {"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]}):
+                    {"params": [nn.Parameter(torch.zeros(3, dtype=torch.float8_e5m2))]}):
             with pytest.raises((ValueError, TypeError), match="must be"):
                 optimizer.add_param_group(bad)
             assert len(optimizer.param_groups) == 1

@@ -60,7 +60,7 @@ def ddp_orders():
     """
     rank, results = find().world.rank, {}
     for name, settings in {"sgd": {}, "clipped": {"clip_norm": 0.1},
-                           "adamw": {"sparsity": dgc.piecewise({0: 0.0, 3: 0.9}), "factor_masking": False}}.items():
+                           "adamw": {"sparsity": dgc.piecewise({0: 0.0, 2: 0.9}), "factor_masking": False}}.items():
         config, ends = dgc.Config(**{"sparsity": 0.9, "min_numel": 100, **settings}), []
         for ddp in (True, False):
             network = Orders()
@@ -244,7 +244,7 @@ def ddp_join_state():
     for few in (0, 2):
         for inner, settings in ((torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}),
                                 (torch.optim.AdamW, {"lr": 0.01})):
-            config = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), min_numel=100)
+            config = dgc.Config(dgc.piecewise({0: 0.0, 2: 0.9}), min_numel=100)
             network, wholes = nn.parallel.DistributedDataParallel(model()), model()
             optimizer = inner(network.parameters(), **settings)
             dgc.register_comm_hook(network, optimizer, config)
@@ -367,7 +367,7 @@ def ddp_no_step():
 
 
 def ddp_refusals():
-    """What a script is told that steps without an exchange, that calls backward() twice, or has a NaN on rank 1."""
+    """What a script is told that steps without an exchange, that leaves parameters out, or has a NaN on rank 1."""
     told, rank = [], find().world.rank
 
     def again():
@@ -376,10 +376,12 @@ def ddp_refusals():
         for _ in range(2):
             optimizer.step()
 
-    def twice():
-        network, _kept = in_ddp(model(), CONFIGS["default"])
-        for step in range(2):
-            loss(network, rank, step).backward()
+    def unused():
+        network = nn.ModuleList([nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False)])
+        network.forward = lambda x: network[0](x)
+        fresh, other = in_ddp(network, CONFIGS["default"])
+        fresh(torch.ones(2, 40)).sum().backward()
+        other.step()
 
     def unsynchronised():
         fresh, other = in_ddp(model(), CONFIGS["default"])
@@ -392,12 +394,7 @@ def ddp_refusals():
         (loss(fresh, rank, 0) * (math.nan if rank == 1 else 1)).backward()
         other.step()
 
-    def not_a_number_without_step():
-        fresh, _kept = in_ddp(model(), CONFIGS["default"])
-        for step in range(2):
-            (loss(fresh, rank, step) * (math.nan if rank == 1 else 1)).backward()
-
-    for wrong in (again, twice, unsynchronised, not_a_number, not_a_number_without_step):
+    for wrong in (again, unused, unsynchronised, not_a_number):
         try:
             wrong()
             told.append(None)
@@ -470,7 +467,7 @@ def test_to_the_bit(size, name):
 @sizes
 def test_parameters_in_any_order_in_memory(size):
     assert ran("torch", size, CASES)[ddp_orders] == [
-        dict.fromkeys(("sgd", "decay", "clipped", "adamw"), True)] * size
+        dict.fromkeys(("sgd", "clipped", "adamw"), True)] * size
 
 
 @sizes
@@ -533,12 +530,12 @@ def test_a_step_that_is_skipped_never_was(size):
 @sizes
 def test_what_goes_wrong_is_told_on_all_ranks(size):
     for told in ran("torch", size, CASES)[ddp_refusals]:
-        again, twice, unsynchronised, bad, without_step = told
+        again, unused, unsynchronised, bad = told
         assert again[0] == unsynchronised[0] == "RuntimeError" and again[1].startswith("nothing was exchanged")
         assert unsynchronised[1] == again[1]
-        assert twice[0] == "AssertionError" and "no_sync()" in twice[1]
+        assert unused[0] == "RuntimeError" and "no gradient for 1.weight" in unused[1]
+        assert "find_unused_parameters=True" in unused[1]
         assert bad == ("FloatingPointError", bad[1]) and bad[1].startswith("rank 1 has a gradient that is not finite")
-        assert without_step == bad
 
 
 @sizes
@@ -576,20 +573,16 @@ def test_errors_at_the_door(alone):
     network = model()
     parallel = nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    some = torch.optim.SGD(list(network.parameters())[2:], lr=0.1)
-    more = torch.optim.SGD([*network.parameters(), nn.Parameter(torch.zeros(3, 5))], lr=0.1)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 5))], lr=0.1)
     for arguments, error, message in (
             ((network, optimizer), TypeError, "ddp_model must be a torch.nn.parallel"),
             ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
             ((parallel, torch.optim.RMSprop(network.parameters())), TypeError,
              "optimizer must be torch.optim.SGD or AdamW for momentum correction"),
-            ((parallel, some), ValueError,
-             "that require a gradient, got one that lacks 0.weight, 0.bias"),
-            ((parallel, more), ValueError,
-             r"must have parameters of ddp_model alone, got others too, of shapes \[\(3, 5\)\]")):
+            ((parallel, foreign), ValueError, "must have a parameter of ddp_model that requires a gradient, got none")):
         with pytest.raises(error, match=message):
             dgc.register_comm_hook(*arguments)
     assert type(optimizer) is torch.optim.SGD and not optimizer.state
     dgc.register_comm_hook(parallel, optimizer)
-    with pytest.raises(RuntimeError, match="hook"):
-        dgc.register_comm_hook(parallel, torch.optim.SGD(network.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="once for a model and an optimizer"):
+        dgc.register_comm_hook(parallel, optimizer)
