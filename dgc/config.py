@@ -26,9 +26,10 @@ class Config:
     """The settings of Deep Gradient Compression, for ``compression=`` of :func:`dgc.DistributedOptimizer`.
 
     Args:
-        sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
-            any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`;
-            or :func:`dgc.adaptive`, which goes by how fast the network is.
+        sparsity: share of a parameter's entries kept back at each step, in [0, 1). 0 is dense: as long as nothing has
+            been compressed, ``p.grad`` is the averaged gradient and the wrapped optimizer takes its own step. Or a
+            schedule: any function of the optimizer's step (int, from 0) alone that gives such a number, say
+            :func:`dgc.warmup`; or :func:`dgc.adaptive`, which goes by how fast the network is.
         selection: how the k largest entries are found, which are sent either way: ``"sampled"`` looks only above a
             threshold that a sample of the entries gives (paper, section 5), ``"exact"`` at all of them.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
@@ -66,9 +67,9 @@ class Config:
             the same number of ranks, at least two, and the transport can group them; else False. With Horovod it needs
             process sets; what to give ``hvd.init`` is said in the error.
         nonfinite: what to do about a gradient that is not finite, on any rank; it enters u and v nowhere.
-            ``"error"``: FloatingPointError on all ranks, which names rank and parameter. ``"skip"``: no rank takes
-            this step, :meth:`report` counts it, and ``p.grad`` is None. To agree on it, nothing leaves before the
-            backward pass has ended.
+            ``"error"``: ``step()`` raises a FloatingPointError on all ranks, which names rank and parameter.
+            ``"skip"``: no rank takes this step, and :meth:`report` counts it. To agree on it, nothing leaves before
+            the backward pass has ended. With both, ``p.grad`` is not finite until ``step()``.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its value.

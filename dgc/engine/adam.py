@@ -94,7 +94,9 @@ class Denominators:
         return replace(config, sparsity=lambda step: config.sparsity_at(step - began) if step >= began else 0.0)
 
     def fill_state(self) -> None:
-        """Makes the state complete from the start, so that all ranks have the same to broadcast."""
+        """Makes the state of AdamW complete from the start, so that all ranks have the same to broadcast."""
+        if not self.filled:
+            return
         for group in self._parameters.groups:  # also one that was added since
             group.setdefault(B2, group["betas"][1] if self.compressed else 0.0)
             rates.prepare(group)

@@ -17,6 +17,7 @@ from dgc.engine.flush import flush_all
 from dgc.engine.kind import momentum_of
 from dgc.engine.launch import Launcher
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
+from dgc.engine.momentum import Momentum
 from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
@@ -76,7 +77,7 @@ class Engine:
         self.nodes = Nodes(settings, parameters, self.scaling)
         of_adam = Denominators(settings, parameters, inner)
         self.applier = Applier(settings, parameters, inner, of_adam)
-        self.progress = Progress(settings, parameters, self.nodes, self.applier, of_adam)
+        self.progress = Progress(settings, parameters, self.nodes, Momentum(settings, parameters, inner), of_adam)
         self.misuse = Misuse(settings, parameters, self.applier)
         self.agreement = Agreement(settings, parameters)
         self.nonfinite = NonFinite(settings, parameters)
@@ -89,7 +90,7 @@ class Engine:
         self.adopt(parameters.groups, settings.groups)
         self.progress.begin()
         if settings.role is not Role.ALONE:
-            self.applier.fill_state()
+            self.progress.fill_state()
             self.pending.missing = settings.exchanges and parameters.step > 0
 
     def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
@@ -112,7 +113,7 @@ class Engine:
                 self.misuse.tell_of_missing_momentum(of_adam=not self.applier.is_sgd)
             return
         self.pending.begin_anew()
-        self.applier.fill_state()
+        self.progress.fill_state()
 
     def give_up(self) -> None:
         """Drops the step under way; what it took out of v is put back."""
@@ -280,7 +281,7 @@ class Engine:
         self.applier.apply(step)
         if counts:
             if step.hands_back:
-                self.progress.hand_back()
+                self.progress.hand_back(step)
             self.pending.step_ends()
         if step.exchanged:
             self._next_step()

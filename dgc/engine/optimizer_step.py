@@ -38,58 +38,6 @@ class Applier:
         self._denominators = denominators
         self.is_sgd = is_sgd(inner)
 
-    def fill_state(self) -> None:
-        """Makes the state of SGD or AdamW complete from the start, so that all ranks have the same to broadcast."""
-        if self._denominators.filled:
-            self._denominators.fill_state()
-        if not self.is_sgd:
-            return
-        all_state = self._parameters.optimizer.state
-        for group in self._parameters.groups:
-            remembers = group["momentum"] != 0 and group["dampening"] == 0
-            for parameter in group["params"]:
-                if parameter.requires_grad or parameter in all_state:
-                    state = all_state[parameter]
-                    momentum = state.get("momentum_buffer")
-                    if momentum is not None and momentum.is_sparse:
-                        self._parameters.sparse[parameter] = momentum.sparse_dim()
-                    _default(state, "momentum_buffer", parameter if remembers else None)
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Moves SGD's momentum into u of what travels compressed; it is alike on every rank, so in a sum each has its
-        share. From then on its buffer has the momentum of weight decay alone.
-        """
-        group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
-        share = 1 / (1 if self._settings.average else self._settings.world.size)
-        for bucket in self._parameters.buckets:
-            if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
-                continue
-            u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
-            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
-                momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
-                if momentum is None or momentum.is_sparse:
-                    continue
-                if bucket.rounds:  # what rounding has left in v is of gradients, which momentum is to take in as well
-                    u[name].add_(v[name])
-                u[name].add_(local(momentum), alpha=sign(group) * share)
-                momentum.zero_()
-
-    def _hand_back(self, step: Step) -> None:
-        """Moves u, which all ranks have averaged, into SGD's momentum: gradients travel dense from the next step on."""
-        group_of = self._parameters.group_of()
-        for delivery in step.deliveries:
-            kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
-            if kept is None or kept.u is None or velocity is None:
-                continue
-            average, u = kept.views(velocity), kept.views(kept.u)
-            for p in delivery.parameters:
-                momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
-                if momentum is not None:  # else u has never had any
-                    name = self._parameters.names[p]
-                    local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
-                    u[name].zero_()
-
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
         with stage("dgc::add"):
@@ -168,8 +116,6 @@ class Applier:
                 unhooked(self._inner.step)(self._parameters.optimizer)
             else:
                 self._apply(step)
-            if step.hands_back:
-                self._hand_back(step)
 
     def _apply(self, step: Step) -> None:
         """The step of updates, whose momentum is in u and whose decay is added here."""
@@ -307,11 +253,3 @@ def _laid_out_as(parameter: Tensor, grad: Tensor) -> bool:
         return True
     order = memory_order(torch.empty_like(own, device="meta"))  # as a new one would lie
     return (grad if order is None else grad.permute(order)).is_contiguous()
-
-
-def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
-    """Gives a state its buffer, if it is to have one."""
-    if state.get(key) is None:
-        state.pop(key, None)  # torch's distributed checkpoints know no None
-        if like is not None:
-            state[key] = torch.zeros_like(like, requires_grad=False)

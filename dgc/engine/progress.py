@@ -9,8 +9,8 @@ from typing import Any
 from dgc.config import Config
 from dgc.engine.adam import Denominators
 from dgc.engine.adaptive import KEYS, SPARSITY, AdaptiveSparsity
+from dgc.engine.momentum import Momentum
 from dgc.engine.nodes import Nodes
-from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import BEGAN, STEP, Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Step
@@ -24,14 +24,14 @@ class Progress:
         settings: of the optimizer.
         parameters: of the optimizer.
         nodes: without others of them there is nobody to save bytes for.
-        applier: takes the wrapped optimizer's momentum over at the first compressed step.
+        momentum: of SGD, which moves into u at the first compressed step.
         denominators: of AdamW, which do so in its place, and have their own say in when.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, nodes: Nodes, applier: Applier,
+    def __init__(self, settings: Settings, parameters: Parameters, nodes: Nodes, momentum: Momentum,
                  denominators: Denominators):
         self._settings, self._parameters, self._nodes = settings, parameters, nodes
-        self._applier, self._denominators = applier, denominators
+        self._momentum, self._denominators = momentum, denominators
         self._adaptive: AdaptiveSparsity | None = None
 
     @property
@@ -65,7 +65,7 @@ class Progress:
         parameters, adam = self._parameters, self._denominators.used
         if parameters.stock and not self._nodes.alone and self._scheduled().sparsity_at(parameters.step) > 0 and (
                 not adam or self._denominators.ready(self._scheduled())):
-            (self._denominators if adam else self._applier).take_over()
+            (self._denominators if adam else self._momentum).take_over()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
         step.hands_back = not step.stock and not adam and self.config().sparsity_at(parameters.step) == 0
@@ -99,6 +99,12 @@ class Progress:
         if self._adaptive is not None and not self._parameters.stock:  # dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])
 
-    def hand_back(self) -> None:
-        """The wrapped optimizer has its momentum again: the steps to come are stock's."""
+    def hand_back(self, step: Step) -> None:
+        """Gives the wrapped optimizer its momentum back: the steps to come are stock's."""
+        self._momentum.hand_back(step)
         self._group[BEGAN] = -1
+
+    def fill_state(self) -> None:
+        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""
+        self._momentum.fill_state()
+        self._denominators.fill_state()

@@ -155,7 +155,7 @@ def _add_model(engine: Engine, model: DistributedDataParallel, buckets: ModelBuc
     engine.agreement.reached = False
     engine.progress.begin()
     if settings.role is not Role.ALONE:
-        engine.applier.fill_state()
+        engine.progress.fill_state()
 
 
 def _follow(optimizer: Any) -> None:

@@ -194,7 +194,7 @@ class Distributed(torch.optim.Optimizer):
         engine.parameters.names = names
         engine.adopt(optimizer.param_groups[-1:])
         if settings.role is not Role.ALONE:
-            engine.applier.fill_state()
+            engine.progress.fill_state()
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.

@@ -147,11 +147,11 @@ def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
     def worker():
         joins = dgc.lockstep.current().world.rank == 1
         network, optimizer = train(range(3), None, *made())
-        parameters = copy.deepcopy(network.state_dict())
+        parameters, state = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
         if joins:
             network, optimizer = made()
             network.load_state_dict(parameters)
-            optimizer.param_groups[0]["dgc_step"] = 3
+            optimizer.load_state_dict(state)  # as Horovod broadcasts it
         engine_of(optimizer).agreement.compare_again()
         before = {} if joins else optimizer.residual_state_dict()["u"]
         optimizer.zero_grad()

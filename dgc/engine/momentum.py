@@ -1,0 +1,86 @@
+"""SGD's momentum: in the wrapped optimizer's state as long as nothing is compressed, in u in compressed steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgc.engine.kind import is_sgd, sign
+from dgc.engine.parameters import Parameters
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local
+from dgc.engine.step import Step
+
+
+class Momentum:
+    """Moves the momentum of what travels compressed from one to the other. AdamW's is moved by its denominators.
+
+    Args:
+        settings: of the optimizer.
+        parameters: that are updated.
+        inner: the class of the wrapped optimizer.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
+        self._settings, self._parameters = settings, parameters
+        self.is_sgd = is_sgd(inner)
+
+    def fill_state(self) -> None:
+        """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast."""
+        if not self.is_sgd:
+            return
+        all_state = self._parameters.optimizer.state
+        for group in self._parameters.groups:
+            remembers = group["momentum"] != 0 and group["dampening"] == 0
+            for parameter in group["params"]:
+                if parameter.requires_grad or parameter in all_state:
+                    state = all_state[parameter]
+                    momentum = state.get("momentum_buffer")
+                    if momentum is not None and momentum.is_sparse:
+                        self._parameters.sparse[parameter] = momentum.sparse_dim()
+                    _default(state, "momentum_buffer", parameter if remembers else None)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Moves SGD's momentum into u of what travels compressed; it is alike on every rank, so in a sum each has its
+        share. From then on its buffer has the momentum of weight decay alone.
+        """
+        group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
+        share = 1 / (1 if self._settings.average else self._settings.world.size)
+        for bucket in self._parameters.buckets:
+            if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
+                continue
+            u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
+            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+                momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
+                if momentum is None or momentum.is_sparse:
+                    continue
+                if bucket.rounds:  # what rounding has left in v is of gradients, which momentum is to take in as well
+                    u[name].add_(v[name])
+                u[name].add_(local(momentum), alpha=sign(group) * share)
+                momentum.zero_()
+
+    def hand_back(self, step: Step) -> None:
+        """Moves u, which all ranks have averaged, into SGD's momentum: gradients travel dense from the next step on."""
+        group_of = self._parameters.group_of()
+        for delivery in step.deliveries:
+            kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
+            if kept is None or kept.u is None or velocity is None:
+                continue
+            average, u = kept.views(velocity), kept.views(kept.u)
+            for p in delivery.parameters:
+                momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
+                if momentum is not None:  # else u has never had any
+                    name = self._parameters.names[p]
+                    local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
+                    u[name].zero_()
+
+
+def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
+    """Gives a state its buffer, if it is to have one."""
+    if state.get(key) is None:
+        state.pop(key, None)  # torch's distributed checkpoints know no None
+        if like is not None:
+            state[key] = torch.zeros_like(like, requires_grad=False)
