@@ -46,7 +46,7 @@ class Kernel:
 
     def step(self, gradients: dict[str, Gradient], step: int) -> Tensor:
         _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, False, step)
-        return self.kernel.encode(self.bucket, gradients, self.layout, index, used, True)
+        return self.kernel.encode(self.bucket, self.layout, index, used, True)
 
     def quality(self, gradients: dict[str, Gradient], step: int) -> tuple[int, float]:
         """Entries chosen, and their energy relative to the k largest."""

@@ -48,7 +48,7 @@ def work(name: str, function: str) -> None:
     layout = Layout(bucket, [select.count(SPARSITY, bucket.numel)], torch.float16)
     gradients = {"p": Gradient(torch.randn(SHAPE).pow_(3), 0.9)}
     _, index, used = loops.select(bucket, gradients, None, layout, False, 0)
-    message = loops.encode(bucket, gradients, layout, index, used, True)
+    message = loops.encode(bucket, layout, index, used, True)
     messages, parameter = torch.stack([message] * SENDERS), torch.zeros(SHAPE)
     loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
     _, calls = FUNCTIONS.get(function, ("", 0))

@@ -15,7 +15,6 @@ Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ExchangeName = Literal["allgather", "reduce", "auto"]
-Masking = bool | Literal["prepay"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
@@ -35,10 +34,9 @@ class Config:
             Needs ``torch.optim.SGD``, or ``AdamW``, whose gradients then travel dense until its denominator is known
             (docs/method.md). Off: plain accumulation, for SGD and any optimizer but AdamW (and Adam without weight
             decay), which then sees the averaged sparse gradient and applies its own momentum to it.
-        factor_masking: what becomes of u where an entry was sent. True: it is set to zero (paper, section 3.3). Made
-            for 99.9 %: the denser what is sent, the more of the momentum that takes away, at 90 % and momentum 0.9
-            three quarters of a step. False: it is left as it is, and goes on a whole wait too late. "prepay": what it
-            would still add is sent in advance, so that nothing is lost and little is late (docs/tuning.md).
+        factor_masking: set u to zero where an entry was sent (paper, section 3.3). Made for 99.9 %: the denser what is
+            sent, the more of the momentum that takes away, at 90 % and momentum 0.9 three quarters of a step. Off: u
+            is left as it is, and goes on a whole wait too late (docs/tuning.md).
         clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient that the
             optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under Average, and to
             clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.
@@ -82,7 +80,7 @@ class Config:
     sparsity: float | Schedule = 0.999  # more sparse => fewer bytes, older gradients
     selection: Selection = "sampled"
     momentum_correction: bool = True
-    factor_masking: Masking = True
+    factor_masking: bool = True
     clip_norm: float | None = None
     clip_per_tensor: bool = False
     local_weight_decay: bool = True
@@ -104,9 +102,8 @@ class Config:
             accepted = get_args(of)
             if getattr(self, name) not in accepted:
                 raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
-        if not isinstance(self.factor_masking, bool) and self.factor_masking != "prepay":
-            raise ValueError(f"Config: factor_masking must be True, False or 'prepay', got {self.factor_masking!r}")
-        for name in ("momentum_correction", "clip_per_tensor", "local_weight_decay", "apply_directly"):
+        for name in ("momentum_correction", "factor_masking", "clip_per_tensor", "local_weight_decay",
+                     "apply_directly"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":

@@ -184,8 +184,7 @@ CONFIGS = {
     "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # by two levels of owners, with eight ranks
-    "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
-    "prepaid, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="reduce", clip_norm=0.1),
+    "unmasked, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking=False, exchange="reduce", clip_norm=0.1),
 }
 
 

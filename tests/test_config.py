@@ -15,7 +15,7 @@ ERRORS = [
      r"sparsity must be .*, got 'warmup:epochs=4' \(dgc\.schedule\.parse reads"),
     ({"selection": "random"}, ValueError, r"selection must be one of sampled, exact, got 'random'"),
     ({"momentum_correction": 1}, TypeError, r"momentum_correction must be True or False, got 1"),
-    ({"factor_masking": None}, ValueError, r"factor_masking must be True, False or 'prepay', got None"),
+    ({"factor_masking": None}, TypeError, r"factor_masking must be True or False, got None"),
     ({"local_weight_decay": "no"}, TypeError, r"local_weight_decay must be True or False, got 'no'"),
     ({"clip_norm": 0}, ValueError, r"clip_norm must be None or a number > 0, got 0"),
     ({"clip_norm": float("nan")}, ValueError, r"clip_norm must be .*, got nan"),

@@ -84,7 +84,7 @@ def add_at_owners(task: Task) -> Path[Update]:
             with stage("dgc::read"):
                 moves.note(came := owners_plain.add(bucket, plan.near, rows))
             with stage("dgc::take"):
-                rows, sent = owners_plain.forward(bucket, task.gradients, plan, index, used, came, masking)
+                rows, sent = owners_plain.forward(bucket, plan, index, used, came, masking)
             moves.note(sent)
         rows = yield from among_nodes("alltoall", rows, world, peers=plan.peers)
         with stage("dgc::read"):
@@ -122,9 +122,8 @@ def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Mov
     refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
     with stage("dgc::take"):
         if plan.near is None:
-            rows, sent = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
+            rows, sent = kernel.send(bucket, plan, index, used, refused, config.factor_masking)
         else:
-            rows, sent = owners_plain.send(bucket, task.gradients, plan.near, index, used, refused,
-                                           config.factor_masking)
+            rows, sent = owners_plain.send(bucket, plan.near, index, used, refused, config.factor_masking)
     moves.note(sent)
     return verdict.names, index, used, rows

@@ -35,7 +35,7 @@ class Pair:
             bad, index, used = kernel.select(bucket, some, clip, layout, exact, step)
             chosen = index[layout.ordinal < used[layout.owner]].tolist()
             message = layout.nonfinite_message(bad) if bad else (
-                kernel.encode(bucket, some, layout, index, used, masking))
+                kernel.encode(bucket, layout, index, used, masking))
             results.append((chosen, used.tolist(), message.tolist(), int(bucket.entries_sent)))
         assert results[0] == results[1]
         assert self.buckets[0].not_finite() == bad

@@ -17,8 +17,7 @@ VARIANTS = {
     "clipped": {"clip": 0.02},
     "nesterov clipped": {"nesterov": True, "clip": 0.02},
     "unmasked": {"masking": False},
-    "prepaid": {"masking": "prepay"},
-    "prepaid nesterov": {"masking": "prepay", "nesterov": True},
+    "unmasked nesterov": {"masking": False, "nesterov": True},
     "no momentum": {"momentum": 0.0},
 }
 

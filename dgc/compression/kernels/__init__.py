@@ -20,7 +20,6 @@ from dgc.compression.denominator import Denominator
 from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.warn import warn
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
@@ -51,8 +50,7 @@ class Kernel(Protocol):
     def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def encode(self, bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-               masking: Masking) -> Tensor: ...
+    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor: ...
 
     def settle(self, bucket: Bucket) -> FloatingPointError | ValueError | None: ...
 
@@ -80,13 +78,13 @@ class OwnersKernel(Protocol):
     def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                plan: Plan, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def send(self, bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor,
-             refused: Tensor, masking: Masking) -> tuple[Tensor, Taken]: ...
+    def send(self, bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+        Tensor, Taken]: ...
 
     def add(self, bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived: ...
 
     def pass_on(self, bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-                masking: Masking) -> tuple[Tensor, Taken]: ...
+                masking: bool) -> tuple[Tensor, Taken]: ...
 
 
 class DenominatorKernel(Protocol):

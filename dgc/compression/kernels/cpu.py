@@ -30,7 +30,6 @@ from dgc.compression.kernels.jit import jit
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, LINE, stride
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
@@ -556,25 +555,6 @@ def _value(r, i, singles, words, half, word, word_bits):
 
 
 @_jit
-def _prepay(u, v, first, last, index, c, least):
-    """Moves momentum from u to v at index[first:last]: see ``dgc.compression.residual.Bucket.prepay``."""
-    for j in range(first, last):
-        if j + AHEAD < last:
-            _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
-            _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
-        i = index[j]
-        x, y = v[i], u[i]
-        waited, owed = abs(x) - least * abs(y), c * y
-        if abs(owed) <= waited < np.inf and waited > 0:
-            v[i] = x + owed
-            u[i] = 0
-        elif 0 < waited < np.inf:
-            part = waited if y > 0 else -waited
-            v[i] = x + part
-            u[i] = y - part / c
-
-
-@_jit
 def _greatest(index, begin, end, u, v, masking):
     """The largest |v| of these entries, infinity where one is not a number; they are fetched for what is done next."""
     largest = v.dtype.type(0)
@@ -589,8 +569,8 @@ def _greatest(index, begin, end, u, v, masking):
 
 
 @_jit
-def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, to_come, least, half,
-            block_counts, singles, words, positions, exponents):
+def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, half, block_counts,
+            singles, words, positions, exponents):
     """Takes the chosen entries of parameters first to last out of v, and writes their part of the message.
 
     Returns how many were sent. A parameter whose v is not finite says so and keeps it.
@@ -600,8 +580,6 @@ def _encode(first, last, offsets, starts, block_starts, index, used, u, v, maski
     sent_entries = 0
     for p in range(first, last):
         start, m = starts[p], used[p]
-        if to_come[p] > 0:
-            _prepay(u, v, start, start + m, index, to_come[p], least[p])
         largest = _greatest(index, start, start + m, u, v, masking)
         if not largest < np.inf:
             exponents[0, p] = NONFINITE
@@ -882,20 +860,16 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
-    to_come = least = np.zeros(len(bucket.names), v.dtype)
-    if masking == "prepay" and bucket.u is not None:
-        to_come, least = bucket.prepayment(gradients).numpy()
     message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
         first, last, table.offsets, table.starts, table.block_starts, chosen, numbers, u, v,
-        masking is True and bucket.u is not None, to_come, least, layout.dtype == torch.float16, block_counts, singles,
-        words, slots, exponents), table.parameters, table.threads)), device="cpu"))
+        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
+        exponents), table.parameters, table.threads)), device="cpu"))
     _seal(message.view(np.int32))
     return torch.from_numpy(message)
 

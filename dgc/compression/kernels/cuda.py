@@ -38,7 +38,6 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
@@ -460,31 +459,10 @@ def _slots(parameters, chunks, used, index):
 
 
 @triton.jit
-def _paid(v, u, c, least, valid):
-    """Where momentum is paid in advance (see ``dgc.compression.residual.Bucket.prepay``), and v and u after it."""
-    waited, owed = tl.abs(v) - least * tl.abs(u), c * u
-    payable = valid & (tl.where(c > 0, waited, 0) > 0) & (waited < float("inf"))
-    whole, part = waited >= tl.abs(owed), tl.where(u > 0, waited, -waited)
-    paid = tl.where(payable, v + tl.where(whole, owed, part), v)
-    return payable, paid, tl.where(whole, 0, u - _divided(part, tl.where(c > 0, c, 1)))
-
-
-@triton.jit(do_not_specialize=["count"])
-def _largest(u, v, parameters, chunks, used, index, work, flags, paying, count, PREPAYING: tl.constexpr,
-             FLAGS: tl.constexpr):
-    """One program a chunk of slots: the largest magnitude of each parameter's entries, after momentum was paid in
-    advance where PREPAYING.
-    """
+def _largest(v, parameters, chunks, used, index, work):
+    """One program a chunk of slots: the largest magnitude of each parameter's entries."""
     p, _, _, _, valid, position = _slots(parameters, chunks, used, index)
     x = tl.load(v + position, mask=valid, other=0)
-    if PREPAYING:
-        y = tl.load(u + position, mask=valid, other=0)
-        owes = valid
-        if FLAGS:
-            owes = valid & (tl.load(flags + count) == 0)
-        payable, x, y = _paid(x, y, tl.load(paying + p), tl.load(paying + count + p), owes)
-        tl.store(v + position, x, mask=payable)
-        tl.store(u + position, y, mask=payable)
     bits = tl.where(valid, _magnitude(x), 0)
     tl.atomic_max(work + 1 + p, tl.max(bits, 0).to(tl.int64), sem="relaxed")
 
@@ -885,8 +863,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return [], selection.index, selection.used
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
     and the message is the :meth:`dgc.compression.wire.Layout.nonfinite_message`.
     """
@@ -897,13 +874,10 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
     with torch.cuda.device_of(bucket.v):
         grid = table.chunks_count,
-        prepaying = masking == "prepay" and bucket.u is not None
-        paying = bucket.prepayment(gradients) if prepaying else u
-        _largest[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
-                       paying, len(bucket.names), PREPAYING=prepaying, FLAGS=flags is not None, enable_fp_fusion=False)
+        _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
                      message.view(torch.int16), message.view(torch.int32), message[-8:].view(torch.int64),
-                     len(bucket.names), values, positions, exponents, MASKING=masking is True and bucket.u is not None,
+                     len(bucket.names), values, positions, exponents, MASKING=masking and bucket.u is not None,
                      FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message

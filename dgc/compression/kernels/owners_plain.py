@@ -15,7 +15,6 @@ from dgc.compression.kernels.plain import Scattered
 from dgc.compression.regions import LINE, Arrived, Level, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT, NONFINITE
-from dgc.config import Masking
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
@@ -28,8 +27,8 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         return kernel.select(bucket, gradients, scale, plan.layout, exact, step)
 
 
-def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Level, index: Tensor, used: Tensor, refused: Tensor,
-         masking: Masking) -> tuple[Tensor, Taken]:
+def send(bucket: Bucket, plan: Level, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+        Tensor, Taken]:
     """Takes the chosen entries outside the own region out of v, and writes them down for their owners.
 
     Args:
@@ -45,12 +44,12 @@ def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Level, index: 
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     owner = plan.regions.owner(index)
     row = torch.where(valid & (owner != plan.own), owner, n)
-    rows, taken, bucket.overflow_entries = _written(bucket, gradients, plan, row, index, plan.layout.owner, masking)
+    rows, taken, bucket.overflow_entries = _written(bucket, plan, row, index, plan.layout.owner, masking)
     return torch.where(refused, plan.to_owners.telling(n, NONFINITE), rows), taken
 
 
-def forward(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor, came: Arrived,
-            masking: Masking) -> tuple[Tensor, Taken]:
+def forward(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, came: Arrived, masking: bool) -> tuple[
+        Tensor, Taken]:
     """Takes out of v what workers of the own group have sent here, and what was chosen here of the same column, and
     writes it down for its owners. Where a row tells of an error, that alone.
 
@@ -73,14 +72,14 @@ def forward(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index
     owner = plan.regions.owner(index)
     row = torch.where(fresh & (owner != plan.own), owner // plan.near.regions.columns, n)
     of = torch.bucketize(index, bucket.ends, right=True).clamp_(max=len(bucket.names) - 1)
-    rows, taken, overflow = _written(bucket, gradients, plan, row, index, of, masking)
+    rows, taken, overflow = _written(bucket, plan, row, index, of, masking)
     bucket.overflow_entries = bucket.overflow_entries + overflow
     told = plan.to_owners.telling(n, came.status.max(), came.whose.take(came.status.argmax()))
     return torch.where(wrong, told, rows), taken
 
 
-def _written(bucket: Bucket, gradients: Mapping[str, Gradient], level: Level, row: Tensor, index: Tensor, of: Tensor,
-             masking: Masking) -> tuple[Tensor, Taken, Tensor]:
+def _written(bucket: Bucket, level: Level, row: Tensor, index: Tensor, of: Tensor, masking: bool) -> tuple[
+        Tensor, Taken, Tensor]:
     """Entries as rows, those that fit; what was taken out of v for them; and int64 (), how many others there are.
 
     Args:
@@ -90,10 +89,8 @@ def _written(bucket: Bucket, gradients: Mapping[str, Gradient], level: Level, ro
     n = len(level.peers)
     wanted = torch.count_nonzero(row < n)
     row = _fitting(row, bucket.v[index], level, of)
-    if masking == "prepay":
-        bucket.prepay(index, row < n, gradients)
     rows, sent = level.to_owners.encode(row, level.regions.local(index), bucket.v[index], n)
-    bucket.take(index, sent, masking is True)
+    bucket.take(index, sent, masking)
     return rows, Taken(index, sent), wanted - torch.count_nonzero(sent)
 
 
@@ -129,7 +126,7 @@ def add(bucket: Bucket, plan: Level, rows: Tensor) -> Arrived:
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-            masking: Masking) -> tuple[Tensor, Taken]:
+            masking: bool) -> tuple[Tensor, Taken]:
     """Takes the largest sums of the own region out of v, beside the mean |v| there of their parameter, and writes them
     down for all. Nothing is passed on where a worker's row tells of an error, but whose.
 
@@ -143,10 +140,8 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     wrong = (arrived.status >= CORRUPT).any()
     index = plan.regions.index(plan.own, _largest(_scores(bucket, gradients, plan), plan.to_all.slots, step))
     row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
-    if masking == "prepay":
-        bucket.prepay(index, row == 0, gradients)
     message, sent = plan.to_all.encode(row, plan.regions.local(index), bucket.v[index], 1)
-    bucket.take(index, sent, masking is True)
+    bucket.take(index, sent, masking)
     bucket.held_entries = _held(arrived.added, Taken(index, sent))
     told = plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax()))
     return torch.where(wrong, told, message), Taken(index, sent)

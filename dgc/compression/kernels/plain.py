@@ -10,7 +10,6 @@ from torch import Tensor
 from dgc.compression import select as selection
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 
@@ -55,23 +54,18 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used.to(bucket.v.device)
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
-        gradients: of this step, for their momenta.
         index, used: as :func:`select` returned them.
-        masking: True sets u to zero where something was sent (momentum factor masking), "prepay" moves momentum from
-            u to what is sent (:meth:`dgc.compression.residual.Bucket.prepay`), False leaves u as it is.
+        masking: also set u to zero where something was sent (momentum factor masking).
 
     Returns:
         The message, uint8 (nbytes,).
     """
-    if masking == "prepay":
-        bucket.prepay(index, layout.uses(used), gradients)
     message, sent = layout.encode(index, used, bucket.v[index])
-    bucket.take(index, sent, masking is True)
+    bucket.take(index, sent, masking)
     return message
 
 
