@@ -58,14 +58,14 @@ class Idea:
 
     # -- in place of dgc.compression.kernels.plain's ------------------------------------------------------------------
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
                step: int) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
         for p, part in enumerate(self.score(bucket, gradients).split(bucket.numels)):
             if bucket.names[p] in gradients:
                 k, start = layout.counts[p], layout.starts[p]
-                chosen = selection.exact(part, k) if exact else selection.sampled(part, k, step)
+                chosen = selection.sampled(part, k, step)
                 used[p] = len(chosen)
                 index[start:start + len(chosen)] = chosen + bucket.offsets[p]
         return bad, index, used
@@ -101,7 +101,7 @@ class Across(Idea):
         self.config, self.count = engine_of(optimizer).settings.config, selection.count
         cast(Any, task).select = SimpleNamespace(count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n)))
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
                step: int) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         k = sum(self.count(self.config.sparsity_at(step), n) for n in bucket.numels)

@@ -12,7 +12,6 @@ import torch
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
-Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ExchangeName = Literal["allgather", "reduce", "auto"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
@@ -28,8 +27,6 @@ class Config:
         sparsity: share of a parameter's entries kept back at each step, in [0, 1); 0 is dense. Or a schedule:
             any function of the optimizer's step (int, from 0) alone that gives such a number, say :func:`dgc.warmup`;
             or :func:`dgc.adaptive`, which goes by how fast the network is.
-        selection: how the k largest entries are found, which are sent either way: ``"sampled"`` looks only above a
-            threshold that a sample of the entries gives (paper, section 5), ``"exact"`` at all of them.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
             Needs ``torch.optim.SGD``, or ``AdamW``, whose gradients then travel dense until its denominator is known
             (docs/method.md). Off: plain accumulation, for SGD and any optimizer but AdamW (and Adam without weight
@@ -78,7 +75,6 @@ class Config:
     """
 
     sparsity: float | Schedule = 0.999  # more sparse => fewer bytes, older gradients
-    selection: Selection = "sampled"
     momentum_correction: bool = True
     factor_masking: bool = True
     clip_norm: float | None = None
@@ -98,7 +94,7 @@ class Config:
             object.__setattr__(self, "clip_per_tensor", False)
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
-        for name, of in (("selection", Selection), ("exchange", ExchangeName), ("nonfinite", NonFinite)):
+        for name, of in (("exchange", ExchangeName), ("nonfinite", NonFinite)):
             accepted = get_args(of)
             if getattr(self, name) not in accepted:
                 raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")

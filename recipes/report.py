@@ -50,7 +50,7 @@ RECIPES = {
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping", "local_weight_decay")  # that can be switched off
-CONFIG = ("sparsity", "warmup_epochs", "selection", *PARTS)  # settings of which all is in the Config
+CONFIG = ("sparsity", "warmup_epochs", *PARTS)  # settings of which all is in the Config
 
 
 def label(result: Result) -> str:

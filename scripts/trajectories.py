@@ -29,7 +29,7 @@ STEPS = 50
 WARM = dgc.warmup(2, steps_per_epoch=8, end=0.99)
 LOCKSTEP = {  # name -> (Config, what else is done)
     "warm-up": (dgc.Config(sparsity=WARM), {}),
-    "exact, float32": (dgc.Config(sparsity=0.9, selection="exact", wire_dtype=torch.float32), {}),
+    "float32": (dgc.Config(sparsity=0.9, wire_dtype=torch.float32), {}),
     "dense": (dgc.Config(sparsity=0.0), {"nesterov": True}),
     "nesterov, groups, sum": (dgc.Config(sparsity=0.95), {"nesterov": True, "groups": 2, "op": dgc.Sum}),
     "clip": (dgc.Config(sparsity=0.95, clip_norm=0.2), {}),

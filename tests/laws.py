@@ -171,7 +171,7 @@ def die_between_phases():
 
 CONFIGS = {
     "default": dgc.Config(sparsity=0.95),
-    "exact": dgc.Config(sparsity=0.95, selection="exact", wire_dtype=torch.float32),
+    "float32": dgc.Config(sparsity=0.95, wire_dtype=torch.float32),
     "bfloat16": dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16),
     "clipped": dgc.Config(sparsity=0.95, clip_norm=0.1),
     "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),

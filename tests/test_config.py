@@ -13,7 +13,6 @@ ERRORS = [
     ({"sparsity": float("nan")}, ValueError, r"sparsity must be .*, got nan"),
     ({"sparsity": "warmup:epochs=4"}, TypeError,
      r"sparsity must be .*, got 'warmup:epochs=4' \(dgc\.schedule\.parse reads"),
-    ({"selection": "random"}, ValueError, r"selection must be one of sampled, exact, got 'random'"),
     ({"momentum_correction": 1}, TypeError, r"momentum_correction must be True or False, got 1"),
     ({"factor_masking": None}, TypeError, r"factor_masking must be True or False, got None"),
     ({"local_weight_decay": "no"}, TypeError, r"local_weight_decay must be True or False, got 'no'"),

@@ -116,8 +116,7 @@ def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Mov
     """
     bucket, config = task.bucket, task.config
     with stage("dgc::select"):
-        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, config.selection == "exact",
-                                         task.step)
+        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, task.step)
     verdict = local_verdict(bucket, bad)
     refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
     with stage("dgc::take"):

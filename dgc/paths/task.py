@@ -59,8 +59,7 @@ class Task:
     def select(self) -> tuple[list[str], Tensor, Tensor]:
         """Accumulates, and chooses what is to be sent: see :func:`dgc.compression.kernels.plain.select`."""
         with stage("dgc::select"):
-            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
-                                      self.config.selection == "exact", self.step)
+            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout, self.step)
 
     def encode(self, index: Tensor, used: Tensor) -> Tensor:
         """Takes the chosen entries out of v, into a message: see :func:`dgc.compression.kernels.plain.encode`."""

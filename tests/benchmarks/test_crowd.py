@@ -60,7 +60,7 @@ def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking,
         weights = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         optimizer = dgc.DistributedOptimizer(
             torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, nesterov=True), list(weights.items()),
-            dgc.Config(sparsity, "exact", factor_masking=masking, exchange=exchange, min_numel=0))
+            dgc.Config(sparsity, factor_masking=masking, exchange=exchange, min_numel=0))
         ends = []
         for step in range(6):
             for name, p in weights.items():

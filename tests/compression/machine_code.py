@@ -39,7 +39,7 @@ OTHERWISE = {  # where a name means something else in one of them
 def compile_all(module):
     kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
     for bits, wire, yes in WIDTHS:
-        constants = {"SCALED": 1 + yes, "EXACT": not yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
+        constants = {"SCALED": 1 + yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
                      "WIRE": wire, **dict.fromkeys(("VELOCITY", "MASKING", "FLAGS", "ADD", "LOOKS_AHEAD",
                                                     "LARGEST"), yes)}
         for door in DOORS[module].split():

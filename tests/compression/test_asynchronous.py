@@ -304,7 +304,7 @@ def test_a_step_asks_the_device_nothing():
         if step:  # the first one makes the layout's tables
             torch.cuda.set_sync_debug_mode("error")
         try:
-            _, index, used = cuda.select(bucket, some, scale, layout, False, step)
+            _, index, used = cuda.select(bucket, some, scale, layout, step)
             message = cuda.encode(bucket, layout, index, used, step != 1)
             received = cuda.Received(layout, torch.stack([message, message]), 2)
             received.write(ours)

@@ -46,7 +46,7 @@ def test_steps(wire, dtype, sparsity, nesterov):
             scale = torch.tensor(0.7)
         if step == 2:
             scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
-        messages.append(both.step(some, step, scale, exact=step == 1, masking=step != 2))
+        messages.append(both.step(some, step, scale, masking=step != 2))
     updates = both.received(messages, 3)
     for without in (None, "b"):
         results = targets(dtype, without)
@@ -133,7 +133,7 @@ def test_what_has_overflowed_in_v_is_confessed():
         bucket.v[:7] = 3e38
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
-        _, index, used = kernel.select(bucket, there, None, layout, False, 0)
+        _, index, used = kernel.select(bucket, there, None, layout, 0)
         message = kernel.encode(bucket, layout, index, used, True).cpu()
         assert layout.sections(message).exponents.tolist() == [32767, -14]
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)

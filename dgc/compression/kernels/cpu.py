@@ -497,12 +497,12 @@ def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts,
             continue
         for w in range(len(founds)):
             total = total + founds[w, p] if founds[w, p] >= 0 and total >= 0 else -1
-        if len(blocks) and (thresholds[p] < 0 or total < k):
+        if len(blocks) and total < k:
             seen = _without(kinds[p], offsets[p], numels[p], blocks, u, v, grads[p], scales[p], momenta[p])
             used[p] = _largest(0, numels[p], k, seen, seen.view(bits.dtype), shift, index, starts[p])
             index[starts[p]:starts[p] + used[p]] += offsets[p]
             continue
-        if thresholds[p] < 0 or total < k:
+        if total < k:
             used[p] = _largest(offsets[p], numels[p], k, v, bits, shift, index, starts[p])
             continue
         candidates, magnitudes = np.empty(total, np.int64), np.empty(total, v.dtype)
@@ -834,7 +834,7 @@ def _arrays(bucket: Bucket) -> tuple[Any, Any]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
+           layout: Layout, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`plain.select`.
 
     Args:
@@ -844,11 +844,10 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     single = v.itemsize == 4
     bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
     tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
-    thresholds = np.full(len(table.numels), -1, v.dtype)
-    if not exact:
-        _in_threads(lambda first, last: _thresholds(
-            first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
+    thresholds = np.empty(len(table.numels), v.dtype)
+    _in_threads(lambda first, last: _thresholds(
+        first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+        table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
     with stage("dgc::accumulate"):
         bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
     index, used = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (layout.slots, len(table.numels)))

@@ -526,9 +526,9 @@ def _sections(rows: Rows, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`owners_plain.select`."""
-    return cpu.select(bucket, gradients, scale, plan.layout, exact, step, _table(plan).blocks)
+    return cpu.select(bucket, gradients, scale, plan.layout, step, _table(plan).blocks)
 
 
 def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[

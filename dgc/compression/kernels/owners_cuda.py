@@ -427,9 +427,9 @@ def _places(form: Rows) -> tuple[int, int, int, int]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`owners_plain.select`."""
-    return owners_plain.select(bucket, gradients, scale, plan, exact, step)
+    return owners_plain.select(bucket, gradients, scale, plan, step)
 
 
 def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[

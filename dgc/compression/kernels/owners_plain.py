@@ -18,13 +18,13 @@ from dgc.compression.wire import CORRUPT, NONFINITE
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`dgc.compression.kernels.plain.select`; in the own region only what this step adds to v counts. What was
     there are sums, which are large, as others' entries are in them, and need no slots.
     """
     kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
     with plan.regions.aside(bucket.v, plan.own):
-        return kernel.select(bucket, gradients, scale, plan.layout, exact, step)
+        return kernel.select(bucket, gradients, scale, plan.layout, step)
 
 
 def send(bucket: Bucket, plan: Level, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[

@@ -30,12 +30,11 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
     """Adds the gradients in, as :func:`accumulate`, and chooses what is to be sent of each parameter that has one.
 
     Args:
         bucket, gradients, scale, layout: as there.
-        exact: without the help of a sample.
         step: the optimizer's step, which rotates the sample.
 
     Returns:
@@ -48,7 +47,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     parts = zip(bucket.names, bucket.v.split(bucket.numels), layout.counts, layout.starts, bucket.offsets, strict=True)
     for p, (name, v, k, start, offset) in enumerate(parts):
         if name in gradients:
-            chosen = selection.exact(v, k) if exact else selection.sampled(v, k, step)
+            chosen = selection.sampled(v, k, step)
             used[p] = len(chosen)
             index[start:start + len(chosen)] = chosen + offset
     return bad, index, used.to(bucket.v.device)
