@@ -4,8 +4,7 @@
 
 ResNet-110's gradient at 99.9 %, all workers in this process (dgc.lockstep), collective by collective: ring all-gather,
 ring allreduce, all-to-all. Only what travels compressed is counted; the small tensors are the same with each
-exchange. "auto" is run at 99 %, at every number of workers, to see where it changes its mind. The model's bytes are
-those of the busiest port.
+exchange. The model's bytes are those of the busiest port.
 
 Up to 4,096 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
 it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
@@ -16,7 +15,6 @@ where rows would hold few entries.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,11 +36,10 @@ FEW = (("resnet110", 512), ("resnet110", 1000), ("resnet110", 1024), ("resnet50"
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 
-def counted(name: str, workers: int, gradients: list[torch.Tensor], sparsity: float = 0.999) -> float:
+def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
-    by_node = name in cost.EXCHANGES and cost.EXCHANGES[name].hierarchical
-    exchange = cost.EXCHANGES[name].exchange if name in cost.EXCHANGES else name
-    config = dgc.Config(sparsity, exchange=exchange, hierarchical=by_node)
+    by_node = cost.EXCHANGES[name].hierarchical
+    config = dgc.Config(exchange=cost.EXCHANGES[name].exchange, hierarchical=by_node)
 
     def worker() -> float:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -115,9 +112,8 @@ def without_slot(numel: int, slots: int, workers: int) -> float:
 
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =
          Path("docs/scaling.png")) -> None:
-    """Counts, draws, and says where auto changes its mind."""
+    """Counts, and draws."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "Config: exchange")  # which is what is looked at here
     (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
     sizes = shipment.sizes
@@ -125,12 +121,9 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
              "predicted": predicted(name, n, sizes)}
             for name in NAMES for n in WORKERS if not cost.EXCHANGES[name].hierarchical or n > NODE]
-    auto = {n: min(("allgather", "reduce"), key=lambda name, n=n: abs(
-        counted(name, n, gradients, 0.99) - counted("auto", n, gradients, 0.99))) for n in range(2, WORKERS[-1] + 1)}
-    turned = next((n for n, name in auto.items() if name == "reduce"), None)
     many = [in_messages(n) for n in MANY]
     result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
-              "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto_at_99_percent": auto,
+              "node": NODE, "sizes": sizes._asdict(), "rows": rows,
               "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)],
               "by_level": [by_level(model, n) for model, n in FEW]}
     write(Path(__file__).parent / "results" / "scaling.json", result)
@@ -148,7 +141,6 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     for each in result["by_level"]:
         print(f"{each['model']}, {each['workers']} workers: {each['one_level']:.3g} messages on one level, "
               f"{each['two_levels']:.3g} on two")
-    print(f"at 99 % auto takes the reduce exchange from {turned} workers on")
 
 
 def draw(result: dict[str, Any], out: Path) -> None:

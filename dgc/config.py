@@ -13,7 +13,7 @@ import torch
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-ExchangeName = Literal["allgather", "reduce", "auto"]
+ExchangeName = Literal["allgather", "reduce"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
@@ -56,9 +56,7 @@ class Config:
             adds it up. A rank chooses three times as many entries, and sends each to its owner; the owners send the
             largest sums, as many in all, to all ranks. For ResNet-50 at 0.999 that is 5 to 10 times one message of an
             all-gather, with 4 to 1,024 ranks, and one more round. It applies fewer entries in a step than an
-            all-gather, and may learn less (docs/tuning.md). ``"auto"``: for each bucket and step ``"reduce"`` where it
-            takes less than half an all-gather's time on 1 Gbit/s Ethernet, by the cost model; else ``"allgather"``.
-            Where it takes ``"reduce"``, rank 0 warns; the logger ``dgc`` tells which it took.
+            all-gather, and may learn less (docs/tuning.md).
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a

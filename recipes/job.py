@@ -82,7 +82,7 @@ Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", h
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
 Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
-Exchange = Annotated[Literal["allgather", "reduce", "auto"], typer.Option(help="As in dgc.Config.")]
+Exchange = Annotated[Literal["allgather", "reduce"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 DenseDtype = Annotated[Literal["float16", "bfloat16"] | None, typer.Option(
     help="Of what travels dense; what rounding drops is kept. Default: float32.")]

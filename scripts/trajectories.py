@@ -36,7 +36,7 @@ LOCKSTEP = {  # name -> (Config, what else is done)
     "clip per tensor": (dgc.Config(sparsity=0.95, clip_norm=0.2, clip_per_tensor=True), {}),
     "reduce": (dgc.Config(sparsity=0.95, exchange="reduce"), {}),
     "hierarchical": (dgc.Config(sparsity=0.95, hierarchical=True, clip_norm=0.5), {"node_size": 2}),
-    "hierarchical, auto": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="auto"), {"node_size": 2}),
+    "hierarchical, reduce": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="reduce"), {"node_size": 2}),
     "decay sent": (dgc.Config(sparsity=0.95, local_weight_decay=False, clip_norm=0.5), {}),
     "Adam": (dgc.Config(dgc.dense_until(5, then=0.95)), {"adam": True}),
     "directly": (dgc.Config(sparsity=0.95, apply_directly=True), {}),

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.collective import World, dense_bytes
+from dgc.collective import dense_bytes
 from dgc.compression import select
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout, exponents, scaled
-from dgc.paths.choice import choose
 
 Kind = Literal["allgather", "reduce", "mean"]
 
@@ -88,7 +87,7 @@ class Exchange:
         self.layout, self.dense = Layout(bucket, counts, torch.float16), False
         self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
-            _, self.dense = choose(kind, self.layout, World(0, workers))
+            self.dense = cost.sends_dense(kind, self.layout.sizes, workers, 1)
             self.nbytes = (workers - 1) * self.layout.nbytes
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
