@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgc.collective import Collective, World, row_splits
+from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import Wait
 
@@ -97,8 +97,7 @@ class TorchDistributed:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         elif collective.op == "alltoall":
             result = torch.empty_like(tensor)
-            splits = row_splits(collective, dist.get_world_size(group))
-            work = dist.all_to_all_single(result, tensor, splits, splits, group=group, async_op=True)
+            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)

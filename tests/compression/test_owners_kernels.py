@@ -28,7 +28,6 @@ SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 @pytest.fixture(autouse=True)
 def twin_in_torch_operations(monkeypatch):
     monkeypatch.setattr(kernels, "current", lambda kind, dtype: plain)
-    monkeypatch.setattr(cost, "columns", lambda numel, slots, n, width: n)  # of two levels, the first is not compiled
 
 
 @pytest.fixture

@@ -205,14 +205,12 @@ def _finite(r, slot, singles, words, half):
 
 
 @_jit
-def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, sender, every, status,
-           whose, used):
+def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, status, whose, used):
     """Fills in each row's status, whose row is damaged where it says that one is, and how many slots it uses.
 
     Args:
         largest: entries of the largest region.
         sizes: of each row's; or one, of all.
-        sender, every: whose the first row is, and how many further the next one's.
     """
     for r in range(len(messages)):
         low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
@@ -233,7 +231,7 @@ def _check(messages, counts, singles, words, positions, exponents, half, slots, 
                 slot += m
             used[r] = slot
         if bad:
-            status[r], whose[r], used[r] = CORRUPT, sender + r * every, 0
+            status[r], whose[r], used[r] = CORRUPT, r, 0
 
 
 @_jit
@@ -597,7 +595,7 @@ class _Said:
         self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
         counts, singles, words, positions, exponents = self.sections
         _check(array.view(np.int32), counts, singles, words, positions, exponents, self.half, rows.slots, rows.size,
-               sizes, rows.senders.start, rows.senders.step, self.status, self.whose, self.used)
+               sizes, self.status, self.whose, self.used)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,

@@ -250,15 +250,15 @@ def _check(message16, message32, sizes, starts, damaged, each, largest, slots, s
     tl.store(starts + r * stretches + c, before)
 
 
-@triton.jit(do_not_specialize=["sender", "every", "rows", "exponent_at", "words"])
-def _conclude(message16, message32, damaged, status, whose, sender, every, rows, exponent_at, words):
+@triton.jit(do_not_specialize=["rows", "exponent_at", "words"])
+def _conclude(message16, message32, damaged, status, whose, rows, exponent_at, words):
     """Each row's status, and whose row is damaged where it says that one is."""
     r = (tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)).to(tl.int64)
     bad = tl.load(damaged + r, mask=r < rows, other=0) != 0
     exponent = tl.load(message16 + r * (2 * words + 4) + exponent_at, mask=r < rows, other=0).to(tl.int64)
     first = tl.load(message32 + r * (words + 2), mask=r < rows, other=0).to(tl.int64)
     tl.store(status + r, tl.where(bad, CORRUPT, exponent), mask=r < rows)
-    tl.store(whose + r, tl.where(bad, sender + r * every, first), mask=r < rows)
+    tl.store(whose + r, tl.where(bad, r, first), mask=r < rows)
 
 
 @triton.jit
@@ -507,8 +507,7 @@ class _Said:
                 *self.parts, sizes, self.starts, damaged, int(len(sizes) > 1), form.size, form.slots, self.stretches,
                 self.values, self.positions, exponent, self.words, WIRE=cuda._TYPES[form.dtype])
             _conclude[triton.cdiv(rows, ENTRIES.value),](
-                *self.parts, damaged, self.status, self.whose, form.senders.start, form.senders.step, rows, exponent,
-                self.words)
+                *self.parts, damaged, self.status, self.whose, rows, exponent, self.words)
 
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
