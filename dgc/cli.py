@@ -28,7 +28,6 @@ from dgc import tune as tuning
 from dgc.collective import dense_bytes
 from dgc.config import Config
 from dgc.cost import Cluster, Link
-from dgc.extras import missing_extra
 
 ROWS = 24  # at most, of a schedule's table
 WORKERS = 1_000_000  # of a cluster, for which a plan takes half a minute
@@ -66,8 +65,8 @@ def run() -> int:
             return int(getattr(error, "exit_code", 2))
         if isinstance(error, typer.Abort):
             return 130
-        if missing_extra(error):
-            raise
+        if isinstance(error, ImportError):
+            raise  # of an optional package: __main__ says how to install it
         kind = "" if isinstance(error, planning.TheirError) else f"{type(error).__name__}: "
         print(f"dgc: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         return 1

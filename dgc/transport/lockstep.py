@@ -88,7 +88,7 @@ class Lockstep:
         self._begun: dict[str, int] = {}
 
     process_set: ProcessSet = None
-    optimizer_module = "dgc.optimizer"
+    optimizer_module = "dgc.frontends.optimizer"
     broadcasts_beyond = False
 
     @property

@@ -49,7 +49,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
 
-    optimizer_module = "dgc.optimizer"
+    optimizer_module = "dgc.frontends.optimizer"
     broadcasts_beyond = False
 
     def __init__(self, group: Any = None):
