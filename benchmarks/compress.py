@@ -52,7 +52,6 @@ from dgc.paths.task import layout_of
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
 TOPK, SAMPLED, FUSED = METHODS = "exact top-k (torch)", "sampled (torch)", "fused (numba)"
-PREPAID = "fused, momentum prepaid"  # in place of momentum factor masking
 STREAMS = {"directly": 5, "directly, with decay": 9, "through p.grad": 9}
 
 
@@ -101,7 +100,7 @@ class Rank:
 
     def __init__(self, shapes: list[tuple[int, ...]], sparsity: float, method: str):
         self.loops = plain if method == SAMPLED else cpu
-        self.config = dgc.Config(sparsity=sparsity, factor_masking="prepay" if method == PREPAID else True)
+        self.config = dgc.Config(sparsity=sparsity)
         self.parameters = [torch.zeros(shape) for shape in shapes]
         self.decay_buffers: dict[int, Tensor] = {}
         self.dense = [i for i, p in enumerate(self.parameters) if p.dim() < 2]
@@ -268,7 +267,7 @@ def main(out: Out = None,
     """Times compression on the CPU: exact top-k, the torch operations, the fused loops, and the floor."""
     kernels.compile_ahead(torch.float32)
     console = Console(width=150)
-    everything = {method: list(STREAMS) if method == FUSED else ["directly"] for method in (*METHODS, PREPAID)}
+    everything = {method: list(STREAMS) if method == FUSED else ["directly"] for method in METHODS}
     rows = measure(resnet50(), everything, sparsity, warmup, repeats)
     console.print(table(rows))
     for numel in (n for n in FLAT if n <= largest):

@@ -45,12 +45,12 @@ class Kernel:
         self.layout = Layout(self.bucket, [select.count(sparsity, n) for n in self.bucket.numels], torch.float16)
 
     def step(self, gradients: dict[str, Gradient], step: int) -> Tensor:
-        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, False, step)
-        return self.kernel.encode(self.bucket, gradients, self.layout, index, used, True)
+        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
+        return self.kernel.encode(self.bucket, self.layout, index, used, True)
 
     def quality(self, gradients: dict[str, Gradient], step: int) -> tuple[int, float]:
         """Entries chosen, and their energy relative to the k largest."""
-        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, False, step)
+        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
         chosen = index[self.layout.ordinal < used[self.layout.owner]]
         best = [torch.topk(v.abs(), k).values.double().square().sum()
                 for v, k in zip(self.bucket.v.split(self.bucket.numels), self.layout.counts, strict=True)]

@@ -1,6 +1,6 @@
 """Ideas that the method has not: the 5-epoch trainings of the momentum table, each with one thing changed.
 
-    python benchmarks/ideas.py --data DIR --idea payment --sparsity 0.9 --seed 0 --out payment-90-0.json
+    python benchmarks/ideas.py --data DIR --idea cap --sparsity 0.9 --seed 0 --out cap-90-0.json
 
 They run in plain torch operations, which agree with the compiled loops to the bit. What they gave:
 docs/results/accuracy.md, "Sparsity, masking and length".
@@ -24,7 +24,6 @@ from dgc.compression import select as selection
 from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.engine.engine import engine_of
 from dgc.paths import task
 
@@ -39,8 +38,6 @@ DENSITY_OF_WARMUP = 0.005  # beyond which the warm-up to 99.9 % is not masked
 class Idea:
     """The package's own way, in which a subclass changes one thing."""
 
-    prepays = False
-
     def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
         """What entries are chosen by."""
         return bucket.v
@@ -49,7 +46,7 @@ class Idea:
         """What is sent of the chosen entries."""
         return values
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
         """What becomes of u."""
         return masking
 
@@ -61,39 +58,22 @@ class Idea:
 
     # -- in place of dgc.compression.kernels.plain's ------------------------------------------------------------------
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
                step: int) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
         for p, part in enumerate(self.score(bucket, gradients).split(bucket.numels)):
             if bucket.names[p] in gradients:
                 k, start = layout.counts[p], layout.starts[p]
-                chosen = selection.exact(part, k) if exact else selection.sampled(part, k, step)
+                chosen = selection.sampled(part, k, step)
                 used[p] = len(chosen)
                 index[start:start + len(chosen)] = chosen + bucket.offsets[p]
         return bad, index, used
 
-    def encode(self, bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-               masking: Masking) -> Tensor:
-        masking = self.masking(bucket, layout, masking)
-        if masking == "prepay":
-            bucket.prepay(index, layout.uses(used), gradients)
+    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
         message, sent = layout.encode(index, used, self.values(layout, used, bucket.v[index]))
-        bucket.take(index, sent, masking is True)
+        bucket.take(index, sent, self.masking(bucket, layout, masking))
         return message
-
-
-class Payment(Idea):
-    """The choice is by v and what is about to be paid in advance, v + p c u."""
-
-    prepays = True
-
-    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
-        assert bucket.u is not None
-        u, v = bucket.u.clone(), bucket.v.clone()
-        bucket.prepay(torch.arange(bucket.numel), torch.ones(bucket.numel, dtype=torch.bool), gradients)
-        paid, bucket.u, bucket.v = bucket.v, u, v
-        return paid
 
 
 class Scale(Idea):
@@ -121,7 +101,7 @@ class Across(Idea):
         self.config, self.count = engine_of(optimizer).settings.config, selection.count
         cast(Any, task).select = SimpleNamespace(count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n)))
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout, exact: bool,
+    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
                step: int) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         k = sum(self.count(self.config.sparsity_at(step), n) for n in bucket.numels)
@@ -151,7 +131,7 @@ class Cap(Idea):
 class Warmup(Idea):
     """Steps as long as dense training's in the warm-up: u is not masked there."""
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
         return False if layout.slots > DENSITY_OF_WARMUP * bucket.numel else masking
 
 
@@ -175,7 +155,7 @@ class Ahead(Idea):
     feedback", AAAI 2021). There u is not stale, and so not masked.
     """
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: Masking) -> Masking:
+    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
         return False
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
@@ -228,7 +208,7 @@ class Late(Idea):
         optimizer.flush = flush_all
 
 
-IDEAS: dict[str, type[Idea]] = {"none": Idea, "payment": Payment, "scale": Scale, "cap": Cap, "warmup": Warmup,
+IDEAS: dict[str, type[Idea]] = {"none": Idea, "scale": Scale, "cap": Cap, "warmup": Warmup,
                                 "flush": Flush, "rates": Rates, "ahead": Ahead, "across": Across,
                                 "late": Late}
 
@@ -256,7 +236,7 @@ def follow(idea: Idea) -> None:
     torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
 
 
-def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "flush", "rates", "ahead",
+def main(idea: Annotated[Literal["none", "scale", "cap", "warmup", "flush", "rates", "ahead",
                                  "across", "late"],
                          typer.Option()],
          data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
@@ -274,7 +254,7 @@ def main(idea: Annotated[Literal["none", "payment", "scale", "cap", "warmup", "f
     study = experiments.BUDGETS["cpu"].cifar10
     warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]  # as in the momentum table
     row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity)
-    cifar10.main(**{**row.options, "prepay": chosen.prepays, "factor_masking": factor_masking, "data": data,
+    cifar10.main(**{**row.options, "factor_masking": factor_masking, "data": data,
                     "checkpoints": checkpoints, "resume": checkpoints is not None, "out": out})
     if out:
         job.write(out, {"idea": idea, **json.loads(out.read_text())})

@@ -47,14 +47,14 @@ def work(name: str, function: str) -> None:
     bucket = Bucket("bucket 0", {"p": torch.empty(SHAPE)})
     layout = Layout(bucket, [select.count(SPARSITY, bucket.numel)], torch.float16)
     gradients = {"p": Gradient(torch.randn(SHAPE).pow_(3), 0.9)}
-    _, index, used = loops.select(bucket, gradients, None, layout, False, 0)
-    message = loops.encode(bucket, gradients, layout, index, used, True)
+    _, index, used = loops.select(bucket, gradients, None, layout, 0)
+    message = loops.encode(bucket, layout, index, used, True)
     messages, parameter = torch.stack([message] * SENDERS), torch.zeros(SHAPE)
     loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
     _, calls = FUNCTIONS.get(function, ("", 0))
     for step in range(calls):
         if function == "select":
-            loops.select(bucket, gradients, None, layout, False, 1 + step)
+            loops.select(bucket, gradients, None, layout, 1 + step)
         else:
             loops.Received(layout, messages, SENDERS).add([parameter], [-0.1])
 

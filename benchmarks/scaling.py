@@ -4,19 +4,17 @@
 
 ResNet-110's gradient at 99.9 %, all workers in this process (dgc.lockstep), collective by collective: ring all-gather,
 ring allreduce, all-to-all. Only what travels compressed is counted; the small tensors are the same with each
-exchange. "auto" is run at 99 %, at every number of workers, to see where it changes its mind. The model's bytes are
-those of the busiest port.
+exchange. The model's bytes are those of the busiest port.
 
 Up to 4,096 workers follow from the formulas, for ResNet-50: what a worker sends, over the bytes of one message. Beside
 it is the share of entries for which a row of the reduce exchange has no slot, so that they wait a step longer:
 simulated, with gradients whose rows and columns differ in scale by a factor of ten and more. Both also follow for other
-slacks: how many standard deviations more than its mean a row has room for. Last, what a second level of owners saves
-where rows would hold few entries.
+slacks: how many standard deviations more than its mean a row has room for. Last, what the reduce exchange sends where
+rows hold few entries.
 """
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,11 +36,10 @@ FEW = (("resnet110", 512), ("resnet110", 1000), ("resnet110", 1024), ("resnet50"
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 
-def counted(name: str, workers: int, gradients: list[torch.Tensor], sparsity: float = 0.999) -> float:
+def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
-    by_node = name in cost.EXCHANGES and cost.EXCHANGES[name].hierarchical
-    exchange = cost.EXCHANGES[name].exchange if name in cost.EXCHANGES else name
-    config = dgc.Config(sparsity, exchange=exchange, hierarchical=by_node)
+    by_node = cost.EXCHANGES[name].hierarchical
+    config = dgc.Config(exchange=cost.EXCHANGES[name].exchange, hierarchical=by_node)
 
     def worker() -> float:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -67,14 +64,11 @@ def buckets(model: str) -> list[cost.Sizes]:
     return [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
 
 
-def by_level(model: str, workers: int) -> dict[str, str | float]:
-    """The reduce exchange's messages where rows go straight to owners, and where they may take two levels."""
-    sizes, own = buckets(model), cost.columns
-    cost.columns = lambda numel, slots, n, width: n
-    one = sum(predicted("reduce", workers, each) for each in sizes)
-    cost.columns = own
-    message, two = sum(each.message for each in sizes), sum(predicted("reduce", workers, each) for each in sizes)
-    return {"model": model, "workers": workers, "one_level": one / message, "two_levels": two / message}
+def with_few(model: str, workers: int) -> dict[str, str | float]:
+    """The reduce exchange's messages where a row has few entries."""
+    sizes = buckets(model)
+    sent, message = sum(predicted("reduce", workers, each) for each in sizes), sum(each.message for each in sizes)
+    return {"model": model, "workers": workers, "reduce": sent / message}
 
 
 def in_messages(workers: int) -> dict[str, float]:
@@ -102,22 +96,20 @@ def by_slack(workers: int) -> list[dict[str, float]]:
 
 
 def without_slot(numel: int, slots: int, workers: int) -> float:
-    """The share of a worker's entries for which its rows have no slot; where they take two levels, on the first. They
-    are the largest of a matrix whose rows and columns differ in scale.
+    """The share of a worker's entries for which its rows have no slot. They are the largest of a matrix whose rows and
+    columns differ in scale.
     """
     draw = torch.Generator().manual_seed(workers)
     rows, columns = (torch.randn(n, generator=draw).exp() for n in (-(-numel // 512), 512))
     entries = (torch.randn(len(rows), 512, generator=draw) * rows[:, None] * columns).abs().flatten()[:numel]
-    columns = cost.columns(numel, slots, workers, 2)
-    counts = torch.bincount(Regions(numel, workers, entries.device, columns).owner(entries.topk(slots).indices))
-    return float((counts - cost.row_slots(slots, columns)).clamp(min=0).sum() / slots)
+    counts = torch.bincount(Regions(numel, workers, entries.device).owner(entries.topk(slots).indices))
+    return float((counts - cost.row_slots(slots, workers)).clamp(min=0).sum() / slots)
 
 
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =
          Path("docs/scaling.png")) -> None:
-    """Counts, draws, and says where auto changes its mind."""
+    """Counts, and draws."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "Config: exchange")  # which is what is looked at here
     (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
     sizes = shipment.sizes
@@ -125,14 +117,11 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
              "predicted": predicted(name, n, sizes)}
             for name in NAMES for n in WORKERS if not cost.EXCHANGES[name].hierarchical or n > NODE]
-    auto = {n: min(("allgather", "reduce"), key=lambda name, n=n: abs(
-        counted(name, n, gradients, 0.99) - counted("auto", n, gradients, 0.99))) for n in range(2, WORKERS[-1] + 1)}
-    turned = next((n for n, name in auto.items() if name == "reduce"), None)
     many = [in_messages(n) for n in MANY]
     result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
-              "node": NODE, "sizes": sizes._asdict(), "rows": rows, "auto_at_99_percent": auto,
+              "node": NODE, "sizes": sizes._asdict(), "rows": rows,
               "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)],
-              "by_level": [by_level(model, n) for model, n in FEW]}
+              "with_few": [with_few(model, n) for model, n in FEW]}
     write(Path(__file__).parent / "results" / "scaling.json", result)
     draw(result, out)
     for row in rows:
@@ -145,10 +134,8 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     for each in result["by_slack"]:
         print(f"with a slack of {each['slack']}, {each['workers']:>5} workers: {each['reduce']:.3g} messages; "
               f"without a slot {100 * each['without_slot']:.2g} %")
-    for each in result["by_level"]:
-        print(f"{each['model']}, {each['workers']} workers: {each['one_level']:.3g} messages on one level, "
-              f"{each['two_levels']:.3g} on two")
-    print(f"at 99 % auto takes the reduce exchange from {turned} workers on")
+    for each in result["with_few"]:
+        print(f"{each['model']}, {each['workers']} workers: {each['reduce']:.3g} messages")
 
 
 def draw(result: dict[str, Any], out: Path) -> None:

@@ -20,8 +20,8 @@ __all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "
            "register_comm_hook", "save_checkpoint", "warmup"]
 
 # Imported where used: not every training needs them, and one of them needs Horovod.
-_MODULES = {"checkpoint": "dgc.checkpoint", "ddp": "dgc.ddp", "elastic": "dgc.elastic",
-            "lockstep": "dgc.transport.lockstep", "optimizer": "dgc.optimizer", "tune": "dgc.tune"}
+_MODULES = {"checkpoint": "dgc.checkpoint", "elastic": "dgc.elastic", "lockstep": "dgc.transport.lockstep",
+            "tune": "dgc.tune"}
 _NAMES = {"Residuals": "dgc.checkpoint", "load_checkpoint": "dgc.checkpoint", "save_checkpoint": "dgc.checkpoint",
           "register_comm_hook": "dgc.frontends.ddp"}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from dgc.extras import missing_extra
+EXTRAS = ("typer", "rich", "matplotlib", "optuna")
 
 
 def main() -> None:
@@ -16,7 +16,8 @@ def main() -> None:
         from dgc.cli import run
         status = run()
     except ImportError as error:
-        if (package := missing_extra(error)) is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
             raise
         print(f"dgc: {'tune' if package == 'optuna' else 'the command line'} needs {package}: pip install {package}",
               file=sys.stderr)

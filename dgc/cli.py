@@ -28,7 +28,6 @@ from dgc import tune as tuning
 from dgc.collective import dense_bytes
 from dgc.config import Config
 from dgc.cost import Cluster, Link
-from dgc.extras import missing_extra
 
 ROWS = 24  # at most, of a schedule's table
 WORKERS = 1_000_000  # of a cluster, for which a plan takes half a minute
@@ -66,8 +65,8 @@ def run() -> int:
             return int(getattr(error, "exit_code", 2))
         if isinstance(error, typer.Abort):
             return 130
-        if missing_extra(error):
-            raise
+        if isinstance(error, ImportError):
+            raise  # of an optional package: __main__ says how to install it
         kind = "" if isinstance(error, planning.TheirError) else f"{type(error).__name__}: "
         print(f"dgc: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -442,13 +441,14 @@ def tune(
         torchrun --standalone --nproc-per-node 2 train.py {sparsity} {clip_norm}
 
     That one has no {out}, and calls dgc.tune.report(epoch, metric, optimizer.report().total_bytes_sent) after each
-    epoch. Trials that report are also given up early where they are worse than others that send no more.
+    epoch.
 
     [bold]A function of a dgc.tune.Setting, in train.py:[/bold]
 
       dgc tune --epochs 5 --maximize train:objective
 
-    The first trial is the paper's schedule. Recommended are the fewest bytes with which the metric is no worse.
+    The first trial is the paper's schedule, the second is dense. Recommended are the fewest bytes with which the metric
+    is no worse than with the paper's.
     Whatever ends a study (Ctrl-C, a kill), the same line again goes on with it. In the end, a PNG and a JSON are
     beside it.
 
@@ -507,8 +507,10 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
     table = Table(title=f"the front of the trials: {', '.join(f'{n} {state}' for state, n in counts.items())}")
     for column in ("trial", "schedule", "clip_norm", found.task.metric, "bytes", "of the paper's", ""):
         table.add_column(column, justify="left" if column in ("schedule", "") else "right", overflow="fold")
-    for trial in [*found.front, *([paper] if paper and paper not in found.front else [])]:
-        marks = [mark for mark, one in (("the paper's", paper), ("recommended", best)) if trial is one]
+    others = [trial for trial in (paper, found.dense) if trial and trial not in found.front]
+    for trial in [*found.front, *others]:
+        marks = [mark for mark, one in (("the paper's", paper), ("dense", found.dense), ("recommended", best))
+                 if trial is one]
         assert trial.metric is not None and trial.bytes_sent is not None  # it is complete
         share = f"{100 * trial.bytes_sent / paper.bytes_sent:.3g} %" if paper and paper.bytes_sent else ""
         clip = found.task.clipping(trial.setting)
@@ -519,8 +521,10 @@ def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
         show("Nothing is recommended: the trial of the paper's schedule failed, and there is nothing to compare with. "
              "The same line again repeats it.", highlight=False)
         return
+    dense = f" Dense training has {found.dense.metric:.6g}." if found.dense else ""
     show(f"Recommended: trial {best.setting.trial}, the fewest bytes whose {found.task.metric} is no worse than "
-         f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}. To paste:", highlight=False)
+         f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}: {best.metric:.6g}.{dense} To paste:",
+         highlight=False)
     for line in dict.fromkeys((found.line(best), best.setting.line)):
         print(f"  {line}")
     if paper is not None and (rival := found.best) is not None:

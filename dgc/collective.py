@@ -22,14 +22,12 @@ class Collective:
     - ``sum``: their sum, by ring allreduce. The tensor may be overwritten.
     - ``share``: the root's tensor. The tensor may be overwritten.
     - ``alltoall``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in the order of ranks.
-      With ``peers``, of whom each has the same ones, among these alone.
     """
 
     op: Operation
     tensor: Tensor
     root: int = 0  # a rank within the group; the transport translates it
     group: Literal["world", "node", "across"] = "world"  # all | those of this rank's node | its like, one of each node
-    peers: range | None = None  # ranks within the group, this one among them
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,10 @@ def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of a share, which all
     but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows but its own, (N-1)/N M.
     """
-    n = len(collective.peers or world.members(collective.group))
+    n = len(world.members(collective.group))
     others = (n - 1) / n
     return {"gather": n - 1, "sum": 2 * others, "share": others, "alltoall": others}[
         collective.op] * collective.tensor.nbytes
-
-
-def row_splits(collective: Collective, size: int) -> list[int] | None:
-    """How many rows of an all-to-all go to each of so many ranks, and come from it; None: one."""
-    peers = collective.peers
-    return None if peers is None or len(peers) == size else [int(rank in peers) for rank in range(size)]
 
 
 def dense_bytes(numel: int, size: int) -> float:

@@ -12,10 +12,8 @@ import torch
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
-Selection = Literal["sampled", "exact"]
 WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-ExchangeName = Literal["allgather", "reduce", "auto"]
-Masking = bool | Literal["prepay"]
+ExchangeName = Literal["allgather", "reduce"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
@@ -30,16 +28,13 @@ class Config:
             been compressed, ``p.grad`` is the averaged gradient and the wrapped optimizer takes its own step. Or a
             schedule: any function of the optimizer's step (int, from 0) alone that gives such a number, say
             :func:`dgc.warmup`; or :func:`dgc.adaptive`, which goes by how fast the network is.
-        selection: how the k largest entries are found, which are sent either way: ``"sampled"`` looks only above a
-            threshold that a sample of the entries gives (paper, section 5), ``"exact"`` at all of them.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2, equation 4).
             Needs ``torch.optim.SGD``, or ``AdamW``, whose gradients then travel dense until its denominator is known
             (docs/method.md). Off: plain accumulation, for SGD and any optimizer but AdamW (and Adam without weight
             decay), which then sees the averaged sparse gradient and applies its own momentum to it.
-        factor_masking: what becomes of u where an entry was sent. True: it is set to zero (paper, section 3.3). Made
-            for 99.9 %: the denser what is sent, the more of the momentum that takes away, at 90 % and momentum 0.9
-            three quarters of a step. False: it is left as it is, and goes on a whole wait too late. "prepay": what it
-            would still add is sent in advance, so that nothing is lost and little is late (docs/tuning.md).
+        factor_masking: set u to zero where an entry was sent (paper, section 3.3). Made for 99.9 %: the denser what is
+            sent, the more of the momentum that takes away, at 90 % and momentum 0.9 three quarters of a step. Off: u
+            is left as it is, and goes on a whole wait too late (docs/tuning.md).
         clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient that the
             optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under Average, and to
             clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.
@@ -57,9 +52,7 @@ class Config:
             adds it up. A rank chooses three times as many entries, and sends each to its owner; the owners send the
             largest sums, as many in all, to all ranks. For ResNet-50 at 0.999 that is 5 to 10 times one message of an
             all-gather, with 4 to 1,024 ranks, and one more round. It applies fewer entries in a step than an
-            all-gather, and may learn less (docs/tuning.md). ``"auto"``: for each bucket and step ``"reduce"`` where it
-            takes less than half an all-gather's time on 1 Gbit/s Ethernet, by the cost model; else ``"allgather"``.
-            Where it takes ``"reduce"``, rank 0 warns; the logger ``dgc`` tells which it took.
+            all-gather, and may learn less (docs/tuning.md).
         hierarchical: average gradients within each machine first, uncompressed, and exchange compressed ones among the
             machines, each rank sending a part of what its machine has to say: for several ranks on each machine, and
             a network between these that is slower than what is within. u and v are then alike on all ranks of a
@@ -76,9 +69,8 @@ class Config:
     """
 
     sparsity: float | Schedule = 0.999  # more sparse => fewer bytes, older gradients
-    selection: Selection = "sampled"
     momentum_correction: bool = True
-    factor_masking: Masking = True
+    factor_masking: bool = True
     clip_norm: float | None = None
     clip_per_tensor: bool = False
     wire_dtype: torch.dtype = torch.float16
@@ -94,13 +86,11 @@ class Config:
             object.__setattr__(self, "clip_per_tensor", False)
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
-        for name, of in (("selection", Selection), ("exchange", ExchangeName), ("nonfinite", NonFinite)):
+        for name, of in (("exchange", ExchangeName), ("nonfinite", NonFinite)):
             accepted = get_args(of)
             if getattr(self, name) not in accepted:
                 raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
-        if not isinstance(self.factor_masking, bool) and self.factor_masking != "prepay":
-            raise ValueError(f"Config: factor_masking must be True, False or 'prepay', got {self.factor_masking!r}")
-        for name in ("momentum_correction", "clip_per_tensor"):
+        for name in ("momentum_correction", "factor_masking", "clip_per_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":

@@ -266,32 +266,10 @@ def row_bytes(slots: int, size: int, width: int) -> int:
     return sealed(4 * -(-size // (1 << 16)) + (width + 2) * slots + 2)
 
 
-def columns(numel: int, slots: int, n: int, width: int) -> int:
-    """The number of columns of N owners, where rows to N of them would be mostly empty: an entry goes to a worker of
-    the own group who is in its owner's column, and from there to its owner. N: straight to its owner, as is fewer bytes
-    where a row holds some ten entries or more.
-    """
-    return min((n, *_divisors(n)), key=lambda b: sum(
-        times * nbytes for times, nbytes in routes(numel, slots, n, width, b)))
-
-
-@cache
-def _divisors(n: int) -> tuple[int, ...]:
-    """Those that leave something to divide."""
-    return tuple(b for b in range(2, n // 2 + 1) if n % b == 0)
-
-
-def routes(numel: int, slots: int, n: int, width: int, b: int) -> tuple[tuple[int, int], ...]:
-    """How many rows a worker sends to others on each level, and the bytes of each, where N owners are in b columns."""
-    size, to_owners = region(numel, n), n if b == n else n // b
-    near = row_bytes(row_slots(slots, b), size * (n // b), width)
-    last = row_bytes(row_slots(slots, to_owners), size, width)
-    return ((n - 1, last),) if b == n else ((b - 1, near), (to_owners - 1, last))
-
-
-def _routes(sizes: Sizes, n: int) -> tuple[tuple[int, int], ...]:
-    slots = wide(sizes.numel, sizes.slots)
-    return routes(sizes.numel, slots, n, sizes.width, columns(sizes.numel, slots, n, sizes.width))
+def _row(sizes: Sizes, n: int) -> int:
+    """Bytes of what a worker sends to each of N owners."""
+    slots = row_slots(wide(sizes.numel, sizes.slots), n)
+    return row_bytes(slots, region(sizes.numel, n), sizes.width)
 
 
 def _kept(sizes: Sizes, n: int) -> int:
@@ -303,10 +281,9 @@ def _kept(sizes: Sizes, n: int) -> int:
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Each worker's entries to their owners, P - 1 rows, and the largest of each owner's sums to all, around a ring:
     bytes that hardly grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
-    allreduce", PPoPP 2022). Rows over two levels count as if all of them left the node.
+    allreduce", PPoPP 2022).
     """
-    rows = _routes(sizes, n * g)
-    to_owners = _shifts(rows[0][1], n, g) if len(rows) == 1 else tuple(Round(*each, g * (n > 1)) for each in rows)
+    to_owners = _shifts(_row(sizes, n * g), n, g)
     return (*to_owners, *_some(Round(n * g - 1, _kept(sizes, n * g), int(n > 1))))
 
 
@@ -314,9 +291,9 @@ def hierarchical_reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; each worker carries a g-th part of what nodes send one another, and the node puts them
     together.
     """
-    rows, kept = _routes(sizes, n), _kept(sizes, n)
-    to_owners = [(Round(times, row / g, g), Round((g - 1) * (n > 1), (times + 1) * row / g, 0)) for times, row in rows]
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *(each for both in to_owners for each in both),
+    row, kept = _row(sizes, n), _kept(sizes, n)
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0),
+                 Round(n - 1, row / g, g), Round((g - 1) * (n > 1), n * row / g, 0),
                  Round(n - 1, kept / g, g), Round((g - 1) * (n > 1), n * kept / g, 0))
 
 
@@ -338,7 +315,7 @@ class Exchange:
         """Bytes that a worker contributes: its message; or its rows, and what it passes on as an owner."""
         if self.exchange == "reduce":
             contributors = n if self.hierarchical else n * g
-            return sum((times + 1) * row for times, row in _routes(sizes, contributors)) + _kept(sizes, contributors)
+            return contributors * _row(sizes, contributors) + _kept(sizes, contributors)
         return sizes.message
 
     def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
@@ -346,8 +323,7 @@ class Exchange:
         contributors = n if self.hierarchical else n * g
         each, dense = 2 * (contributors - 1) / contributors, _summed(sizes, contributors)
         if self.exchange == "reduce":
-            rows = sum(times * row for times, row in _routes(sizes, contributors))
-            return each * dense < rows + (contributors - 1) * _kept(sizes, contributors)
+            return each * dense < (contributors - 1) * (_row(sizes, contributors) + _kept(sizes, contributors))
         return 2 * dense < sizes.message * contributors
 
 

@@ -18,7 +18,7 @@ import functools
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import job
 import torch
@@ -114,9 +114,9 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("dense", "fp16"):
         return dgc.Config(sparsity=0.0)
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
-        return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
+        return dgc.Config(job.schedule(a, steps, 0), momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
+    return dgc.Config(job.schedule(a, steps, warmup), a.momentum_correction, a.factor_masking,
                       a.clip_norm or None, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
@@ -223,10 +223,8 @@ def main(
         sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(
             min=0, callback=job.finite, help="Of dgc alone. Default: 4 of 164.")] = None,
-        selection: Literal["sampled", "exact"] = "sampled",
         momentum_correction: bool = True,
         factor_masking: Annotated[bool, typer.Option(help="Better without at 99 % and less.")] = True,
-        prepay: job.Prepay = False,
         clip_norm: Annotated[float | None, typer.Option(
             min=0, callback=job.bound, help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.")] = None,
         flush: job.Flush = True,
@@ -245,7 +243,6 @@ def main(
     if clip_norm and method != "dgc":
         raise typer.BadParameter(f"--clip-norm must be left out with --method {method}, got {clip_norm:g}: on CIFAR-10 "
                                  "dgc alone clips")
-    job.refuse_unmasked(prepay, factor_masking)
     if nesterov and not momentum:
         raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
     a = argparse.Namespace(**locals())

@@ -152,7 +152,7 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
     options = {**study.options, **ROWS[study.recipe][row][1]}
     marks = {"epochs": lambda x: f"epochs{x}", "warmup_epochs": lambda x: f"warmup{x:g}",
              "sparsity": lambda x: f"sparsity{100 * x:.6g}", "factor_masking": lambda _: "nomasking",
-             "prepay": lambda _: "prepay", "validate": lambda _: "validate",
+             "validate": lambda _: "validate",
              "virtual_workers": lambda x: f"{x}workers", "batch_size": lambda x: f"batch{x}",
              "exchange": str, "hierarchical": lambda _: "hierarchical", "virtual_node": lambda x: f"node{x}"}
     words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
@@ -177,8 +177,7 @@ def by_momentum(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run
     shortest is for choices, and so on held-out training images; the others have DGC's own sparsity alone.
     """
     study, usual = budget.cifar10, budget.cifar10.options["sparsity"]
-    ways: dict[str, dict[str, Any]] = {"masked": {}, "kept": {"factor_masking": False},
-                                       "paid in advance": {"prepay": True}}
+    ways: dict[str, dict[str, Any]] = {"masked": {}, "kept": {"factor_masking": False}}
 
     def lines(n: int) -> dict[str, dict[float, dict[int, Run]]]:
         chooses: dict[str, Any] = {"validate": True} if n == budget.lengths[0] else {}

@@ -80,11 +80,9 @@ Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Optio
          "and Heafield 2017), which keeps it.")]
 Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
     "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
-Prepay = Annotated[bool, typer.Option("--prepay", help=(
-    "Pay momentum in advance where an entry is sent, in place of momentum factor masking."))]
 Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
-Exchange = Annotated[Literal["allgather", "reduce", "auto"], typer.Option(help="As in dgc.Config.")]
+Exchange = Annotated[Literal["allgather", "reduce"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
 DenseDtype = Annotated[Literal["float16", "bfloat16"] | None, typer.Option(
     help="Of what travels dense; what rounding drops is kept. Default: float32.")]
@@ -98,7 +96,7 @@ TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard."
 Out = Annotated[Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)]
 
 FOLDER = "epoch{:03d}"
-OF_DGC = {"exchange": "allgather", "hierarchical": False, "prepay": False, "dense_dtype": None}  # -> without it
+OF_DGC = {"exchange": "allgather", "hierarchical": False, "dense_dtype": None}  # -> without it
 NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 
@@ -154,22 +152,6 @@ def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
     if not warmup:
         return a.sparsity
     return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity)
-
-
-def refuse_unmasked(prepay: bool, factor_masking: bool) -> None:
-    """Refuses ``--prepay`` where masking, which it is in place of, was switched off.
-
-    Raises:
-        typer.BadParameter: it was.
-    """
-    if prepay and not factor_masking:
-        raise typer.BadParameter("--prepay must be left out with --no-factor-masking, got both (it is in place of "
-                                 "masking)")
-
-
-def masking(a: Any) -> dgc.config.Masking:
-    """What becomes of the momentum of an entry that is sent."""
-    return "prepay" if a.prepay else a.factor_masking
 
 
 def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:

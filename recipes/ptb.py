@@ -143,9 +143,9 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method in ("dense", "fp16"):  # the averaged gradient itself, to be clipped; SGD has the momentum
         return dgc.Config(sparsity=0.0, momentum_correction=False)
     if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
-        return dgc.Config(job.schedule(a, steps, 0), a.selection, momentum_correction=False, factor_masking=False)
+        return dgc.Config(job.schedule(a, steps, 0), momentum_correction=False, factor_masking=False)
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.selection, a.momentum_correction, job.masking(a),
+    return dgc.Config(job.schedule(a, steps, warmup), a.momentum_correction, a.factor_masking,
                       (a.clip_norm or None) if a.local_clipping else None, exchange=a.exchange,
                       hierarchical=a.hierarchical)
 
@@ -270,8 +270,7 @@ def main(
         sparsity: job.Sparsity = 0.999,
         warmup_epochs: Annotated[float | None, typer.Option(
             min=0, callback=job.finite, help="Of dgc alone. Default: 1 of 40.")] = None,
-        selection: Literal["sampled", "exact"] = "sampled",
-        momentum_correction: bool = True, factor_masking: bool = True, prepay: job.Prepay = False,
+        momentum_correction: bool = True, factor_masking: bool = True,
         flush: job.Flush = False,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
@@ -282,7 +281,6 @@ def main(
         tensorboard: job.TensorBoard = None,
         out: job.Out = None) -> None:
     """Trains a language model on Penn Treebank with Deep Gradient Compression, or without."""
-    job.refuse_unmasked(prepay, factor_masking)
     epochs = epochs or (40 if data else 16)  # the documentation is learnt by then: the lr is down to a sixteenth
     a = argparse.Namespace(**locals())
     result = job.run(lambda: train(a), a)

@@ -50,7 +50,7 @@ RECIPES = {
 }
 NAMES = {"dense": "dense", "fp16": "Horovod's fp16", "naive": "naive top-k", "topk": "gradient dropping"}
 PARTS = ("momentum_correction", "factor_masking", "local_clipping")  # that can be switched off
-CONFIG = ("sparsity", "warmup_epochs", "selection", "prepay", *PARTS)  # settings of which all is in the Config
+CONFIG = ("sparsity", "warmup_epochs", *PARTS)  # settings of which all is in the Config
 
 
 def label(result: Result) -> str:
@@ -89,10 +89,12 @@ def settings(result: Result) -> Any:
 
 
 def complete(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of those that are lacking, as the recipe may not have had them at the time."""
+    """With the defaults of those that are lacking, as the recipe may not have had them at the time; and without those
+    that it no longer has.
+    """
     defaults = {key: option.default for key, option in inspect.signature(recipe.main).parameters.items()
                 if key not in job.NO_SETTINGS}
-    return {**defaults, **settings}
+    return {key: settings.get(key, default) for key, default in defaults.items()}
 
 
 def measured(result: Result) -> float:

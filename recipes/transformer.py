@@ -85,7 +85,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    return dgc.Config(schedule(a, steps), a.selection, a.momentum_correction, job.masking(a), exchange=a.exchange,
+    return dgc.Config(schedule(a, steps), a.momentum_correction, a.factor_masking, exchange=a.exchange,
                       hierarchical=a.hierarchical,
                       dense_dtype=None if a.dense_dtype is None else getattr(torch, a.dense_dtype))
 
@@ -206,8 +206,8 @@ def main(
         warmup_epochs: Annotated[float | None, typer.Option(
             min=0, callback=job.finite,
             help="After these, in which the sparsity rises from 75 %. Default: a fifth.")] = None,
-        momentum_correction: bool = True, factor_masking: bool = False, prepay: job.Prepay = False,
-        selection: Literal["sampled", "exact"] = "sampled", dense_dtype: job.DenseDtype = None,
+        momentum_correction: bool = True, factor_masking: bool = False,
+        dense_dtype: job.DenseDtype = None,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: job.Seed = 0,

@@ -37,8 +37,7 @@ def performed(requests):
     op, tensors = requests[0].op, [request.tensor for request in requests]
     assert {request.op for request in requests} == {op}
     if op == "alltoall":
-        peers = [range(len(tensors)) if request.peers is None else request.peers for request in requests]
-        return [torch.stack([tensors[p][peers[p].index(rank)] for p in own]) for rank, own in enumerate(peers)]
+        return [torch.stack(rows) for rows in zip(*tensors, strict=True)]
     result = {"gather": torch.stack, "share": lambda each: each[requests[0].root],
               "sum": lambda each: torch.stack(each).sum(0)}[op](tensors)
     return [result.clone() for _ in requests]
@@ -171,7 +170,7 @@ def die_between_phases():
 
 CONFIGS = {
     "default": dgc.Config(sparsity=0.95),
-    "exact": dgc.Config(sparsity=0.95, selection="exact", wire_dtype=torch.float32),
+    "float32": dgc.Config(sparsity=0.95, wire_dtype=torch.float32),
     "bfloat16": dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16),
     "clipped": dgc.Config(sparsity=0.95, clip_norm=0.1),
     "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),
@@ -182,9 +181,8 @@ CONFIGS = {
     "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
     "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
-    "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # by two levels of owners, with eight ranks
-    "prepaid": dgc.Config(sparsity=0.95, factor_masking="prepay"),
-    "prepaid, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking="prepay", exchange="reduce", clip_norm=0.1),
+    "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # fewer than slots, with eight ranks
+    "unmasked, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking=False, exchange="reduce", clip_norm=0.1),
 }
 
 

@@ -2,7 +2,6 @@
 
 Lin et al. 2018: equation 4 (momentum correction), section 3.2 (local gradient clipping), section 3.3 (momentum
 factor masking), Algorithm 4 (DGC on each node), appendix B (Nesterov). Exact selection, one threshold for each tensor.
-And what the paper has not: momentum paid in advance (docs/method.md) in place of momentum factor masking.
 """
 
 import math
@@ -17,14 +16,6 @@ def top(v, sparsity):
     mask = np.zeros(v.size, bool)
     mask[np.argsort(-np.abs(v.ravel()), kind="stable")[:k]] = True
     return mask.reshape(v.shape)
-
-
-def prepay(u, v, mask, m, nesterov):
-    """Moves to v, where the mask is, of what u would still add as much as |v| is above (1 + 3 m) |u|."""
-    to_come = sum(m**i for i in range(2 if nesterov else 1, 20_000))
-    paid = np.sign(u) * np.clip(np.abs(v) - (1 + 3 * m) * np.abs(u), 0, to_come * np.abs(u)) * mask
-    v += paid
-    u -= paid / to_come
 
 
 class Oracle:
@@ -55,11 +46,9 @@ class Oracle:
                 u[...] = self.momentum * u + g[i]
                 v += self.momentum * u + g[i] if self.nesterov else u
                 mask = top(v, self.sparsity)
-                if self.masking == "prepay" and self.momentum:
-                    prepay(u, v, mask, self.momentum, self.nesterov)
                 total[i] += v * mask
                 v *= ~mask
-                if self.masking is True:
+                if self.masking:
                     u *= ~mask
         self.weights = [w - self.lr * x for w, x in zip(self.weights, total, strict=True)]
 

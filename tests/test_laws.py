@@ -22,7 +22,6 @@ from laws import (
 from torch import nn
 
 import dgc
-from dgc.paths import owners
 from dgc.transport import find
 
 ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"dense_dtype": torch.float16}}
@@ -252,23 +251,7 @@ def test_transports_give_the_same(place, name):
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < bound
 
 
-def over_two_levels():
-    """Where a row to each owner would hold a few entries: parameters, and with whom each message was exchanged."""
-    peers, asks = [], owners.among_nodes
-    owners.among_nodes = lambda *a, **k: (peers.append(k.get("peers")), asks(*a, **k))[1]  # until this process ends
-    return flat(train(range(8), CONFIGS["reduced, few entries"])[0]), peers[:3]
-
-
-@pytest.mark.parametrize("launcher", ["horovod", "torch"])
-def test_two_levels_between_processes(launcher):
-    """Law 7, with four ranks: rows go to the other one of the group, and then to the like of the other group."""
-    expected = dgc.lockstep.run(lambda: flat(train(range(8), CONFIGS["reduced, few entries"])[0]), 4)[0]
-    for rank, (got, peers) in enumerate(ran(launcher, 4, [over_two_levels])[over_two_levels]):
-        assert peers == [range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, 4, 2), None]
-        assert difference(got, expected) < 1e-5
-
-
-def test_nodes_go_over_two_levels_as_workers_do():
+def test_nodes_add_up_at_owners_as_workers_do():
     """Ranks of a node with the same gradients are one worker."""
     def worker(by_node):
         weight, rank = torch.nn.Parameter(torch.zeros(60, 50)), dgc.lockstep.current().world.rank

@@ -14,7 +14,7 @@ import dgc
 PACKAGE = Path(dgc.__file__).parent
 LEAVES = {"version", "warn", "trace", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
-    "version": set(), "warn": set(), "trace": set(), "extras": set(), "drawing": set(), "config": set(),
+    "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
     "collective": set(), "cost": set(),
     "schedule": {"config"},
     "compression": {"warn", "trace", "config", "cost"},
@@ -22,16 +22,14 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "transport": {"collective", "trace"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},
     "frontends": LEAVES | {"engine", "transport"},
-    "optimizer": {"config", "engine", "frontends"},
-    "ddp": {"frontends"},
     "elastic": {"engine"},
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
     "planning": LEAVES | {"compression", "drawing", "engine", "schedule"},
     "tune": {"config", "drawing", "schedule", "transport"},
     "doctor": {"version", "config", "compression", "frontends"},
-    "cli": LEAVES | {"drawing", "extras", "schedule", "planning", "tune", "doctor"},
-    "__main__": {"cli", "extras"},
+    "cli": LEAVES | {"drawing", "schedule", "planning", "tune", "doctor"},
+    "__main__": {"cli"},
 }
 KERNELS = PACKAGE / "compression" / "kernels"  # whose loops are as long as what they fuse
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -54,7 +54,6 @@ def ranges(events):
 
 @pytest.mark.parametrize(("settings", "times"), [  # of a compressed bucket, in a step: select, exchange, read, take
     ({"sparsity": 0.9}, (1, 1, 1, 1)),
-    ({"sparsity": 0.9, "factor_masking": "prepay"}, (1, 1, 1, 1)),
     ({"sparsity": 0.9, "exchange": "reduce"}, (1, 2, 2, 2)),  # two phases; owners choose as they take
     ({"sparsity": 0.0}, (0, 1, 0, 1))])  # nothing to choose, and a sum needs no reading
 def test_each_stage_as_often_as_buckets_and_steps_say(settings, times):

@@ -26,16 +26,15 @@ from crowd import table, train
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "crowd"
 WIDES = 3, 1, 2, 4, 8
-MANY = ("99.9", False), ("99.9", True), ("99", True), ("97", True), ("90", True)  # sparsity, and whether it is prepaid
+MANY = ("99.9", True), ("99", False), ("97", False), ("90", False)  # sparsity, and whether it is masked
 Runs = dict[str, dict[str, Any]]  # name -> options of train.py
 
 
 def of_exchanges(seed: int) -> Runs:
     """10 epochs of 128 images a step, by 4, 16 and 64 workers: each exchange, and how many entries its rounds carry."""
-    choices: Runs = {"dense": {"exchange": "dense"}, "allgather": {}, "allgather-prepay": {"prepay": True}}
+    choices: Runs = {"dense": {"exchange": "dense"}, "allgather": {}}
     choices |= {f"reduce{w}": {"exchange": "reduce", "wide": w} for w in WIDES}
-    choices |= {"reduce3-prepay": {"exchange": "reduce", "prepay": True}, "mean3": {"exchange": "mean"},
-                "mean1": {"exchange": "mean", "wide": 1}}
+    choices |= {"mean3": {"exchange": "mean"}, "mean1": {"exchange": "mean", "wide": 1}}
     return {f"{name}-{n}-{seed}": {**options, "workers": n, "seed": seed}
             for name, options in choices.items() for n in (4, 16, 64) if (name, n) != ("dense", 64)}
 
@@ -45,9 +44,9 @@ def of_bytes(seed: int) -> Runs:
     common = {"workers": 32, "batch_size": 32, "epochs": 25, "warmup_epochs": 2.0, "validate": True, "seed": seed}
     runs: Runs = {f"many-dense-{seed}": {"exchange": "dense", **common}}
     for exchange in ("allgather", "reduce"):
-        for percent, prepay in MANY:
-            runs[f"many-{exchange}-{percent}{'-prepay' if prepay else ''}-{seed}"] = {
-                "exchange": exchange, "sparsity": float(percent) / 100, "prepay": prepay, **common}
+        for percent, masked in MANY:
+            runs[f"many-{exchange}-{percent}{'' if masked else '-nomasking'}-{seed}"] = {
+                "exchange": exchange, "sparsity": float(percent) / 100, "factor_masking": masked, **common}
     return runs
 
 
@@ -66,8 +65,7 @@ def main(data: Annotated[str | None, typer.Option(help=(
          jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 6,
          only: Annotated[str, typer.Option(help="Those whose names match this regular expression.")] = "",
          minutes: Annotated[float, typer.Option(help="After which no more are begun.")] = 1e9,
-         results: Annotated[Path, typer.Option(help="Folder.")] = RESULTS,
-         figure: Annotated[Path | None, typer.Option(help="Picture of what is lost, by bytes.")] = None) -> None:
+         results: Annotated[Path, typer.Option(help="Folder.")] = RESULTS) -> None:
     """Trains, and shows the tables of all that is done."""
     end = time.monotonic() + 60 * minutes
     left = {name: options for name, options in all_runs().items() if re.search(only, name)
@@ -83,7 +81,7 @@ def main(data: Annotated[str | None, typer.Option(help=(
         begun = (named(name) for name in left if time.monotonic() < end)
         for _ in tqdm(train.finished(begun, jobs), total=len(left)):
             pass
-    print(table.tables({path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}, figure))
+    print(table.tables({path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from dgc import cost
-from dgc.collective import World, dense_bytes
+from dgc.collective import dense_bytes
 from dgc.compression import select
 from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout, exponents, scaled
-from dgc.config import Masking
-from dgc.paths.choice import choose
 
 Kind = Literal["allgather", "reduce", "mean"]
 
@@ -29,7 +27,7 @@ class Momentum:
     """Nesterov's, and what becomes of the velocity of an entry that is sent (``dgc.Config``'s ``factor_masking``)."""
 
     m: float
-    masking: Masking
+    masking: bool
 
 
 class Residuals:
@@ -53,23 +51,13 @@ class Residuals:
         self.fresh = g + self.u * m
         self.v += self.fresh
 
-    def prepay(self, index: Tensor, valid: Tensor) -> None:
-        """As :meth:`dgc.compression.residual.Bucket.prepay`, for each worker's own entries, (N, K)."""
-        m = self.momentum.m
-        c, least = Gradient(index, m, True).to_come, 1 + 3 * m
-        u, v = self.u.gather(1, index), self.v.gather(1, index)
-        waited, owed = v.abs() - least * u.abs(), c * u
-        valid, whole, part = valid & (waited > 0), waited >= owed.abs(), torch.copysign(waited, u)
-        self.v.scatter_add_(1, index, torch.where(valid, torch.where(whole, owed, part), 0))
-        self.u.scatter_add_(1, index, -torch.where(valid, torch.where(whole, u, part / c), 0))
-
     def take(self, index: Tensor, sent: Tensor) -> Tensor:
         """Takes what is sent out of v: each worker's own entries, (N, K), and 0 where nothing is sent. Returns the sum
         over workers, (n,).
         """
         taken = torch.zeros_like(self.v).scatter_add_(1, index, sent)
         self.v -= taken
-        if self.momentum.masking is True:
+        if self.momentum.masking:
             self.u.masked_fill_(taken != 0, 0)
         return taken.sum(0)
 
@@ -99,7 +87,7 @@ class Exchange:
         self.layout, self.dense = Layout(bucket, counts, torch.float16), False
         self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
-            _, self.dense = choose(kind, self.layout, World(0, workers))
+            self.dense = cost.sends_dense(kind, self.layout.sizes, workers, 1)
             self.nbytes = (workers - 1) * self.layout.nbytes
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
@@ -141,9 +129,6 @@ class Exchange:
     def _chosen(self, residuals: Residuals, rounded: bool) -> Tensor:
         """Each worker's own largest entries, to all."""
         index = self._largest(residuals.v)
-        valid = torch.ones_like(index, dtype=torch.bool)
-        if residuals.momentum.masking == "prepay":
-            residuals.prepay(index, valid)
         sent = residuals.v.gather(1, index)
         if rounded:
             count = len(self.bucket.numels)
@@ -153,8 +138,6 @@ class Exchange:
     def _mean(self, residuals: Residuals) -> Tensor:
         """The largest entries of the sum of all v, of all workers."""
         index = self._largest(residuals.v.sum(0, keepdim=True)).expand(self.workers, -1)
-        if residuals.momentum.masking == "prepay":
-            residuals.prepay(index, torch.ones_like(index, dtype=torch.bool))
         return residuals.take(index, residuals.v.gather(1, index))
 
     def _at_owners(self, residuals: Residuals) -> Tensor:
@@ -163,8 +146,6 @@ class Exchange:
         index = self._largest(torch.where(self.owner == self.own, residuals.fresh, v))
         row = self.owner[index]
         row = self._fitting(torch.where(row == self.own, n, row), v.gather(1, index))
-        if residuals.momentum.masking == "prepay":
-            residuals.prepay(index, row < n)
         sent = torch.where(row < n, v.gather(1, index), 0)
         sent = as_read(sent, self.own * (n + 1) + row, n * (n + 1))
         arrived = residuals.take(index, sent)
@@ -177,8 +158,6 @@ class Exchange:
         kept = self.region.gather(1, padded.topk(self.plan.to_all.slots, dim=1, sorted=False).indices)
         valid, kept = kept < len(sums), kept.clamp(max=len(sums) - 1)
         valid &= v.gather(1, kept) != 0
-        if residuals.momentum.masking == "prepay":
-            residuals.prepay(kept, valid)
         passed = torch.where(valid, v.gather(1, kept), 0)
         return residuals.take(kept, as_read(passed, self.own.expand_as(kept), n))
 

@@ -1,4 +1,4 @@
-"""The tables of all.py, in Markdown, and the figure: from the results alone."""
+"""The tables of all.py, in Markdown: from the results alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import cifar10
-import figures
 import job
 import report
 
@@ -32,19 +31,18 @@ class Row(NamedTuple):
     exchange: str
     wide: int  # 0 where there is no such choice
     sparsity: float
-    prepay: bool
     masked: bool
 
     def __str__(self) -> str:
         names = {"dense": "dense", "allgather": "all-gather", "reduce": f"reduce, {self.wide} k and {self.wide} k",
                  "mean": f"the bound: the mean's largest {self.wide} k"}
-        return names[self.exchange] + (", prepaid" if self.prepay else "" if self.masked else ", without masking")
+        return names[self.exchange] + ("" if self.masked else ", without masking")
 
 
 def row_of(result: Result) -> Row:
     s = result["settings"]
     wide = 0 if s["exchange"] in ("dense", "allgather") else s["wide"]
-    return Row(s["exchange"], wide, s["sparsity"], s["prepay"], s["factor_masking"])
+    return Row(s["exchange"], wide, s["sparsity"], s["factor_masking"])
 
 
 @cache
@@ -64,8 +62,8 @@ def of_exchanges(results: list[Result]) -> str:
     crowds = sorted({r["settings"]["workers"] for r in results})
     order = ["dense", "allgather", "reduce", "mean"]
     rows = []
-    for row in sorted(found, key=lambda row: (order.index(row.exchange), row.prepay, row.wide)):
-        base = found.get(Row("allgather", 0, row.sparsity, False, True), {})
+    for row in sorted(found, key=lambda row: (order.index(row.exchange), row.wide)):
+        base = found.get(Row("allgather", 0, row.sparsity, True), {})
         cells = []
         for n in crowds:
             seeds = found[row].get(n, {})
@@ -83,7 +81,7 @@ def messages(row: Row, workers: int) -> str:
     return f"{sent / message:.1f}"
 
 
-def of_bytes(results: list[Result], figure: Path | None = None) -> str:
+def of_bytes(results: list[Result]) -> str:
     """Exchange, sparsity and momentum: accuracies, the mean difference to dense training's same seeds, and bytes."""
     found: dict[Row, Seeds] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
@@ -91,18 +89,14 @@ def of_bytes(results: list[Result], figure: Path | None = None) -> str:
     dense = next((seeds for row, seeds in found.items() if row.exchange == "dense"), dict[int, Result]())
     if not dense:
         return ""
-    whole, rows, points = nbytes(dense[min(dense)]), [], dict[str, dict[float, tuple[float, float]]]()
-    for row in sorted(found, key=lambda row: (row.exchange != "dense", row.exchange, -row.sparsity, row.prepay)):
+    whole, rows = nbytes(dense[min(dense)]), []
+    for row in sorted(found, key=lambda row: (row.exchange != "dense", row.exchange, -row.sparsity)):
         seeds = found[row]
         pairs = [r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense]
         less, sent = statistics.mean(pairs) if pairs else math.nan, nbytes(seeds[min(seeds)])
         shown = ", ".join(f"{r['accuracy']:.2f}" for r in seeds.values())
         told = ("", "") if row.exchange == "dense" else (f"{100 * row.sparsity:.5g} %", f"{less:+.2f}")
         rows.append([str(row), told[0], f"{shown} %", told[1], f"{sent:,.0f}", f"{whole / sent:.1f} x"])
-        if row.prepay:
-            points.setdefault(str(row).partition(",")[0], {})[row.sparsity] = whole / sent, less
-    if figure:
-        figures.by_bytes("validation accuracy", points, figure, "A dot is a sparsity, prepaid, the mean of its seeds")
     return report.markdown(["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows)
 
 
@@ -118,8 +112,8 @@ def nbytes(result: Mapping[str, Any]) -> float:
     return dense_bytes(n - bucket.numel, s.workers) + statistics.mean(of[x] for x in sparsities)
 
 
-def tables(results: Mapping[str, Result], figure: Path | None = None) -> str:
+def tables(results: Mapping[str, Result]) -> str:
     """Both, of what is done."""
     few = [r for name, r in results.items() if name.startswith("many")]
     rest = [r for name, r in results.items() if not name.startswith("many")]
-    return "\n\n".join([*([of_exchanges(rest)] if rest else []), *([of_bytes(few, figure)] if few else [])])
+    return "\n\n".join([*([of_exchanges(rest)] if rest else []), *([of_bytes(few)] if few else [])])

@@ -98,7 +98,7 @@ class Trainer:
         named = dict(self.crowd.model.named_parameters())
         self.bucket = compressed(self.crowd.model)
         self.compressed = self.bucket.names if a.exchange != "dense" else ()
-        self.residuals = Residuals(self.bucket, a.workers, Momentum(M, job.masking(a)))
+        self.residuals = Residuals(self.bucket, a.workers, Momentum(M, a.factor_masking))
         self.plain = {name: p for name, p in named.items() if name not in self.compressed}
         self.weights = [named[name] for name in self.compressed]
         self.buffers = [torch.zeros_like(p) for p in self.plain.values()]
@@ -236,7 +236,6 @@ def main(data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
          sparsity: job.Sparsity = 0.999,
          warmup_epochs: float = 1.0,
          factor_masking: bool = True,
-         prepay: job.Prepay = False,
          validate: Annotated[bool, typer.Option("--validate", help="As of recipes/cifar10.py.")] = False,
          seed: job.Seed = 0,
          out: job.Out = None) -> None:

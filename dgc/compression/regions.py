@@ -4,10 +4,6 @@ Entries are dealt out in blocks of 16 neighbours. In each round of N blocks ever
 with another owner. So all regions have the same size, to a block; and large entries that lie together, or come in a
 period, do not all fall to one owner.
 
-Where rows to N owners would be mostly empty, workers are put in groups of b that follow one another, and owner r is in
-column r mod b. An entry goes to the worker of the own group who is in its owner's column, and, added up with what
-others of the group have sent there, from there to the owner. So a row holds N / b times as many entries, or b times.
-
 A row has a fixed number of slots, used or not, so that nobody needs to ask how long it is. Positions are counted within
 an owner's region. In bytes, with C stretches of 65,536 entries in a region, S slots, and w bytes a value:
 
@@ -40,55 +36,49 @@ Where = TypeVar("Where", int, Tensor)
 
 
 class Regions:
-    """The entries of a bucket that each owner adds up; or, with fewer columns, that those of each column do together.
+    """The entries of a bucket that each owner adds up.
 
     Args:
         numel: entries of the bucket.
         owners: N.
         device: of the tensors.
-        columns: b, a divisor of N. An owner below is then a column.
     """
 
-    def __init__(self, numel: int, owners: int, device: torch.device, columns: int = 0):
-        self.numel, self.owners, self.device, self.columns = numel, owners, device, columns or owners
-        self._lines = owners // self.columns  # of each round, that fall to each
+    def __init__(self, numel: int, owners: int, device: torch.device):
+        self.numel, self.owners, self.device = numel, owners, device
         self._blocks_of: dict[int, Tensor] = {}
         self._tail_of = self.owner(numel - numel % LINE) if numel % LINE else -1  # whose the last block is, if a part
 
     @cached_property
     def sizes(self) -> Tensor:
-        """int64 (b,): entries of each region."""
-        return tensor_of([self.before(owner, self.numel) for owner in range(self.columns)], self.device)
+        """int64 (N,): entries of each region."""
+        return tensor_of([self.before(owner, self.numel) for owner in range(self.owners)], self.device)
 
     @property
     def size(self) -> int:
         """Entries of the largest region."""
-        return cost.region(self.numel, self.owners) * self._lines
+        return cost.region(self.numel, self.owners)
 
     def owner(self, index: Where) -> Where:
         """int64, of the shape of ``index``, positions in the bucket: whose they are."""
         block = index // LINE
-        return (block % self.owners + self._turn(block // self.owners)) % self.columns
+        return (block % self.owners + self._turn(block // self.owners)) % self.owners
 
     def local(self, index: Tensor) -> Tensor:
         """int64, of the same shape: where they are in their owner's region. Ascending where ``index`` is."""
-        block = index // LINE
-        line = block // self.owners * self._lines + block % self.owners // self.columns
-        return line * LINE + index % LINE
+        return index // (LINE * self.owners) * LINE + index % LINE
 
     def index(self, owner: int | Tensor, local: Tensor) -> Tensor:
         """int64, of the shape of ``local``, positions in the region of ``owner``: where they are in the bucket."""
-        line = local // LINE
-        rounds = line // self._lines
-        place = line % self._lines * self.columns + (owner - self._turn(rounds)) % self.columns
+        rounds = local // LINE
+        place = (owner - self._turn(rounds)) % self.owners
         return (rounds * self.owners + place) * LINE + local % LINE
 
     def before(self, owner: int, index: int) -> int:
         """How many entries of an owner's region lie before a position in the bucket."""
         rounds, rest = divmod(index, LINE * self.owners)
-        first = (owner - self._turn(rounds)) % self.columns * LINE  # of its blocks in that round; then every b-th
-        whole, part = divmod(max(rest - first, 0), LINE * self.columns)
-        return (rounds * self._lines + whole) * LINE + min(part, LINE)
+        first = (owner - self._turn(rounds)) % self.owners * LINE  # of its block in that round
+        return rounds * LINE + min(max(rest - first, 0), LINE)
 
     def read(self, flat: Tensor, owner: int) -> Tensor:
         """A copy of an owner's region of a flat tensor of ``numel`` entries."""
@@ -166,13 +156,10 @@ class Rows:
         dtype: of the values.
         residual: the dtype in which they are read.
         device: of the tensors.
-        senders: whose rows they are, in the order in which they are read.
     """
 
-    def __init__(self, slots: int, size: int, dtype: torch.dtype, residual: torch.dtype, device: torch.device,
-                 senders: range):
+    def __init__(self, slots: int, size: int, dtype: torch.dtype, residual: torch.dtype, device: torch.device):
         self.slots, self.size, self.dtype, self.residual, self.device = slots, size, dtype, residual, device
-        self.senders = senders
         self.stretches = -(-size // BLOCK)
         a = 4 * self.stretches
         b = a + dtype.itemsize * slots
@@ -222,7 +209,8 @@ class Rows:
         return seal(message)
 
     def decode(self, message: Tensor, sizes: Tensor) -> Entries:
-        """Reads a message, uint8 (R, nbytes). A damaged row has the status ``CORRUPT``, and nothing else in it.
+        """Reads a message, uint8 (R, nbytes), each worker's row in turn. A damaged one has the status ``CORRUPT``, and
+        nothing else in it.
 
         Args:
             sizes: int64 (R,) or (1,): entries of the region that each row is about.
@@ -245,7 +233,7 @@ class Rows:
         valid = valid & ~bad[:, None]
         exponent = torch.where(telling, 0, status[:, 0]).to(torch.int64)
         values = torch.where(valid, scaled(words, exponent[:, None].expand_as(words), self.residual), 0)
-        sender = torch.arange(len(message), device=self.device) * self.senders.step + self.senders.start
+        sender = torch.arange(len(message), device=self.device)
         whose = torch.where(bad, sender, wide[:, 0])
         return Entries(torch.where(bad, CORRUPT, status[:, 0].to(torch.int64)), whose,
                        torch.where(valid, local, 0), values)
@@ -262,33 +250,8 @@ def _placed(values: Tensor, where: Tensor, rows: int, slots: int) -> Tensor:
     return values.new_zeros(rows * slots + 1).index_copy_(0, where, values)[:-1].view(rows, slots)
 
 
-class Level:
-    """Who adds up what of a bucket on one level, as one of the workers sees it, and the format of the rows to them.
-
-    Args:
-        layout: how many entries are chosen of the bucket, and how their values are written.
-        regions: of those who add up.
-        own: which of them this worker is.
-        peers: with whom it exchanges rows.
-    """
-
-    def __init__(self, layout: Layout, regions: Regions, own: int, peers: range):
-        self.layout, self.regions, self.own, self.peers = layout, regions, own, peers
-        self.to_owners = self.rows(cost.row_slots(layout.slots, len(peers)), peers)
-
-    def rows(self, slots: int, senders: range) -> Rows:
-        """The format of rows of so many slots about a region."""
-        layout = self.layout
-        return Rows(slots, self.regions.size, layout.dtype, layout.residual, layout.device, senders)
-
-    @cached_property
-    def size(self) -> Tensor:
-        """int64 (1,): entries of the own region."""
-        return self.regions.sizes[self.own].view(1)
-
-
-class Plan(Level):
-    """The last level, that of the owners, and the format of what they pass on; and the level before it, if any.
+class Plan:
+    """Who adds up what of a bucket, as one of the owners sees it, and the format of the rows to them and from them.
 
     Args:
         layout: how many entries are chosen of the bucket, and how their values are written.
@@ -297,12 +260,20 @@ class Plan(Level):
     """
 
     def __init__(self, layout: Layout, owners: int, own: int):
-        b = cost.columns(layout.numel, layout.slots, owners, layout.dtype.itemsize)
-        super().__init__(layout, Regions(layout.numel, owners, layout.device), own,
-                         range(own % b, owners, b) if b < owners else range(owners))
-        self.near = None if b == owners else Level(
-            layout, Regions(layout.numel, owners, layout.device, b), own % b, range(own // b * b, (own // b + 1) * b))
-        self.to_all = self.rows(cost.kept_slots(layout.numel, layout.slots, owners), range(owners))
+        self.layout, self.own = layout, own
+        self.regions = Regions(layout.numel, owners, layout.device)
+        self.to_owners = self._rows(cost.row_slots(layout.slots, owners))
+        self.to_all = self._rows(cost.kept_slots(layout.numel, layout.slots, owners))
+
+    def _rows(self, slots: int) -> Rows:
+        """The format of rows of so many slots about a region."""
+        layout = self.layout
+        return Rows(slots, self.regions.size, layout.dtype, layout.residual, layout.device)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """int64 (1,): entries of the own region."""
+        return self.regions.sizes[self.own].view(1)
 
     @cached_property
     def spans(self) -> list[int]:

@@ -26,14 +26,6 @@ class Gradient:
     momentum: float = 0.0
     nesterov: bool = False
 
-    @property
-    def to_come(self) -> float:
-        """c: what a velocity of 1 would still add to v, were there no further gradients. That is m + m^2 + ... =
-        m / (1 - m); with Nesterov's momentum, which is one step ahead, m^2 / (1 - m). 0 where that has no end, m >= 1.
-        """
-        m = self.momentum
-        return m * (m if self.nesterov else 1.0) / (1 - m) if m < 1 else 0.0
-
 
 class Bucket:
     """Some parameters of one device and dtype, and what is kept of them: one flat u and one flat v.
@@ -65,7 +57,6 @@ class Bucket:
         self.total_entries = torch.zeros((), dtype=torch.int64, device=first.device)
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
         self.flags: Tensor | None = None
-        self._prepayment: tuple[list[list[float]], Tensor] = [], self.v
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape and order."""
@@ -108,45 +99,6 @@ class Bucket:
             accumulate(u[name], v[name], g, m, gradient.nesterov)
         self.gradient_square = square
         return bad
-
-    def prepay(self, index: Tensor, valid: Tensor, gradients: Mapping[str, Gradient]) -> None:
-        """Moves momentum from u to v, in advance, where an entry that has waited is about to be sent.
-
-        An entry's velocity u would still add c u to v (:meth:`Gradient.to_come`), after it has been sent, so that it
-        would be applied a whole wait too late. Of this, up to as much is added to v now as |v| exceeds (1 + 3 m) |u|:
-        nothing where an entry is sent in every step, whose v is less than that in a stable motion, and all of it after
-        a long wait, when v is far more. u loses as much. At constant m, v + c u stays as it was. An infinite v, which
-        is going to be refused, is paid nothing.
-
-        Args:
-            index: int64 (E,), positions in v, each at most once among those that are valid.
-            valid: bool (E,).
-            gradients: of this step, with their momenta.
-        """
-        if self.u is None:
-            return
-        of = torch.bucketize(index, self.ends, right=True).clamp_(max=len(self.names) - 1)
-        c, least = self.prepayment(gradients)[:, of]
-        u, v = self.u[index], self.v[index]
-        waited, owed = v.abs() - least * u.abs(), c * u
-        valid = valid & (waited > 0) & (waited < math.inf) & (c > 0)
-        whole, part = waited >= owed.abs(), torch.copysign(waited, u)
-        # Empty slots all point at one entry, to which they add nothing.
-        self.v.index_add_(0, index, torch.where(valid, torch.where(whole, owed, part), 0))
-        self.u.index_add_(0, index, torch.where(valid, torch.where(whole, u, part / c), 0), alpha=-1)
-
-    def prepayment(self, gradients: Mapping[str, Gradient]) -> Tensor:
-        """What :meth:`prepay` goes by, (2, P): each parameter's c, 0 where nothing is paid; and the |v| / |u| above
-        which it is. Made anew only where momenta have changed.
-        """
-        given = [gradients.get(name) for name in self.names]
-        numbers = [[0.0 if gradient is None else gradient.to_come for gradient in given],
-                   [0.0 if gradient is None else 1 + 3 * gradient.momentum for gradient in given]]
-        made_for, tensor = self._prepayment
-        if made_for != numbers:
-            tensor = tensor_of(numbers, self.v.device, self.v.dtype)
-            self._prepayment = numbers, tensor
-        return tensor
 
     def rewind(self, name: str, m: float, nesterov: bool) -> None:
         """Makes the next :meth:`accumulate` of a parameter add to the step of the last one: with it u = m u + g + g'

@@ -133,7 +133,7 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
     """Makes an optimizer one that DDP's hook drives, in place."""
     settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler, synchronized=True)
     scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
-    optimizer.__class__ = distributed_class(type(optimizer), "dgc.ddp", _InDDP)
+    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _InDDP)
     optimizer._patch_step_function()
     connect(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings, source)
     if scheduled is not None:

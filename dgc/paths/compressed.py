@@ -11,7 +11,7 @@ from dgc.collective import Path, World
 from dgc.compression.residual import Bucket, Gradient
 from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
-from dgc.paths.choice import PATHS, choose
+from dgc.paths.choice import PATHS, sends_dense
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.nodes import among_nodes
@@ -51,14 +51,14 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
-    exchange, dense = choose(config.exchange, layout, world) if sparsity else ("", True)
-    if exchange == "reduce":
+    dense = sends_dense(config.exchange, layout.sizes, world.nodes)
+    if sparsity and config.exchange == "reduce":
         layout = layout_of(bucket, sparsity, config, world.node_size, wide=True)
     in_force[bucket] = layout
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
         return (yield from _sum_all(task, hands_back))
-    return (yield from _sum_chosen(task) if dense else PATHS[exchange](task))
+    return (yield from _sum_chosen(task) if dense else PATHS[config.exchange](task))
 
 
 def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:

@@ -28,15 +28,14 @@ def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: 
     return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
 
 
-def among_nodes(op: Operation, tensor: Tensor, world: World,
-                peers: range | None = None) -> Generator[Collective, Tensor, Tensor]:
+def among_nodes(op: Operation, tensor: Tensor, world: World) -> Generator[Collective, Tensor, Tensor]:
     """A collective with one contributor from each node, of a tensor that all ranks of a node have alike. Each of them
     carries a stripe of it, so that no byte passes between two nodes twice.
     """
     if world.node_size == 1:
-        return (yield Collective(op, tensor, peers=peers))
+        return (yield Collective(op, tensor))
     if op == "alltoall":
-        return (yield from _rows_among_nodes(tensor, world, peers))
+        return (yield from _rows_among_nodes(tensor, world))
     numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
     own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
@@ -47,12 +46,12 @@ def among_nodes(op: Operation, tensor: Tensor, world: World,
     return parts.view(-1)[:numel]
 
 
-def _rows_among_nodes(tensor: Tensor, world: World, peers: range | None) -> Generator[Collective, Tensor, Tensor]:
+def _rows_among_nodes(tensor: Tensor, world: World) -> Generator[Collective, Tensor, Tensor]:
     """An all-to-all of rows (R, nbytes): a stripe of each row is carried by each rank of a node."""
     nbytes = tensor.shape[1]
     stripe = -(-nbytes // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - nbytes))
     own = padded[:, world.local_rank * stripe:(world.local_rank + 1) * stripe].contiguous()
-    part = yield Collective("alltoall", own, group="across", peers=peers)
+    part = yield Collective("alltoall", own, group="across")
     parts = yield Collective("gather", part, group="node")
     return parts.transpose(0, 1).reshape(len(tensor), -1)[:, :nbytes].contiguous()

@@ -5,8 +5,6 @@ A sparse allreduce in two phases, after Li and Hoefler, "Near-optimal sparse all
 hardly grow with their number.
 
 1. Each worker takes its 3 k largest entries out of v and sends each to its owner (:mod:`dgc.compression.regions`).
-   Where a row would hold a few entries only, they take two rounds: to workers who add up what comes for the same owner,
-   and from there to it.
 2. An owner adds what it is sent to its own v. Of its region it takes the largest sums, 3 k / N of them, and sends these
    to all.
 
@@ -27,7 +25,6 @@ from torch import Tensor
 
 from dgc.collective import Path
 from dgc.compression import kernels
-from dgc.compression.kernels import owners_plain
 from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket
 from dgc.paths.averaged import DenseUpdate, Update
@@ -77,16 +74,9 @@ def add_at_owners(task: Task) -> Path[Update]:
     """Both phases; on failure what was taken out of v is back there, and what was added to it is gone."""
     plan, bucket, world, masking = plan_of(task), task.bucket, task.world, task.config.factor_masking
     kernel, moves = kernels.owners(bucket.v.device.type, bucket.v.dtype), _Moves(bucket)
-    bad, index, used, rows = _to_owners(task, plan, kernel, moves)
+    bad, rows = _to_owners(task, plan, kernel, moves)
     try:
-        if plan.near is not None:
-            rows = yield from among_nodes("alltoall", rows, world, peers=plan.near.peers)
-            with stage("dgc::read"):
-                moves.note(came := owners_plain.add(bucket, plan.near, rows))
-            with stage("dgc::take"):
-                rows, sent = owners_plain.forward(bucket, task.gradients, plan, index, used, came, masking)
-            moves.note(sent)
-        rows = yield from among_nodes("alltoall", rows, world, peers=plan.peers)
+        rows = yield from among_nodes("alltoall", rows, world)
         with stage("dgc::read"):
             moves.note(came := kernel.add(bucket, plan, rows))
         with stage("dgc::take"):
@@ -109,22 +99,16 @@ def add_at_owners(task: Task) -> Path[Update]:
     return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
 
 
-def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Moves) -> tuple[
-        tuple[str, ...], Tensor, Tensor, Tensor]:
-    """Accumulates, and takes the largest entries outside the own region, or the own column. Returns the names of
-    gradients that are not finite, what was chosen, and the rows, uint8 (R, nbytes).
+def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Moves) -> tuple[tuple[str, ...], Tensor]:
+    """Accumulates, and takes the largest entries outside the own region. Returns the names of gradients that are not
+    finite, and the rows, uint8 (N, nbytes).
     """
-    bucket, config = task.bucket, task.config
+    bucket = task.bucket
     with stage("dgc::select"):
-        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, config.selection == "exact",
-                                         task.step)
+        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, task.step)
     verdict = local_verdict(bucket, bad)
     refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
     with stage("dgc::take"):
-        if plan.near is None:
-            rows, sent = kernel.send(bucket, task.gradients, plan, index, used, refused, config.factor_masking)
-        else:
-            rows, sent = owners_plain.send(bucket, task.gradients, plan.near, index, used, refused,
-                                           config.factor_masking)
+        rows, sent = kernel.send(bucket, plan, index, used, refused, task.config.factor_masking)
     moves.note(sent)
-    return verdict.names, index, used, rows
+    return verdict.names, rows

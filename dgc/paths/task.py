@@ -59,22 +59,18 @@ class Task:
     def select(self) -> tuple[list[str], Tensor, Tensor]:
         """Accumulates, and chooses what is to be sent: see :func:`dgc.compression.kernels.plain.select`."""
         with stage("dgc::select"):
-            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout,
-                                      self.config.selection == "exact", self.step)
+            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout, self.step)
 
     def encode(self, index: Tensor, used: Tensor) -> Tensor:
         """Takes the chosen entries out of v, into a message: see :func:`dgc.compression.kernels.plain.encode`."""
         with stage("dgc::take"):
-            return self.kernel.encode(self.bucket, self.gradients, self.layout, index, used, self.config.factor_masking)
+            return self.kernel.encode(self.bucket, self.layout, index, used, self.config.factor_masking)
 
     def take(self, index: Tensor, valid: Tensor) -> Tensor:
         """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is sent, 0 elsewhere."""
-        masking = self.config.factor_masking
         with stage("dgc::take"):
-            if masking == "prepay":
-                self.bucket.prepay(index, valid, self.gradients)
             values = torch.where(valid, self.bucket.v[index], 0)
-            self.bucket.take(index, values, masking is True)
+            self.bucket.take(index, values, self.config.factor_masking)
         return values
 
     def take_all(self, names: Iterable[str]) -> Tensor:

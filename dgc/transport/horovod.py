@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from dgc.collective import Collective, World, row_splits
+from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import HOROVODS_MODULE, Wait
 
@@ -74,9 +74,7 @@ class Horovod:
             return _waiting([handle], lambda result: result.view(tensor.dtype))
         if collective.op == "alltoall":
             refuse_too_large(name, tensor.nbytes, "have smaller buckets by groups=, or a higher sparsity")
-            splits = row_splits(collective, process_set.size())
-            rows = None if splits is None else torch.tensor(splits, dtype=torch.int32, device="cpu")
-            handle = hvd.alltoall_async(bits, rows, name=name, process_set=process_set)
+            handle = hvd.alltoall_async(bits, name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype).view_as(tensor))
         root = process_set.ranks[collective.root]  # Horovod counts roots globally, also within a process set
         slices = bits.view(-1).split(MAX_BYTES // bits.element_size()) if tensor.nbytes > MAX_BYTES else [bits]

@@ -88,7 +88,7 @@ class Lockstep:
         self._begun: dict[str, int] = {}
 
     process_set: ProcessSet = None
-    optimizer_module = "dgc.optimizer"
+    optimizer_module = "dgc.frontends.optimizer"
     broadcasts_beyond = False
 
     @property
@@ -183,8 +183,7 @@ def _perform(collectives: list[Collective], name: str) -> Tensor | list[Tensor]:
     if op == "gather":
         return torch.stack(tensors)
     if op == "alltoall":
-        peers = [range(len(tensors)) if c.peers is None else c.peers for c in collectives]
-        return [torch.stack([tensors[p][peers[p].index(rank)] for p in own]) for rank, own in enumerate(peers)]
+        return [torch.stack(rows) for rows in zip(*tensors, strict=True)]
     if op == "share":
         return tensors[collectives[0].root].clone()
     total = tensors[0].clone()

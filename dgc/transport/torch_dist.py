@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgc.collective import Collective, World, row_splits
+from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
 from dgc.transport.protocol import Wait
 
@@ -49,7 +49,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
 
-    optimizer_module = "dgc.optimizer"
+    optimizer_module = "dgc.frontends.optimizer"
     broadcasts_beyond = False
 
     def __init__(self, group: Any = None):
@@ -97,8 +97,7 @@ class TorchDistributed:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
         elif collective.op == "alltoall":
             result = torch.empty_like(tensor)
-            splits = row_splits(collective, dist.get_world_size(group))
-            work = dist.all_to_all_single(result, tensor, splits, splits, group=group, async_op=True)
+            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)

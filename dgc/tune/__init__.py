@@ -10,17 +10,14 @@ Searched are the sparsity at the end (90 to 99.99 %, evenly in the logarithm of 
 four stages or one that falls at every step, a tenth to ten times as long as the paper's share of the training, and a
 bound on the gradient's norm or none. Momentum factor masking follows from the sparsity: it is off at 99 % and less,
 where it takes a good part of each step; in a command it is the placeholder ``{factor_masking}``. Two aims, the metric
-and the bytes, make a multi-objective study of optuna with its TPE sampler. The first trial is the paper's own: 99.9 %
-after four stages over 4 of 164 epochs.
-
-Optuna does not prune where there are two aims, so the rule is ours. A trial is given up when its last two reports are
-both worse than the median of those, at the same epochs, of the finished trials whose schedules send no more: three of
-them at least. So is one whose metric is not finite. The paper's own trial never is.
+and the bytes, make a multi-objective study of optuna with its TPE sampler, in an SQLite file. The first trial is the
+paper's own: 99.9 % after four stages over 4 of 164 epochs. Another one is dense: what the others are to be held
+against.
 """
 
 from dgc.tune.reporting import REPORTS, report
 from dgc.tune.result import Result, draw
-from dgc.tune.run import search
-from dgc.tune.trial import NoResultError, Pruned, Setting, Task, Trial
+from dgc.tune.study import search
+from dgc.tune.trial import NoResultError, Setting, Task, Trial
 
-__all__ = ["REPORTS", "NoResultError", "Pruned", "Result", "Setting", "Task", "Trial", "draw", "report", "search"]
+__all__ = ["REPORTS", "NoResultError", "Result", "Setting", "Task", "Trial", "draw", "report", "search"]

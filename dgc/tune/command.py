@@ -6,56 +6,57 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from dgc.tune.reporting import REPORTS
-from dgc.tune.trial import FailedError, Heard, NoResultError, Setting, Stopped, Task
+from dgc.tune.trial import FailedError, Heard, NoResultError, Setting, Task
 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.1  # seconds
 TAIL = 15  # lines of a failed trial's output
 TAIL_BYTES = 8192  # of it, at most
-TORCHRUN = re.compile(r"^.*torch.distributed.elastic.*failed \(exitcode", re.MULTILINE)  # begins what torchrun says
+# What torchrun says begins so.
+TORCHRUN = re.compile(r"^.*torch.distributed.elastic.*(failed \(exitcode|Sending process)", re.MULTILINE)
 
 
 def run_command(task: Task, setting: Setting, folder: Path, environment: Mapping[str, str], heard: Heard,
-         stop: threading.Event) -> tuple[float, float] | None:
-    """The command of a trial, which ends before this does. Its result, where it is to leave one."""
+                stop: threading.Event) -> tuple[float, float] | None:
+    """The command of a trial, which ends before this does. Its result, where it is to leave one.
+
+    Raises:
+        KeyboardInterrupt: it was to stop before.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     out, log, reports = folder / "out.json", folder / "log", folder / "reports.jsonl"
     reports.touch()
     with log.open("wb") as output, reports.open("rb") as lines:
-        # In a session of its own: Ctrl-C is for the search, which then closes the pipe, as its death does.
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervise.py")), str(GRACE),
-             *task.fill(setting, out)],
-            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, REPORTS: str(reports), **environment})
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the search
+            task.fill(setting, out), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, env={**os.environ, REPORTS: str(reports), **environment})
         try:
-            while True:
+            status = None
+            while status is None:
+                if stop.wait(POLL):
+                    raise KeyboardInterrupt
                 status = process.poll()
                 for report in new_reports(lines, status is not None):
                     heard(*report)
-                if status is not None:
-                    break
-                if stop.wait(POLL):
-                    raise Stopped
         finally:
-            process.stdin.close()  # type: ignore[union-attr]
-            process.wait()
+            end(process)
     if status:
         with log.open("rb") as file:  # which may be more than fits into memory
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            end = file.read(TAIL_BYTES).decode(errors="replace")
-        raise FailedError(f"status {status}; the end of {log}:\n{tail(end)}")
+            told = tail(file.read(TAIL_BYTES).decode(errors="replace"))
+        raise FailedError(f"status {status if status > 0 else 128 - status}; the end of {log}:\n{told}")
     if any("{out}" in word for word in task.command):
         return result_file(out, task.metric)
     if reports.stat().st_size == 0:
@@ -63,6 +64,15 @@ def run_command(task: Task, setting: Setting, folder: Path, environment: Mapping
                             "dgc.tune.report(epoch, metric, bytes_sent) after each epoch, or have {out} in the "
                             "command, a JSON file that it writes)")
     return None
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends all of a trial's process group, also what a command that has ended left there."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(OSError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
 
 
 def share_of_machine(place: int, jobs: int) -> dict[str, str]:
@@ -95,12 +105,11 @@ def new_reports(file: BinaryIO, ended: bool) -> Iterator[tuple[int, float, float
 def result_file(file: Path, metric: str) -> tuple[float, float]:
     try:
         found = json.loads(file.read_bytes())  # in UTF-8, whatever the locale
+        return float(found[metric]), float(found["bytes_sent"])
     except FileNotFoundError:
         raise NoResultError(f"the command ended well and left no {file}, which it had as {{out}}") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise NoResultError(f"{file}, which the command had as {{out}}, is no JSON: {error}") from None
-    try:
-        return float(found[metric]), float(found["bytes_sent"])
     except (ValueError, KeyError, TypeError, OverflowError):
         has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
         raise NoResultError(f"{file}, which the command had as {{out}}, must be an object with numbers as {metric!r}, "

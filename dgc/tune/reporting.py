@@ -26,9 +26,6 @@ def report(epoch: int, metric: float, bytes_sent: float) -> None:
         epoch: from 1.
         metric: what is searched for: an accuracy, a loss.
         bytes_sent: by this worker since training began; ``optimizer.report().total_bytes_sent``.
-
-    Raises:
-        Pruned: in a Python function whose trial is given up. A script is ended from outside.
     """
     if (_heard is None and REPORTS not in os.environ) or not _is_first():
         return

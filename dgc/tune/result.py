@@ -21,6 +21,7 @@ class Result:
     trials: tuple[Trial, ...]  # by number, without those that were interrupted
     front: tuple[Trial, ...]  # complete ones of which none is better in one aim and no worse in the other; by bytes
     paper: Trial | None  # the paper's own schedule, where it is complete
+    dense: Trial | None  # dense training, where it is complete; it is in no front
     recommended: Trial | None  # the fewest bytes whose metric is no worse than the paper's, less the tolerance
 
     @property
@@ -54,23 +55,26 @@ class Result:
         best = self.recommended
         return {"task": asdict(self.task), "tolerance": self.tolerance, "trials": [plain(t) for t in self.trials],
                 "front": [t.setting.trial for t in self.front], "paper": self.paper and self.paper.setting.trial,
+                "dense": self.dense and self.dense.setting.trial,
                 "recommended": best and {**plain(best), "line": self.line(best)}}
 
 
 def result_of(trials: list[Trial], task: Task, tolerance: float) -> Result:
     sign = 1 if task.maximize else -1
-    complete = [(sign * t.metric, t.bytes_sent, t) for t in trials
-                if t.state == "complete" and t.metric is not None and t.bytes_sent is not None]
+    complete = [(sign * t.metric, t.bytes_sent, t) for t in trials if t.kind != "dense"
+                and t.state == "complete" and t.metric is not None and t.bytes_sent is not None]
     front = [t for good, sent, t in complete if not any(
         (g >= good and s <= sent) and (g > good or s < sent) for g, s, _ in complete)]
-    papers = [(good, t) for good, _, t in complete if t.paper]
+    papers = [(good, t) for good, _, t in complete if t.kind == "paper"]
+    dense = next((t for t in trials if t.kind == "dense" and t.state == "complete"), None)
     fine = [(sent, -good, t) for good, sent, t in complete if papers and good >= papers[0][0] - tolerance]
     return Result(task, tolerance, tuple(trials), tuple(sorted(front, key=lambda t: (t.bytes_sent, t.setting.trial))),
-                  papers[0][1] if papers else None, min(fine, key=lambda f: f[:2])[2] if fine else None)
+                  papers[0][1] if papers else None, dense, min(fine, key=lambda f: f[:2])[2] if fine else None)
 
 
 def draw(result: Result, file: Path) -> None:
-    """The metric against the bytes of complete trials: all, the front, the paper's and what is recommended.
+    """The metric against the bytes of complete trials: all, the front, the paper's, the dense one and what is
+    recommended.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -87,9 +91,11 @@ def draw(result: Result, file: Path) -> None:
         axes.set(xscale="log", xlim=(min(sent) / 1.5, 1.5 * max(sent)))
         drawing.byte_axis(axes, "x")
     same = result.paper is result.recommended
-    for trial, text in ((result.paper, "the paper's schedule" + ", recommended" * same),
-                        (None if same else result.recommended, "recommended")):
+    for trial, text, across in ((result.paper, "the paper's schedule" + ", recommended" * same, "left"),
+                                (None if same else result.recommended, "recommended", "left"),
+                                (result.dense, "dense", "right")):
         if trial is not None:
             axes.plot(trial.bytes_sent, trial.metric, "o", color="black", markersize=11, fillstyle="none")
-            axes.annotate(text, (trial.bytes_sent, trial.metric), (6, -18), textcoords="offset points")
+            axes.annotate(text, (trial.bytes_sent, trial.metric), (6 if across == "left" else -6, -18), ha=across,
+                          textcoords="offset points")
     drawing.save(figure, file)

@@ -1,11 +1,10 @@
-"""One trial: what it is to train with, what came of it, and how it may end."""
+"""One trial: what it is to train with, and what came of it."""
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +14,9 @@ from dgc.schedule import parse
 PLACEHOLDERS = ("sparsity", "clip_norm", "factor_masking", "epochs", "out", "trial")
 PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 NO_CLIP = "inf"  # what a command is given where there is to be no bound
-RIVALS = 3  # at least, to be worse than
 
 Objective = Callable[["Setting"], "tuple[float, float] | None"]
 Heard = Callable[[int, float, float], None]
-
-
-class Pruned(Exception):  # noqa: N818
-    """:func:`report` raises it in a Python function whose trial is given up. Let it pass."""
-
-
-class Stopped(Exception):  # noqa: N818
-    """The search ends before the trial does."""
 
 
 class NoResultError(RuntimeError):
@@ -34,7 +24,7 @@ class NoResultError(RuntimeError):
 
 
 class FailedError(RuntimeError):
-    """A command's status, which no traceback explains."""
+    """A failure of one trial, which no traceback explains."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +72,13 @@ class Trial:
     """A finished trial. Its bytes are those that one worker sent in all."""
 
     setting: Setting
-    state: str  # complete, pruned, failed
-    paper: bool
+    state: str  # complete, failed
+    kind: str  # "paper", "dense", or "" for what the sampler has drawn
     metric: float | None
     bytes_sent: float | None
     reports: Mapping[int, float]  # epoch -> metric
     seconds: float
-    why: str  # it was pruned, or failed
+    why: str  # it failed
 
 
 @dataclass(frozen=True)
@@ -117,24 +107,3 @@ class Task:
                   "trial": setting.trial,
                   "factor_masking": "--factor-masking" if setting.factor_masking else "--no-factor-masking"}
         return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
-
-
-def is_hopeless(reports: Mapping[int, float], rivals: Sequence[Mapping[int, float]], task: Task) -> bool:
-    """Whether a trial is to be given up; :mod:`dgc.tune` has the rule. After the last epoch there is nothing to save.
-
-    Args:
-        reports: its own, epoch -> metric.
-        rivals: those of finished trials that send no more.
-    """
-    if not all(math.isfinite(metric) for metric in reports.values()):
-        return True
-    last = sorted(reports)[-2:]
-
-    def worse(epoch: int) -> bool:
-        others = [rival[epoch] for rival in rivals if epoch in rival]
-        if len(others) < RIVALS:
-            return False
-        median = statistics.median(others)
-        return reports[epoch] < median if task.maximize else reports[epoch] > median
-
-    return len(last) == 2 and last[-1] < task.epochs and all(worse(epoch) for epoch in last)

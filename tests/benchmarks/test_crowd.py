@@ -45,7 +45,7 @@ def test_each_worker_has_its_own_gradient():
         assert "tracked" in name or torch.allclose(crowd.worker_0()[name], value)
 
 
-@pytest.mark.parametrize("masking", [True, False, "prepay"], ids=str)
+@pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize(("exchange", "wide", "workers", "sparsity"), [
     ("allgather", 3, 4, 0.99), ("allgather", 3, 4, 0.5), ("reduce", 3, 4, 0.98), ("reduce", 1, 3, 0.95),
     ("reduce", 4, 8, 0.98), ("reduce", 3, 4, 0.5)])
@@ -60,7 +60,7 @@ def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking,
         weights = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         optimizer = dgc.DistributedOptimizer(
             torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, nesterov=True), list(weights.items()),
-            dgc.Config(sparsity, "exact", factor_masking=masking, exchange=exchange, min_numel=0))
+            dgc.Config(sparsity, factor_masking=masking, exchange=exchange, min_numel=0))
         ends = []
         for step in range(6):
             for name, p in weights.items():
@@ -112,7 +112,7 @@ def test_a_training_is_the_recipes(exchange, tmp_path, double, monkeypatch):
     common = {"data": "digits", "batch_size": 16, "seed": 3, "epochs": 1}
     cifar10.main(**common, **method, warmup_epochs=4, virtual_workers=4, out=tmp_path / "recipe.json")
     recipe = json.loads((tmp_path / "recipe.json").read_text())["history"][0]["losses"]
-    a = Namespace(**common, workers=4, exchange=exchange, wide=3, prepay=False, factor_masking=True)
+    a = Namespace(**common, workers=4, exchange=exchange, wide=3, factor_masking=True)
     trainer = train.Trainer(a, batches := train.Batches(*few[1], 4, 16, False), torch.device("cpu"))
     drawn, losses = batches.draw(3, 0), []
     for step in range(5):
@@ -132,9 +132,10 @@ def test_the_table_of_exchanges_compares_seed_by_seed():
     shown = table.of_exchanges([
         result(80.0, seed=0), result(82.0, seed=1), result(81.0, exchange="reduce", wide=4, seed=1),
         result(80.5, exchange="reduce", wide=4, seed=0), result(70.0, exchange="mean", seed=2),
-        result(75.0, prepay=True, workers=4)])
+        result(75.0, factor_masking=False, workers=4)])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()]
-    assert rows[2:] == [["all-gather", "", "80.00, 82.00 %", "15.0"], ["all-gather, prepaid", "75.00 %", "", "15.0"],
+    assert rows[2:] == [["all-gather", "", "80.00, 82.00 %", "15.0"],
+                        ["all-gather, without masking", "75.00 %", "", "15.0"],
                         ["reduce, 4 k and 4 k", "", "80.50, 81.00 %, -0.25", rows[4][3]],
                         ["the bound: the mean's largest 3 k", "", "70.00 %", ""]]
     assert 8 < float(rows[4][3]) < 11  # 2 x 4 messages, slack and positions
@@ -159,6 +160,6 @@ def test_bytes_are_those_that_the_cost_model_counts():
 def test_results_are_of_the_runs_that_their_names_say():
     runs = queue.all_runs()
     for path in queue.RESULTS.glob("*.json"):
-        settings = json.loads(path.read_text())["settings"]
         expected = vars(train.options({"data": "", **runs[path.stem]}))
-        assert settings == {name: expected[name] for name in settings} and len(settings) == 11
+        settings = {k: v for k, v in json.loads(path.read_text())["settings"].items() if k in expected}  # of today
+        assert settings == {name: expected[name] for name in settings} and len(settings) == 10

@@ -19,7 +19,7 @@ from peers.parameter_server import ParameterServer
 from peers.stale import Stale
 
 LR, STEPS = 0.05, 7
-CONFIGS = {"dense": None, "dgc": dgc.Config(0.9, "exact", min_numel=1000, wire_dtype=torch.float32)}
+CONFIGS = {"dense": None, "dgc": dgc.Config(0.9, min_numel=1000, wire_dtype=torch.float32)}
 
 
 def trained(make, momentum, decay=0.0, steps=STEPS):

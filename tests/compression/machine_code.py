@@ -24,13 +24,13 @@ NAMES = {  # each kernel's pointers by what they point to; the others are number
     "cuda": pointers(
         i16="places message16", i64="table parameters tiles state blocks index used chunks work slots sums checksum",
         i32="histogram above crowded found larger equal flags message32 messages verdict",
-        real="u v p w scale like squares total paying", mark="marks"),
+        real="u v p w scale like squares total", mark="marks"),
     "denominator_cuda": pointers(i32="received total", real="x square largest factor deficits weights rates"),
     "owners_cuda": pointers(
         i16="message16", i32="refused row kept wrong message32 damaged absent",
-        i64="parameters chunks used index places numbers wanted order firsts of largest digests sent_entries told "
+        i64="parameters chunks used index places numbers wanted order firsts largest digests sent_entries told "
             "whose starts status pieces pieces_of lengths blocks table",
-        fp64="sizes sums keys", real="u v tiny paying taken values means scores like")}
+        fp64="sizes sums keys", real="u v tiny taken values means scores like")}
 FLOATS = {"_decay": "m decay lr", "_follow": "grown top scale inverse eps"}  # numbers with a fraction, in float32
 OTHERWISE = {  # where a name means something else in one of them
     "_check": {"sizes": "*i64", "largest": "i32"}, "_read": {"keys": "*i32"}, "_add": {"keys": "*i32"}}
@@ -39,8 +39,8 @@ OTHERWISE = {  # where a name means something else in one of them
 def compile_all(module):
     kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
     for bits, wire, yes in WIDTHS:
-        constants = {"SCALED": 1 + yes, "EXACT": not yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
-                     "WIRE": wire, **dict.fromkeys(("VELOCITY", "MASKING", "PREPAYING", "FLAGS", "ADD", "LOOKS_AHEAD",
+        constants = {"SCALED": 1 + yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
+                     "WIRE": wire, **dict.fromkeys(("VELOCITY", "MASKING", "FLAGS", "ADD", "LOOKS_AHEAD",
                                                     "LARGEST"), yes)}
         for door in DOORS[module].split():
             if bits == 64 and f"_{door}" in FLOATS:

@@ -25,17 +25,17 @@ class Pair:
         counts = [select.count(sparsity, n) for n in self.buckets[0].numels] if counts is None else counts
         self.layouts = [Layout(bucket, counts, wire) for bucket in self.buckets]
 
-    def step(self, gradients, step=0, scale=None, exact=False, masking=True):
+    def step(self, gradients, step=0, scale=None, masking=True):
         """Returns the message of either, which is the same."""
         results = []
         there = {name: Gradient(moved(g.g), g.momentum, g.nesterov) for name, g in gradients.items()}
         scales = {name: s.to(DEVICE) for name, s in scale.items()} if isinstance(scale, dict) else scale
         for kernel, bucket, layout, some, clip in zip((cuda, plain), self.buckets, self.layouts, (there, gradients),
                                                       (scales, scale), strict=True):
-            bad, index, used = kernel.select(bucket, some, clip, layout, exact, step)
+            bad, index, used = kernel.select(bucket, some, clip, layout, step)
             chosen = index[layout.ordinal < used[layout.owner]].tolist()
             message = layout.nonfinite_message(bad) if bad else (
-                kernel.encode(bucket, some, layout, index, used, masking))
+                kernel.encode(bucket, layout, index, used, masking))
             results.append((chosen, used.tolist(), message.tolist(), int(bucket.entries_sent)))
         assert results[0] == results[1]
         assert self.buckets[0].not_finite() == bad

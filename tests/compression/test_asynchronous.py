@@ -304,8 +304,8 @@ def test_a_step_asks_the_device_nothing():
         if step:  # the first one makes the layout's tables
             torch.cuda.set_sync_debug_mode("error")
         try:
-            _, index, used = cuda.select(bucket, some, scale, layout, False, step)
-            message = cuda.encode(bucket, some, layout, index, used, "prepay" if step else True)
+            _, index, used = cuda.select(bucket, some, scale, layout, step)
+            message = cuda.encode(bucket, layout, index, used, step != 1)
             received = cuda.Received(layout, torch.stack([message, message]), 2)
             received.write(ours)
             received.add(ours, [0.1] * len(ours))

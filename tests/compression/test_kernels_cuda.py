@@ -37,19 +37,16 @@ def assert_same(ours, theirs):
     (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
     (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
 def test_steps(wire, dtype, sparsity, nesterov):
-    """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, kept, and
-    paid in advance.
-    """
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
     both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
-    for step in range(5):
+    for step in range(4):
         some, scale = gradients(step, dtype, nesterov), None
         if step == 1:
             del some["b"]
             scale = torch.tensor(0.7)
         if step == 2:
             scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
-        messages.append(both.step(some, step, scale, exact=step == 1, masking=(
-            step != 2 if step < 3 else "prepay")))
+        messages.append(both.step(some, step, scale, masking=step != 2))
     updates = both.received(messages, 3)
     for without in (None, "b"):
         results = targets(dtype, without)
@@ -136,8 +133,8 @@ def test_what_has_overflowed_in_v_is_confessed():
         bucket.v[:7] = 3e38
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
-        _, index, used = kernel.select(bucket, there, None, layout, False, 0)
-        message = kernel.encode(bucket, there, layout, index, used, True).cpu()
+        _, index, used = kernel.select(bucket, there, None, layout, 0)
+        message = kernel.encode(bucket, layout, index, used, True).cpu()
         assert layout.sections(message).exponents.tolist() == [32767, -14]
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 

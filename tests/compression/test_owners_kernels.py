@@ -28,7 +28,6 @@ SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 @pytest.fixture(autouse=True)
 def twin_in_torch_operations(monkeypatch):
     monkeypatch.setattr(kernels, "current", lambda kind, dtype: plain)
-    monkeypatch.setattr(cost, "columns", lambda numel, slots, n, width: n)  # of two levels, the first is not compiled
 
 
 @pytest.fixture
@@ -56,26 +55,26 @@ class Job:
         counts = [select.count(sparsity, numel) for numel in self.buckets[0][0].numels]
         self.plans = [[Plan(Layout(buckets[0], counts, wire), n, own) for own in range(n)] for buckets in self.buckets]
 
-    def step(self, gradients, step, masking=True, exact=False, scale=None):
+    def step(self, gradients, step, masking=True, scale=None):
         """Both phases; the messages of all owners."""
-        (ours, messages), (theirs, _) = (self.walk(i, gradients, step, masking, exact, scale) for i in range(2))
+        (ours, messages), (theirs, _) = (self.walk(i, gradients, step, masking, scale) for i in range(2))
         for name in ours:
             assert len(ours[name]) == len(theirs[name])
             assert all(torch.equal(a.cpu(), b) for a, b in zip(ours[name], theirs[name], strict=True)), name
         self.agree()
         return messages
 
-    def walk(self, i, gradients, step=0, masking=True, exact=False, scale=None):
+    def walk(self, i, gradients, step=0, masking=True, scale=None):
         """Both phases with the compiled loops, 0, or with torch operations, 1."""
         kernel, device, found = self.kernels[i], self.devices[i], {"chosen": [], "rows": [], "status": [], "sent": []}
         there = [{name: Gradient(g.g.to(device), g.momentum, g.nesterov) for name, g in own.items()}
                  for own in gradients]
         for bucket, plan, own in zip(self.buckets[i], self.plans[i], there, strict=True):
             clip = None if scale is None else scale.to(device)
-            bad, index, used = kernel.select(bucket, own, clip, plan, exact, step)
+            bad, index, used = kernel.select(bucket, own, clip, plan, step)
             found["chosen"].append(index[plan.layout.uses(used)])
             refused = torch.tensor(bool(bad), device=device)
-            rows, _ = kernel.send(bucket, own, plan, index, used, refused, masking)
+            rows, _ = kernel.send(bucket, plan, index, used, refused, masking)
             found["rows"].append(rows)
         for r, (bucket, plan, own) in enumerate(zip(self.buckets[i], self.plans[i], there, strict=True)):
             arrived = kernel.add(bucket, plan, torch.stack([rows[r] for rows in found["rows"]]))
@@ -123,8 +122,8 @@ SOME = [(owners_cuda, 2, SHAPES, torch.float32, torch.float16), (owners_cuda, 3,
 @pytest.mark.parametrize(("compiled", "n", "shapes", "dtype", "wire"), EVERY + SOME)
 @pytest.mark.usefixtures("three_threads")
 def test_steps(compiled, n, shapes, dtype, wire):
-    """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, kept, and
-    paid in advance; rows of one worker that do not fit.
+    """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and
+    kept; rows of one worker that do not fit.
     """
     job = Job(compiled, n, shapes, dtype, wire, 0.98 if shapes is SHAPES else 0.9)
     for step in range(7):
@@ -138,8 +137,7 @@ def test_steps(compiled, n, shapes, dtype, wire):
             plan.regions.write(mine, 0, torch.full((int(plan.size),), 1.0, dtype=dtype))
             for name, view in bucket.views(mine).items():
                 some[1][name] = Gradient(some[1][name].g * (1 + 1000 * view), 0.9)
-        job.step(some, step, (True, False, "prepay")[step % 3], exact=step == 1,
-                 scale=torch.tensor(0.7) if step == 4 else None)
+        job.step(some, step, step % 2 == 0, scale=torch.tensor(0.7) if step == 4 else None)
         assert step != 3 or n == 2 or int(job.buckets[0][1].overflow_entries) > 0
     assert n == 2 or int(job.buckets[0][0].held_entries) > 0
 

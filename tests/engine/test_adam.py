@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from laws import in_lockstep
-from oracle import Network, prepay, top
+from oracle import Network, top
 
 import dgc
 from dgc.engine.adam import fresh
@@ -80,11 +80,9 @@ class AdamOracle:
         u[...] = B1 * u + (1 - B1) * self.f * g
         v += u
         mask = top(v, self.sparsity)
-        if self.masking == "prepay":
-            prepay(u, v, mask, B1, False)
         values = v * mask
         v *= ~mask
-        if self.masking is True:
+        if self.masking:
             u *= ~mask
         return values
 
@@ -114,7 +112,7 @@ def backward(weights, optimizer, rank, step):
 
 
 def settings(sparsity, masking=False, **others):
-    return dgc.Config(sparsity=sparsity, selection="exact", wire_dtype=torch.float32, factor_masking=masking,
+    return dgc.Config(sparsity=sparsity, wire_dtype=torch.float32, factor_masking=masking,
                       min_numel=0, **others)
 
 
@@ -148,7 +146,7 @@ def falling(step):
     return LR * (0.55 + 0.45 * math.cos(math.pi * step / STEPS))
 
 
-@pytest.mark.parametrize("masking", [True, False, "prepay"])
+@pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize(("nodes", "sparsity", "op"), [
     (2, 0.99, dgc.Average), (4, 0.99, dgc.Average), (2, 0.75, dgc.Average), (2, 0.99, dgc.Sum)])
 def test_it_is_the_transcription(nodes, sparsity, op, masking):
@@ -292,7 +290,7 @@ def test_the_momentum_takes_its_share_of_a_gradient_as_it_is(dtype):
 
 
 def test_maximizing_is_minimizing_the_negative():
-    config = settings(dense_first(0.9), "prepay")
+    config = settings(dense_first(0.9), False)
     up, down = (dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False))
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(up, down, strict=True))
 
@@ -349,7 +347,7 @@ def test_nothing_is_lost_and_all_is_flushed(lr):
     """
     def worker():
         rank = dgc.lockstep.current().world.rank
-        _, optimizer = train(settings(dense_first(0.9), "prepay"), weight_decay=0.0, steps=DENSE)
+        _, optimizer = train(settings(dense_first(0.9), False), weight_decay=0.0, steps=DENSE)
         weights = optimizer.param_groups[0]["params"]
         came = [B1 / (1 - B1) * optimizer.state[w]["exp_avg"] / (1 - B1**DENSE) for w in weights]
         sent = [torch.zeros_like(w) for w in weights]

@@ -134,8 +134,7 @@ def pending(optimizer):
     return torch.cat([x.flatten() for letter in "uv" for x in residuals[letter].values()])
 
 
-SETTINGS = {**{name: replace(config, min_numel=0) for name, config in CONFIGS.items()},
-            "auto": dgc.Config(0.95, exchange="auto", min_numel=0)}
+SETTINGS = {name: replace(config, min_numel=0) for name, config in CONFIGS.items()}
 CASES = [(name, 2, 2, {}) for name in SETTINGS if name != "rounded"] + [  # of which each rank keeps its own
     (name, n, g, arguments) for name in ("default", "reduced", "clipped")
     for n, g, arguments in ((2, 3, {}), (3, 2, {}), (5, 4, {}), (3, 2, SUM))] + [

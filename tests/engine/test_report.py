@@ -112,7 +112,7 @@ def test_what_is_frozen_sends_nothing():
     def worker():
         p, q, bias = (nn.Parameter(torch.ones(shape)) for shape in ((40, 40), (40, 40), (8,)))
         optimizer = torch.optim.SGD([p, q, bias], lr=0.1)
-        optimizer = dgc.DistributedOptimizer(optimizer, None, dgc.Config(0.9, selection="exact", min_numel=10),
+        optimizer = dgc.DistributedOptimizer(optimizer, None, dgc.Config(0.9, min_numel=10),
                                              groups=[[p], [q], [bias]])
         told = []
         for step in range(3):

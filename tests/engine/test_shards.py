@@ -22,7 +22,7 @@ from dgc.engine.engine import engine_of
 from dgc.frontends import checks
 
 SHARDED = {name: replace(CONFIGS[name], min_numel=1) for name in (
-    "default", "exact", "plain accumulation", "dense, then sparse", "dense fallback", "reduced")}
+    "default", "float32", "plain accumulation", "dense, then sparse", "dense fallback", "reduced")}
 SHARDED["AdamW"] = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), min_numel=1)
 
 

@@ -13,7 +13,7 @@ from dgc.engine.engine import engine_of
 
 
 @pytest.mark.parametrize(("config", "node"), [
-    ({}, 1), ({"selection": "exact"}, 1), ({"exchange": "reduce"}, 1), ({"dense_dtype": torch.float16}, 1),
+    ({}, 1), ({"exchange": "reduce"}, 1), ({"dense_dtype": torch.float16}, 1),
     ({"clip_norm": 0.5, "nonfinite": "skip"}, 1), ({"hierarchical": True}, 2)], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("fused", [True, False])

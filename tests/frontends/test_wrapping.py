@@ -24,7 +24,7 @@ from laws import (
 from torch import nn
 
 import dgc
-from dgc.optimizer import Distributed
+from dgc.frontends.facade import Distributed
 
 
 def test_it_is_the_optimizer_that_was_wrapped():

@@ -17,14 +17,13 @@ VARIANTS = {
     "clipped": {"clip": 0.02},
     "nesterov clipped": {"nesterov": True, "clip": 0.02},
     "unmasked": {"masking": False},
-    "prepaid": {"masking": "prepay"},
-    "prepaid nesterov": {"masking": "prepay", "nesterov": True},
+    "unmasked nesterov": {"masking": False, "nesterov": True},
     "no momentum": {"momentum": 0.0},
 }
 
 
 def config(variant, sparsity):
-    return dgc.Config(sparsity=sparsity, selection="exact", wire_dtype=torch.float32, clip_norm=variant.get("clip"),
+    return dgc.Config(sparsity=sparsity, wire_dtype=torch.float32, clip_norm=variant.get("clip"),
                       factor_masking=variant.get("masking", True), min_numel=0)
 
 

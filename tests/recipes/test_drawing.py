@@ -146,10 +146,11 @@ def test_the_picture_of_a_schedule_has_dgc_below_dense(drawn, tmp_path):
 
 
 @pytest.mark.parametrize(("better", "expected"), [
-    (91.0, ["the paper's schedule", "recommended"]), (89.0, ["the paper's schedule, recommended"])])
-def test_the_picture_of_a_search_names_two_trials(drawn, tmp_path, better, expected):
-    trials = [Trial(Setting(i, 5, "constant:0.99", None), "complete", i == 0, metric, sent, {}, 1.0, "")
-              for i, (metric, sent) in enumerate([(90.0, 2e6), (better, 1e6), (80.0, 9e5)])]
+    (91.0, ["the paper's schedule", "recommended", "dense"]), (89.0, ["the paper's schedule, recommended", "dense"])])
+def test_the_picture_of_a_search_names_three_trials(drawn, tmp_path, better, expected):
+    trials = [Trial(Setting(i, 5, "constant:0.99", None), "complete", kind, metric, sent, {}, 1.0, "")
+              for i, (kind, metric, sent) in enumerate([
+                  ("paper", 90.0, 2e6), ("dense", 92.0, 9e7), ("", better, 1e6), ("", 80.0, 9e5)])]
     draw(result_of(trials, Task("train:f", "accuracy", True, 5, None), 0.0), tmp_path / "tune.png")
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.texts] == expected

@@ -44,7 +44,7 @@ def launched(text, tmp_path_factory):
         """A first loss and perplexities; made once."""
         tmp_path = tmp_path_factory.mktemp(launcher)
         virtual = ["--virtual-workers", "2"] if launcher == "python" else []
-        status, output = recipe("--epochs", "2", "--sparsity", "0.99", "--selection", "exact", *virtual,
+        status, output = recipe("--epochs", "2", "--sparsity", "0.99", *virtual,
                                 "--out", f"{tmp_path}/out.json", "--tensorboard", f"{tmp_path}/board",
                                 launcher=LAUNCHERS[launcher], limit=100, file="ptb.py", data=str(text))
         assert status == 0, output

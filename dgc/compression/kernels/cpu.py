@@ -30,7 +30,6 @@ from dgc.compression.kernels.jit import jit
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, LINE, stride
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
@@ -498,12 +497,12 @@ def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts,
             continue
         for w in range(len(founds)):
             total = total + founds[w, p] if founds[w, p] >= 0 and total >= 0 else -1
-        if len(blocks) and (thresholds[p] < 0 or total < k):
+        if len(blocks) and total < k:
             seen = _without(kinds[p], offsets[p], numels[p], blocks, u, v, grads[p], scales[p], momenta[p])
             used[p] = _largest(0, numels[p], k, seen, seen.view(bits.dtype), shift, index, starts[p])
             index[starts[p]:starts[p] + used[p]] += offsets[p]
             continue
-        if thresholds[p] < 0 or total < k:
+        if total < k:
             used[p] = _largest(offsets[p], numels[p], k, v, bits, shift, index, starts[p])
             continue
         candidates, magnitudes = np.empty(total, np.int64), np.empty(total, v.dtype)
@@ -556,25 +555,6 @@ def _value(r, i, singles, words, half, word, word_bits):
 
 
 @_jit
-def _prepay(u, v, first, last, index, c, least):
-    """Moves momentum from u to v at index[first:last]: see ``dgc.compression.residual.Bucket.prepay``."""
-    for j in range(first, last):
-        if j + AHEAD < last:
-            _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
-            _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
-        i = index[j]
-        x, y = v[i], u[i]
-        waited, owed = abs(x) - least * abs(y), c * y
-        if abs(owed) <= waited < np.inf and waited > 0:
-            v[i] = x + owed
-            u[i] = 0
-        elif 0 < waited < np.inf:
-            part = waited if y > 0 else -waited
-            v[i] = x + part
-            u[i] = y - part / c
-
-
-@_jit
 def _greatest(index, begin, end, u, v, masking):
     """The largest |v| of these entries, infinity where one is not a number; they are fetched for what is done next."""
     largest = v.dtype.type(0)
@@ -589,8 +569,8 @@ def _greatest(index, begin, end, u, v, masking):
 
 
 @_jit
-def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, to_come, least, half,
-            block_counts, singles, words, positions, exponents):
+def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, half, block_counts,
+            singles, words, positions, exponents):
     """Takes the chosen entries of parameters first to last out of v, and writes their part of the message.
 
     Returns how many were sent. A parameter whose v is not finite says so and keeps it.
@@ -600,8 +580,6 @@ def _encode(first, last, offsets, starts, block_starts, index, used, u, v, maski
     sent_entries = 0
     for p in range(first, last):
         start, m = starts[p], used[p]
-        if to_come[p] > 0:
-            _prepay(u, v, start, start + m, index, to_come[p], least[p])
         largest = _greatest(index, start, start + m, u, v, masking)
         if not largest < np.inf:
             exponents[0, p] = NONFINITE
@@ -856,7 +834,7 @@ def _arrays(bucket: Bucket) -> tuple[Any, Any]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
+           layout: Layout, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`plain.select`.
 
     Args:
@@ -866,11 +844,10 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     single = v.itemsize == 4
     bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
     tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
-    thresholds = np.full(len(table.numels), -1, v.dtype)
-    if not exact:
-        _in_threads(lambda first, last: _thresholds(
-            first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
-            table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
+    thresholds = np.empty(len(table.numels), v.dtype)
+    _in_threads(lambda first, last: _thresholds(
+        first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
+        table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
     with stage("dgc::accumulate"):
         bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
     index, used = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (layout.slots, len(table.numels)))
@@ -882,20 +859,16 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`plain.encode`."""
     table, (u, v) = _table(layout), _arrays(bucket)
-    to_come = least = np.zeros(len(bucket.names), v.dtype)
-    if masking == "prepay" and bucket.u is not None:
-        to_come, least = bucket.prepayment(gradients).numpy()
     message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
     block_counts, singles, words, slots, exponents = _sections(table, message[None])
     chosen, numbers = index.numpy(), used.numpy()
     bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
         first, last, table.offsets, table.starts, table.block_starts, chosen, numbers, u, v,
-        masking is True and bucket.u is not None, to_come, least, layout.dtype == torch.float16, block_counts, singles,
-        words, slots, exponents), table.parameters, table.threads)), device="cpu"))
+        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
+        exponents), table.parameters, table.threads)), device="cpu"))
     _seal(message.view(np.int32))
     return torch.from_numpy(message)
 

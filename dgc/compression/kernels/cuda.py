@@ -38,7 +38,6 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
@@ -166,7 +165,7 @@ def _scattered(i, numel, step):
 
 @triton.jit(do_not_specialize=["step", "count"])
 def _sample(u, v, table, scale, like, parameters, state, histogram, above, crowded, flags, used, step, count,
-            SCALED: tl.constexpr, VELOCITY: tl.constexpr, EXACT: tl.constexpr, ROUNDS: tl.constexpr):
+            SCALED: tl.constexpr, VELOCITY: tl.constexpr, ROUNDS: tl.constexpr):
     """One program a parameter: two magnitudes that its k-th largest v, as it will be, should lie between. And sets to
     zero what the other launches add to.
     """
@@ -190,29 +189,27 @@ def _sample(u, v, table, scale, like, parameters, state, histogram, above, crowd
         tl.store(out + 2, -1)
         tl.store(out + 3, 0)
         return
-    first, last = tl.full([], 1, tl.int64), greatest
-    if not EXACT:
-        i = tl.arange(0, SAMPLE).to(tl.int64)
-        if numel > SAMPLE:
-            i = _scattered(i, numel, step.to(tl.int64))
-        mask, at = i < numel, tl.load(here + OFFSET) + i
-        g = _gradient(table, scale, like, p, 0, i, mask, v, SCALED, False)
-        m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
-        before = tl.zeros_like(g)
-        if VELOCITY:
-            before = tl.load(u + at, mask=mask & (kind != PLAIN), other=0)
-        _, x = _moved(kind, before, tl.load(v + at, mask=mask, other=0), g, m)
-        trailing: tl.constexpr = 31 - LEADING if v.dtype.element_ty == tl.float32 else 63 - LEADING
-        bits = tl.where(mask, _magnitude(x) >> trailing, 0).to(tl.int32)
-        upper, lower = tl.load(here + UPPER), tl.load(here + LOWER)
-        high, low = upper.to(tl.int32) * 0, upper.to(tl.int32) * 0
-        bit = tl.full([], 1, tl.int32) << (LEADING - 1)
-        while bit > 0:
-            high = tl.where(tl.sum((bits >= (high | bit)).to(tl.int32)) >= upper, high | bit, high)
-            low = tl.where(tl.sum((bits >= (low | bit)).to(tl.int32)) >= lower, low | bit, low)
-            bit = bit >> 1
-        first = tl.maximum(low.to(tl.int64) << trailing, 1)
-        last = ((high.to(tl.int64) + 1) << trailing) - 1
+    i = tl.arange(0, SAMPLE).to(tl.int64)
+    if numel > SAMPLE:
+        i = _scattered(i, numel, step.to(tl.int64))
+    mask, at = i < numel, tl.load(here + OFFSET) + i
+    g = _gradient(table, scale, like, p, 0, i, mask, v, SCALED, False)
+    m = tl.load(table + 2 * count + p).to(tl.float64, bitcast=True).to(v.dtype.element_ty)
+    before = tl.zeros_like(g)
+    if VELOCITY:
+        before = tl.load(u + at, mask=mask & (kind != PLAIN), other=0)
+    _, x = _moved(kind, before, tl.load(v + at, mask=mask, other=0), g, m)
+    trailing: tl.constexpr = 31 - LEADING if v.dtype.element_ty == tl.float32 else 63 - LEADING
+    bits = tl.where(mask, _magnitude(x) >> trailing, 0).to(tl.int32)
+    upper, lower = tl.load(here + UPPER), tl.load(here + LOWER)
+    high, low = upper.to(tl.int32) * 0, upper.to(tl.int32) * 0
+    bit = tl.full([], 1, tl.int32) << (LEADING - 1)
+    while bit > 0:
+        high = tl.where(tl.sum((bits >= (high | bit)).to(tl.int32)) >= upper, high | bit, high)
+        low = tl.where(tl.sum((bits >= (low | bit)).to(tl.int32)) >= lower, low | bit, low)
+        bit = bit >> 1
+    first = tl.maximum(low.to(tl.int64) << trailing, 1)
+    last = ((high.to(tl.int64) + 1) << trailing) - 1
     tl.store(out, first)
     tl.store(out + 1, last)
     tl.store(out + 2, _shift(first, last))
@@ -460,31 +457,10 @@ def _slots(parameters, chunks, used, index):
 
 
 @triton.jit
-def _paid(v, u, c, least, valid):
-    """Where momentum is paid in advance (see ``dgc.compression.residual.Bucket.prepay``), and v and u after it."""
-    waited, owed = tl.abs(v) - least * tl.abs(u), c * u
-    payable = valid & (tl.where(c > 0, waited, 0) > 0) & (waited < float("inf"))
-    whole, part = waited >= tl.abs(owed), tl.where(u > 0, waited, -waited)
-    paid = tl.where(payable, v + tl.where(whole, owed, part), v)
-    return payable, paid, tl.where(whole, 0, u - _divided(part, tl.where(c > 0, c, 1)))
-
-
-@triton.jit(do_not_specialize=["count"])
-def _largest(u, v, parameters, chunks, used, index, work, flags, paying, count, PREPAYING: tl.constexpr,
-             FLAGS: tl.constexpr):
-    """One program a chunk of slots: the largest magnitude of each parameter's entries, after momentum was paid in
-    advance where PREPAYING.
-    """
+def _largest(v, parameters, chunks, used, index, work):
+    """One program a chunk of slots: the largest magnitude of each parameter's entries."""
     p, _, _, _, valid, position = _slots(parameters, chunks, used, index)
     x = tl.load(v + position, mask=valid, other=0)
-    if PREPAYING:
-        y = tl.load(u + position, mask=valid, other=0)
-        owes = valid
-        if FLAGS:
-            owes = valid & (tl.load(flags + count) == 0)
-        payable, x, y = _paid(x, y, tl.load(paying + p), tl.load(paying + count + p), owes)
-        tl.store(v + position, x, mask=payable)
-        tl.store(u + position, y, mask=payable)
     bits = tl.where(valid, _magnitude(x), 0)
     tl.atomic_max(work + 1 + p, tl.max(bits, 0).to(tl.int64), sem="relaxed")
 
@@ -822,11 +798,11 @@ class _Selection:
         self.index, self.used = new(layout.slots, dtype=torch.int64), new(self.count, dtype=torch.int64)
         self.options = {"SCALED": local.scaled, "VELOCITY": bucket.u is not None}
 
-    def accumulate(self, exact: bool, step: int) -> None:
+    def accumulate(self, step: int) -> None:
         table, local = self.table, self.local
         _sample[(self.count,)](
             self.u, self.v, local.table, local.scale, local.like, table.parameters, self.state, self.histogram,
-            self.above, self.crowded, self.flags, self.used, step, self.count, EXACT=exact, ROUNDS=table.rounds + 1,
+            self.above, self.crowded, self.flags, self.used, step, self.count, ROUNDS=table.rounds + 1,
             **self.options, num_warps=8, enable_fp_fusion=False)
         if table.tiles_count:
             _accumulate[(table.tiles_count,)](
@@ -872,21 +848,20 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`plain.select`, but as :func:`accumulate` it marks parameters whose gradient is not finite
     in ``bucket.flags``, which :func:`encode` looks at there.
     """
     with torch.cuda.device_of(bucket.v):
         selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
         with stage("dgc::accumulate"):
-            selection.accumulate(exact, step)
+            selection.accumulate(step)
         selection.choose()
         bucket.gradient_square, bucket.flags = selection.squares.sum(), selection.flags
     return [], selection.index, selection.used
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """As :func:`plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
     and the message is the :meth:`dgc.compression.wire.Layout.nonfinite_message`.
     """
@@ -897,13 +872,10 @@ def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, in
     work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
     with torch.cuda.device_of(bucket.v):
         grid = table.chunks_count,
-        prepaying = masking == "prepay" and bucket.u is not None
-        paying = bucket.prepayment(gradients) if prepaying else u
-        _largest[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
-                       paying, len(bucket.names), PREPAYING=prepaying, FLAGS=flags is not None, enable_fp_fusion=False)
+        _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
         _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
                      message.view(torch.int16), message.view(torch.int32), message[-8:].view(torch.int64),
-                     len(bucket.names), values, positions, exponents, MASKING=masking is True and bucket.u is not None,
+                     len(bucket.names), values, positions, exponents, MASKING=masking and bucket.u is not None,
                      FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
         bucket.count(work[0])
     return message

@@ -135,8 +135,8 @@ def run_all(dtype: torch.dtype) -> None:
     bucket, gradients = Bucket("fill", {"a": parameter}), {"a": Gradient(torch.ones_like(parameter), 0.9)}
     layout = Layout(bucket, [40], torch.float16)
     cpu.accumulate(bucket, gradients, None, layout)
-    _, index, used = cpu.select(bucket, gradients, None, layout, False, 0)
-    message = cpu.encode(bucket, gradients, layout, index, used, True)
+    _, index, used = cpu.select(bucket, gradients, None, layout, 0)
+    message = cpu.encode(bucket, layout, index, used, True)
     received = cpu.Received(layout, torch.stack([message, message]), 2.0)  # of one alone the parts are contiguous
     received.write([parameter])
     received.add([parameter], [1.0])
@@ -148,8 +148,8 @@ def run_all(dtype: torch.dtype) -> None:
 
 def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:
     """Those of the exchange that adds up at owners."""
-    _, index, used = owners_cpu.select(bucket, gradients, None, plan, False, 0)
-    rows, _ = owners_cpu.send(bucket, gradients, plan, index, used, torch.tensor(False, device="cpu"), True)
+    _, index, used = owners_cpu.select(bucket, gradients, None, plan, 0)
+    rows, _ = owners_cpu.send(bucket, plan, index, used, torch.tensor(False, device="cpu"), True)
     arrived = owners_cpu.add(bucket, plan, rows[1:2].expand(3, -1))
     message, _ = owners_cpu.pass_on(bucket, gradients, plan, arrived, 0, True)
     owners_cpu._among_all(owners_cpu._table(plan), bucket.v.numpy(), bucket.v.numpy()[:1])

@@ -36,7 +36,6 @@ from dgc.compression.kernels.cpu import (
     _lowest,
     _pointer,
     _prefetch,
-    _prepay,
     _round_to_bfloat,
     _round_to_half,
     _seal,
@@ -47,7 +46,6 @@ from dgc.compression.regions import LINE, Arrived, Plan, Rows, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, TOP
-from dgc.config import Masking
 
 SPREAD = 1 << 16  # entries of the update that are written together
 PIECES = 4  # of a region, that are worth another thread
@@ -80,9 +78,9 @@ def _index(owner, local, n):
 # -- to owners ---------------------------------------------------------------------------------------------------------
 
 @_jit
-def _deal(starts, index, used, n, own, slots, v, tiny, places, parameters, begins):
+def _deal(starts, index, used, n, own, slots, v, tiny, places, begins):
     """Sorts the chosen entries outside the own region by their owners, in ascending order for each: those of owner r
-    are ``places[begins[r]:begins[r + 1]]``, of ``parameters`` alike. Of more than ``slots`` the smallest are left out.
+    are ``places[begins[r]:begins[r + 1]]``. Of more than ``slots`` the smallest are left out.
 
     Returns how many there were.
     """
@@ -104,12 +102,12 @@ def _deal(starts, index, used, n, own, slots, v, tiny, places, parameters, begin
     places_of = begins[:n].copy()
     for e in range(total):
         at = places_of[rows[e]]
-        places[at], parameters[at] = chosen[e], of[e]
+        places[at] = chosen[e]
         if most > slots:
             sorted_keys[at] = keys[e]
         places_of[rows[e]] += 1
     if most > slots:
-        _fit(n, slots, sorted_keys, places, parameters, begins)
+        _fit(n, slots, sorted_keys, places, begins)
     return total
 
 
@@ -135,7 +133,7 @@ def _keys(chosen, of, rows, count, v, tiny):
 
 
 @_jit
-def _fit(n, slots, keys, places, parameters, begins):
+def _fit(n, slots, keys, places, begins):
     """Closes the gaps that are left where rows lose what they have no slots for."""
     kept, at = np.empty(slots, np.int64), 0
     for r in range(n):
@@ -146,17 +144,17 @@ def _fit(n, slots, keys, places, parameters, begins):
             _keep(np.arange(first, first + count), some, _kth(some.copy(), slots), slots, kept, 0)
             count = slots
             for j in range(slots):
-                places[at + j], parameters[at + j] = places[kept[j]], parameters[kept[j]]
+                places[at + j] = places[kept[j]]
         else:
             for j in range(count):
-                places[at + j], parameters[at + j] = places[first + j], parameters[first + j]
+                places[at + j] = places[first + j]
         at += count
     begins[n] = at
 
 
 @_jit
-def _write(first, last, begins, places, parameters, n, u, v, masking, to_come, least, half, counts, singles, words,
-           positions, exponents, messages, sent):
+def _write(first, last, begins, places, n, u, v, masking, half, counts, singles, words, positions, exponents, messages,
+           sent):
     """Rows first to last: takes their entries out of v, writes them down, and what receivers will read to ``sent``.
 
     Returns how many were sent. A row with an entry that is not finite has nothing but this fact.
@@ -166,10 +164,6 @@ def _write(first, last, begins, places, parameters, n, u, v, masking, to_come, l
     sent_entries = 0
     for r in range(first, last):
         begin, end = begins[r], begins[r + 1]
-        if len(to_come):
-            for j in range(begin, end):
-                if to_come[parameters[j]] > 0:
-                    _prepay(u, v, j, j + 1, places, to_come[parameters[j]], least[parameters[j]])
         largest = _greatest(places, begin, end, u, v, masking)
         if not largest < np.inf:
             exponents[r, 0] = NONFINITE
@@ -211,14 +205,12 @@ def _finite(r, slot, singles, words, half):
 
 
 @_jit
-def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, sender, every, status,
-           whose, used):
+def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, status, whose, used):
     """Fills in each row's status, whose row is damaged where it says that one is, and how many slots it uses.
 
     Args:
         largest: entries of the largest region.
         sizes: of each row's; or one, of all.
-        sender, every: whose the first row is, and how many further the next one's.
     """
     for r in range(len(messages)):
         low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
@@ -239,7 +231,7 @@ def _check(messages, counts, singles, words, positions, exponents, half, slots, 
                 slot += m
             used[r] = slot
         if bad:
-            status[r], whose[r], used[r] = CORRUPT, sender + r * every, 0
+            status[r], whose[r], used[r] = CORRUPT, r, 0
 
 
 @_jit
@@ -532,22 +524,22 @@ def _sections(rows: Rows, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`owners_plain.select`."""
-    return cpu.select(bucket, gradients, scale, plan.layout, exact, step, _table(plan).blocks)
+    return cpu.select(bucket, gradients, scale, plan.layout, step, _table(plan).blocks)
 
 
-def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor, refused: Tensor,
-         masking: Masking) -> tuple[Tensor, Taken]:
+def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+        Tensor, Taken]:
     """As :func:`owners_plain.send`."""
     n, starts, v = plan.regions.owners, cpu._table(plan.layout).starts, bucket.v.numpy()
     if refused:
         bucket.count(torch.tensor(0, device="cpu"))
         return plan.to_owners.telling(n, NONFINITE), _nothing(bucket)
-    (places, parameters), begins = np.empty((2, len(index)), np.int64), np.empty(n + 1, np.int64)
+    places, begins = np.empty(len(index), np.int64), np.empty(n + 1, np.int64)
     wanted = _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, v,
-                   np.finfo(v.dtype).tiny, places, parameters, begins)
-    rows, taken, entries = _written(bucket, gradients, plan, plan.to_owners, begins, places, parameters, masking)
+                   np.finfo(v.dtype).tiny, places, begins)
+    rows, taken, entries = _written(bucket, plan, plan.to_owners, begins, places, masking)
     bucket.overflow_entries = torch.tensor(wanted - entries, device="cpu")
     return rows, taken
 
@@ -556,21 +548,18 @@ def _nothing(bucket: Bucket) -> Taken:
     return Taken(torch.empty(0, dtype=torch.int64, device="cpu"), bucket.v[:0])
 
 
-def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, rows: Rows, begins: Any, places: Any,
-             parameters: Any, masking: Masking) -> tuple[Tensor, Taken, int]:
+def _written(bucket: Bucket, plan: Plan, rows: Rows, begins: Any, places: Any, masking: bool) -> tuple[
+        Tensor, Taken, int]:
     """Entries, sorted by row, as a message; what was taken out of v for it; and how many entries that are not zero."""
     u, v = cpu._arrays(bucket)
-    to_come = least = np.empty(0, v.dtype)
-    if masking == "prepay" and bucket.u is not None:
-        to_come, least = bucket.prepayment(gradients).numpy()
     count, threads = len(begins) - 1, torch.get_num_threads()
     message = np.zeros((max(2, count), rows.nbytes), np.uint8)  # the parts of one row alone were contiguous: other code
     counts, singles, words, positions, exponents = _sections(rows, message)
     sent, numbers = np.empty(begins[-1], v.dtype), message.view(np.int32)
     shares = max(1, min(threads, count, len(places) // SLOTS))
     entries = sum(_in_threads(lambda first, last: _write(
-        first, last, begins, places, parameters, plan.regions.owners, u, v, masking is True and bucket.u is not None,
-        to_come, least, rows.dtype == torch.float16, counts, singles, words, positions, exponents, numbers, sent),
+        first, last, begins, places, plan.regions.owners, u, v, masking and bucket.u is not None,
+        rows.dtype == torch.float16, counts, singles, words, positions, exponents, numbers, sent),
         list(pairwise(count * w // shares for w in range(shares + 1))), threads))
     bucket.count(torch.tensor(entries, device="cpu"))
     taken = Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent))
@@ -606,20 +595,19 @@ class _Said:
         self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
         counts, singles, words, positions, exponents = self.sections
         _check(array.view(np.int32), counts, singles, words, positions, exponents, self.half, rows.slots, rows.size,
-               sizes, rows.senders.start, rows.senders.step, self.status, self.whose, self.used)
+               sizes, self.status, self.whose, self.used)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-            masking: Masking) -> tuple[Tensor, Taken]:
+            masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`owners_plain.pass_on`."""
     if arrived.status.max() >= CORRUPT:
         bucket.count(torch.tensor(0, device="cpu"))
         return plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax())), _nothing(
             bucket)
     index = _largest_sums(bucket, gradients, plan, step)
-    parameters = np.searchsorted(bucket.ends.numpy(), index, "right") if masking == "prepay" else index
     begins = np.array([0, len(index)])
-    message, taken, _ = _written(bucket, gradients, plan, plan.to_all, begins, index, parameters, masking)
+    message, taken, _ = _written(bucket, plan, plan.to_all, begins, index, masking)
     added = arrived.added
     held = _held(added.places.numpy(), added.sent.numpy(), index, taken.sent.numpy())
     bucket.held_entries = torch.tensor(held, device="cpu")

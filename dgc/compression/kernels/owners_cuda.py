@@ -33,7 +33,6 @@ from dgc.compression.kernels.cuda import (
     _divided,
     _exponent,
     _magnitude,
-    _paid,
     _power_of_two,
     _slots,
     _values,
@@ -41,7 +40,6 @@ from dgc.compression.kernels.cuda import (
 )
 from dgc.compression.regions import Arrived, Plan, Rows, Taken
 from dgc.compression.residual import Bucket, Gradient
-from dgc.config import Masking
 
 LINE = tl.constexpr(regions.LINE)  # neighbours that one owner adds up
 CORRUPT = tl.constexpr(wire.CORRUPT)
@@ -133,18 +131,11 @@ def _dealt(order, row, firsts, index, rows, count):
     return e, valid, to, j - tl.load(firsts + to, mask=valid, other=0), tl.load(index + e, mask=valid, other=0)
 
 
-@triton.jit(do_not_specialize=["rows", "count", "width"])
-def _largest(u, v, order, row, firsts, index, of, paying, largest, rows, count, width, PREPAYING: tl.constexpr):
-    """The largest magnitude of each row's entries, after momentum was paid in advance where PREPAYING."""
-    e, valid, to, _, position = _dealt(order, row, firsts, index, rows, count)
+@triton.jit(do_not_specialize=["rows", "count"])
+def _largest(v, order, row, firsts, index, largest, rows, count):
+    """The largest magnitude of each row's entries."""
+    _, valid, to, _, position = _dealt(order, row, firsts, index, rows, count)
     x = tl.load(v + position, mask=valid, other=0)
-    if PREPAYING:
-        p = tl.load(of + e, mask=valid, other=0)
-        c, least = tl.load(paying + p, mask=valid, other=0), tl.load(paying + width + p, mask=valid, other=0)
-        y = tl.load(u + position, mask=valid, other=0)
-        payable, x, y = _paid(x, y, c, least, valid)
-        tl.store(v + position, x, mask=payable)
-        tl.store(u + position, y, mask=payable)
     bits = tl.where(valid, _magnitude(x), 0).to(tl.int64)
     if tl.min(to) == tl.max(to):
         if tl.max(to) < rows:
@@ -259,15 +250,15 @@ def _check(message16, message32, sizes, starts, damaged, each, largest, slots, s
     tl.store(starts + r * stretches + c, before)
 
 
-@triton.jit(do_not_specialize=["sender", "every", "rows", "exponent_at", "words"])
-def _conclude(message16, message32, damaged, status, whose, sender, every, rows, exponent_at, words):
+@triton.jit(do_not_specialize=["rows", "exponent_at", "words"])
+def _conclude(message16, message32, damaged, status, whose, rows, exponent_at, words):
     """Each row's status, and whose row is damaged where it says that one is."""
     r = (tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)).to(tl.int64)
     bad = tl.load(damaged + r, mask=r < rows, other=0) != 0
     exponent = tl.load(message16 + r * (2 * words + 4) + exponent_at, mask=r < rows, other=0).to(tl.int64)
     first = tl.load(message32 + r * (words + 2), mask=r < rows, other=0).to(tl.int64)
     tl.store(status + r, tl.where(bad, CORRUPT, exponent), mask=r < rows)
-    tl.store(whose + r, tl.where(bad, sender + r * every, first), mask=r < rows)
+    tl.store(whose + r, tl.where(bad, r, first), mask=r < rows)
 
 
 @triton.jit
@@ -436,13 +427,13 @@ def _places(form: Rows) -> tuple[int, int, int, int]:
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`owners_plain.select`."""
-    return owners_plain.select(bucket, gradients, scale, plan, exact, step)
+    return owners_plain.select(bucket, gradients, scale, plan, step)
 
 
-def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor, refused: Tensor,
-         masking: Masking) -> tuple[Tensor, Taken]:
+def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+        Tensor, Taken]:
     """As :func:`owners_plain.send`."""
     table, own, n, count = cuda._table(plan.layout), _table(plan), plan.regions.owners, len(index)
     v, new = bucket.v, bucket.v.new_empty
@@ -459,21 +450,20 @@ def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: T
         kept = torch.full_like(row, n)
         _fit[triton.cdiv(count, SLOTS.value),](
             order, torch.searchsorted(keys, own.numbers.to(torch.float64)), row, kept, n, plan.to_owners.slots, count)
-        rows, taken = _written(bucket, gradients, plan, plan.to_owners, n, kept, places, plan.layout.owner, wrong,
-                               own.nothing + NONFINITE.value, own.nothing, masking)
+        rows, taken = _written(bucket, plan, plan.to_owners, n, kept, places, wrong, own.nothing + NONFINITE.value,
+                               own.nothing, masking)
     bucket.overflow_entries = wanted - bucket.entries_sent
     return rows, taken
 
 
-def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, form: Rows, rows: int, row: Tensor,
-             index: Tensor, of: Tensor, wrong: Tensor, told: Tensor, whose: Tensor, masking: Masking) -> tuple[
-                 Tensor, Taken]:
+def _written(bucket: Bucket, plan: Plan, form: Rows, rows: int, row: Tensor, index: Tensor, wrong: Tensor, told: Tensor,
+             whose: Tensor, masking: bool) -> tuple[Tensor, Taken]:
     """Entries as a message, and what was taken out of v for it.
 
     Args:
         rows: R.
         row: int32 (E,), each entry's, or R.
-        index, of: int64 (E,), where they are in the bucket, ascending within each row, and their parameters.
+        index: int64 (E,), where they are in the bucket, ascending within each row.
         wrong: int32 (), whether something is; and ``told`` and ``whose``, int64 (), to be written down then.
     """
     u, v, count = bucket.v if bucket.u is None else bucket.u, bucket.v, len(index)
@@ -484,11 +474,10 @@ def _written(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, form
     largest, digests = torch.zeros(2, rows, dtype=torch.int64, device=v.device)
     taken, entries = v.new_zeros(count), torch.zeros((), dtype=torch.int64, device=v.device)
     values, positions, exponent, words = _places(form)
-    prepaying, grid = masking == "prepay" and bucket.u is not None, (triton.cdiv(count, SLOTS.value),)
-    _largest[grid](u, v, order, row, firsts, index, of, bucket.prepayment(gradients) if prepaying else u, largest, rows,
-                   count, len(bucket.names), PREPAYING=prepaying, enable_fp_fusion=False)
+    grid = triton.cdiv(count, SLOTS.value),
+    _largest[grid](v, order, row, firsts, index, largest, rows, count)
     _write[grid](u, v, order, row, firsts, index, largest, *parts, digests, taken, entries, rows, count,
-                 plan.regions.owners, values, positions, words, MASKING=masking is True and bucket.u is not None,
+                 plan.regions.owners, values, positions, words, MASKING=masking and bucket.u is not None,
                  WIRE=cuda._TYPES[form.dtype], enable_fp_fusion=False)
     _close[rows,](v, largest, digests, wrong, told, whose, *parts, exponent, words)
     bucket.count(entries)
@@ -518,8 +507,7 @@ class _Said:
                 *self.parts, sizes, self.starts, damaged, int(len(sizes) > 1), form.size, form.slots, self.stretches,
                 self.values, self.positions, exponent, self.words, WIRE=cuda._TYPES[form.dtype])
             _conclude[triton.cdiv(rows, ENTRIES.value),](
-                *self.parts, damaged, self.status, self.whose, form.senders.start, form.senders.step, rows, exponent,
-                self.words)
+                *self.parts, damaged, self.status, self.whose, rows, exponent, self.words)
 
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
@@ -544,15 +532,14 @@ def _wrong(status: Tensor) -> Tensor:
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-            masking: Masking) -> tuple[Tensor, Taken]:
+            masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`owners_plain.pass_on`."""
     wrong = _wrong(arrived.status)
     with torch.cuda.device_of(bucket.v):
         local = owners_plain._largest(_scores(bucket, gradients, plan), plan.to_all.slots, step)
         index = plan.regions.index(plan.own, local)
         row = ((wrong != 0) | (bucket.v[index] == 0)).to(torch.int32)
-        of = torch.bucketize(index, bucket.ends, right=True) if masking == "prepay" else index
-        message, taken = _written(bucket, gradients, plan, plan.to_all, 1, row, index, of, wrong, arrived.status.max(),
+        message, taken = _written(bucket, plan, plan.to_all, 1, row, index, wrong, arrived.status.max(),
                                   arrived.whose.take(arrived.status.argmax()), masking)
     bucket.held_entries = owners_plain._held(arrived.added, taken)
     return message, taken

@@ -12,24 +12,23 @@ from torch import Tensor
 from dgc.compression import device, kernels
 from dgc.compression import select as selection
 from dgc.compression.kernels.plain import Scattered
-from dgc.compression.regions import LINE, Arrived, Level, Plan, Taken
+from dgc.compression.regions import LINE, Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT, NONFINITE
-from dgc.config import Masking
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           step: int) -> tuple[list[str], Tensor, Tensor]:
     """As :func:`dgc.compression.kernels.plain.select`; in the own region only what this step adds to v counts. What was
     there are sums, which are large, as others' entries are in them, and need no slots.
     """
     kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
     with plan.regions.aside(bucket.v, plan.own):
-        return kernel.select(bucket, gradients, scale, plan.layout, exact, step)
+        return kernel.select(bucket, gradients, scale, plan.layout, step)
 
 
-def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Level, index: Tensor, used: Tensor, refused: Tensor,
-         masking: Masking) -> tuple[Tensor, Taken]:
+def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+        Tensor, Taken]:
     """Takes the chosen entries outside the own region out of v, and writes them down for their owners.
 
     Args:
@@ -40,72 +39,40 @@ def send(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Level, index: 
     Returns:
         The rows, uint8 (N, nbytes), and what was taken.
     """
-    n = len(plan.peers)
+    n = plan.regions.owners
     valid = plan.layout.uses(used) & ~refused
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     owner = plan.regions.owner(index)
     row = torch.where(valid & (owner != plan.own), owner, n)
-    rows, taken, bucket.overflow_entries = _written(bucket, gradients, plan, row, index, plan.layout.owner, masking)
+    rows, taken, bucket.overflow_entries = _written(bucket, plan, row, index, plan.layout.owner, masking)
     return torch.where(refused, plan.to_owners.telling(n, NONFINITE), rows), taken
 
 
-def forward(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, index: Tensor, used: Tensor, came: Arrived,
-            masking: Masking) -> tuple[Tensor, Taken]:
-    """Takes out of v what workers of the own group have sent here, and what was chosen here of the same column, and
-    writes it down for its owners. Where a row tells of an error, that alone.
-
-    Args:
-        index, used: as :func:`select` returned them.
-        came: what :func:`add` returned on the level before.
-
-    Returns:
-        The rows, uint8 (N / b, nbytes), and what was taken.
-    """
-    assert plan.near is not None
-    wrong, n, nowhere = (came.status >= CORRUPT).any(), len(plan.peers), bucket.numel
-    chosen = plan.layout.uses(used)
-    index = torch.where(chosen, index, 0)
-    chosen &= plan.near.regions.owner(index) == plan.near.own
-    places = torch.cat([torch.where(came.added.sent == 0, nowhere, came.added.places),
-                        torch.where(chosen, index, nowhere)]).sort().values
-    fresh = (places < nowhere) & (places.diff(prepend=places.new_full((1,), -1)) > 0) & ~wrong
-    index = torch.where(fresh, places, 0)
-    owner = plan.regions.owner(index)
-    row = torch.where(fresh & (owner != plan.own), owner // plan.near.regions.columns, n)
-    of = torch.bucketize(index, bucket.ends, right=True).clamp_(max=len(bucket.names) - 1)
-    rows, taken, overflow = _written(bucket, gradients, plan, row, index, of, masking)
-    bucket.overflow_entries = bucket.overflow_entries + overflow
-    told = plan.to_owners.telling(n, came.status.max(), came.whose.take(came.status.argmax()))
-    return torch.where(wrong, told, rows), taken
-
-
-def _written(bucket: Bucket, gradients: Mapping[str, Gradient], level: Level, row: Tensor, index: Tensor, of: Tensor,
-             masking: Masking) -> tuple[Tensor, Taken, Tensor]:
+def _written(bucket: Bucket, plan: Plan, row: Tensor, index: Tensor, of: Tensor, masking: bool) -> tuple[
+        Tensor, Taken, Tensor]:
     """Entries as rows, those that fit; what was taken out of v for them; and int64 (), how many others there are.
 
     Args:
         row: int64 (E,), each entry's; or, of those that are not sent, the number of rows.
         index, of: int64 (E,), where they are in the bucket, ascending within each row, and their parameters.
     """
-    n = len(level.peers)
+    n = plan.regions.owners
     wanted = torch.count_nonzero(row < n)
-    row = _fitting(row, bucket.v[index], level, of)
-    if masking == "prepay":
-        bucket.prepay(index, row < n, gradients)
-    rows, sent = level.to_owners.encode(row, level.regions.local(index), bucket.v[index], n)
-    bucket.take(index, sent, masking is True)
+    row = _fitting(row, bucket.v[index], plan, of)
+    rows, sent = plan.to_owners.encode(row, plan.regions.local(index), bucket.v[index], n)
+    bucket.take(index, sent, masking)
     return rows, Taken(index, sent), wanted - torch.count_nonzero(sent)
 
 
-def _fitting(row: Tensor, values: Tensor, level: Level, owner: Tensor) -> Tensor:
+def _fitting(row: Tensor, values: Tensor, plan: Plan, owner: Tensor) -> Tensor:
     """The rows of entries, without those for which there is no slot: the smallest of a row, beside the mean of those
     of their parameters, ``owner``.
     """
-    n, slots = len(level.peers), level.to_owners.slots
+    n, slots = plan.regions.owners, plan.to_owners.slots
     if not device.is_asynchronous(row.device) and int(torch.bincount(row, minlength=n)[:n].max()) <= slots:
         return row
     size = torch.where(row < n, values.abs(), 0)
-    total, count = size.new_zeros(2, len(level.layout.counts), dtype=torch.float64)
+    total, count = size.new_zeros(2, len(plan.layout.counts), dtype=torch.float64)
     count.index_add_(0, owner, (size > 0).double()).clamp_(min=1)
     mean = total.index_add_(0, owner, size.double()).div_(count).to(size.dtype)
     smallness = 1 / (1 + size / mean[owner].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
@@ -117,7 +84,7 @@ def _fitting(row: Tensor, values: Tensor, level: Level, owner: Tensor) -> Tensor
     return torch.where(place < slots, row, n)
 
 
-def add(bucket: Bucket, plan: Level, rows: Tensor) -> Arrived:
+def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     """Adds to v what rows, uint8 (R, nbytes), say of the own region; nothing if one of them tells of an error."""
     entries = plan.to_owners.decode(rows, plan.size)
     wrong = (entries.status >= CORRUPT).any()
@@ -129,7 +96,7 @@ def add(bucket: Bucket, plan: Level, rows: Tensor) -> Arrived:
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-            masking: Masking) -> tuple[Tensor, Taken]:
+            masking: bool) -> tuple[Tensor, Taken]:
     """Takes the largest sums of the own region out of v, beside the mean |v| there of their parameter, and writes them
     down for all. Nothing is passed on where a worker's row tells of an error, but whose.
 
@@ -143,10 +110,8 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     wrong = (arrived.status >= CORRUPT).any()
     index = plan.regions.index(plan.own, _largest(_scores(bucket, gradients, plan), plan.to_all.slots, step))
     row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
-    if masking == "prepay":
-        bucket.prepay(index, row == 0, gradients)
     message, sent = plan.to_all.encode(row, plan.regions.local(index), bucket.v[index], 1)
-    bucket.take(index, sent, masking is True)
+    bucket.take(index, sent, masking)
     bucket.held_entries = _held(arrived.added, Taken(index, sent))
     told = plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax()))
     return torch.where(wrong, told, message), Taken(index, sent)

@@ -10,7 +10,6 @@ from torch import Tensor
 from dgc.compression import select as selection
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
-from dgc.config import Masking
 from dgc.trace import stage
 
 
@@ -31,12 +30,11 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, exact: bool, step: int) -> tuple[list[str], Tensor, Tensor]:
+           layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
     """Adds the gradients in, as :func:`accumulate`, and chooses what is to be sent of each parameter that has one.
 
     Args:
         bucket, gradients, scale, layout: as there.
-        exact: without the help of a sample.
         step: the optimizer's step, which rotates the sample.
 
     Returns:
@@ -49,29 +47,24 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     parts = zip(bucket.names, bucket.v.split(bucket.numels), layout.counts, layout.starts, bucket.offsets, strict=True)
     for p, (name, v, k, start, offset) in enumerate(parts):
         if name in gradients:
-            chosen = selection.exact(v, k) if exact else selection.sampled(v, k, step)
+            chosen = selection.sampled(v, k, step)
             used[p] = len(chosen)
             index[start:start + len(chosen)] = chosen + offset
     return bad, index, used.to(bucket.v.device)
 
 
-def encode(bucket: Bucket, gradients: Mapping[str, Gradient], layout: Layout, index: Tensor, used: Tensor,
-           masking: Masking) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
-        gradients: of this step, for their momenta.
         index, used: as :func:`select` returned them.
-        masking: True sets u to zero where something was sent (momentum factor masking), "prepay" moves momentum from
-            u to what is sent (:meth:`dgc.compression.residual.Bucket.prepay`), False leaves u as it is.
+        masking: also set u to zero where something was sent (momentum factor masking).
 
     Returns:
         The message, uint8 (nbytes,).
     """
-    if masking == "prepay":
-        bucket.prepay(index, layout.uses(used), gradients)
     message, sent = layout.encode(index, used, bucket.v[index])
-    bucket.take(index, sent, masking is True)
+    bucket.take(index, sent, masking)
     return message
 
 
