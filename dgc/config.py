@@ -6,17 +6,22 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
-WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ExchangeName = Literal["allgather", "reduce"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
-DENSE_DTYPES = (None, torch.float16, torch.bfloat16)
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "wire_dtype": (torch.float16, torch.bfloat16, torch.float32),
+    "dense_dtype": (None, torch.float16, torch.bfloat16),
+    "exchange": ("allgather", "reduce"),
+    "hierarchical": (True, False, "auto"),
+    "nonfinite": ("error", "skip"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,35 +86,30 @@ class Config:
     nonfinite: NonFinite = "error"
 
     def __post_init__(self) -> None:
-        if self.clip_norm == math.inf:  # bounds nothing, so no message needs to wait for a norm
-            object.__setattr__(self, "clip_norm", None)
-            object.__setattr__(self, "clip_per_tensor", False)
         if not callable(self.sparsity):
             check_sparsity(self.sparsity, "Config: sparsity")
-        for name, of in (("exchange", ExchangeName), ("nonfinite", NonFinite)):
-            accepted = get_args(of)
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"Config: {name} must be one of {', '.join(accepted)}, got {getattr(self, name)!r}")
         for name in ("momentum_correction", "factor_masking", "clip_per_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
-            raise ValueError(f"Config: hierarchical must be True, False or 'auto', got {self.hierarchical!r}")
-        if self.clip_norm is not None:
-            if not _is_positive(self.clip_norm):
-                raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
-            if not isinstance(self.clip_norm, int):  # it may be numpy's
-                object.__setattr__(self, "clip_norm", float(self.clip_norm))
-        if self.clip_per_tensor and self.clip_norm is None:
-            raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"Config: wire_dtype must be one of {', '.join(map(str, WIRE_DTYPES))}, "
-                             f"got {self.wire_dtype!r}")
-        if self.dense_dtype not in DENSE_DTYPES:
-            raise ValueError(f"Config: dense_dtype must be one of {', '.join(map(str, DENSE_DTYPES))}, "
-                             f"got {self.dense_dtype!r}")
+        for name, accepted in ACCEPTED.items():
+            value = getattr(self, name)
+            if not any(value is one or (value == one and isinstance(value, str)) for one in accepted):
+                raise ValueError(f"Config: {name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
             raise ValueError(f"Config: min_numel must be an integer >= 0, got {self.min_numel!r}")
+        self._check_clipping()
+
+    def _check_clipping(self) -> None:
+        """Refuses a bound that is no number > 0, or one that is missing. An infinite one is none."""
+        if self.clip_norm == math.inf:  # bounds nothing, so no message needs to wait for a norm
+            object.__setattr__(self, "clip_norm", None)
+            object.__setattr__(self, "clip_per_tensor", False)
+        if self.clip_per_tensor and self.clip_norm is None:
+            raise ValueError("Config: clip_norm must be the bound where clip_per_tensor is True, got None")
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
+            raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
+        if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))
 
     @property
     def compresses(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.transport import Transport
-from dgc.transport.runner import PathRun
+from dgc.transport.run import PathRun
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

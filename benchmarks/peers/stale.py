@@ -22,7 +22,7 @@ from dgc.compression.residual import Bucket, Gradient
 from dgc.engine.buckets import compressible
 from dgc.paths import compressed
 from dgc.transport import find
-from dgc.transport.runner import PathRun
+from dgc.transport.run import PathRun
 
 from .packing import mean
 

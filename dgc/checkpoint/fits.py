@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from dgc.checkpoint.files import Tree, check_tensors
 from dgc.engine.adam import RECEIVED
-from dgc.engine.adaptive import KEYS, SPARSITY
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
+from dgc.engine.progress import KEYS, SPARSITY
 
 OTHER_CONFIG = " (was it saved with another Config, such as another min_numel or momentum_correction?)"
 

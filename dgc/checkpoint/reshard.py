@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dgc.checkpoint.files import Tree
 from dgc.checkpoint.fits import by_index, check_same, names_of
-from dgc.engine.kind import is_sgd
 from dgc.engine.parameters import BEGAN
+from dgc.engine.wrapped import is_sgd
 
 
 def own_residuals(optimizer: Any) -> Tree:

@@ -24,10 +24,10 @@ from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import memory_order, residual_dtype
 from dgc.config import Config
 from dgc.engine import rates
-from dgc.engine.kind import decays_apart, is_adam, sign
 from dgc.engine.parameters import BEGAN, Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.shards import local
+from dgc.engine.wrapped import check_decay, is_adam, sign
 from dgc.warn import warn
 
 B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
@@ -358,11 +358,3 @@ def fill_unseen(state: dict[str, Any], group: Mapping[str, Any], mean_of_all: Te
         square = own.to(residual_dtype(own.dtype)) / unbiased
         # Where the mean is 0, no entry has had a gradient.
         own.copy_(floored(square, torch.where(mean > 0, mean, mean_of_all.to(mean)), least) * unbiased)
-
-
-def check_decay(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-    """Refuses Adam's weight decay, which enters its gradient; a script may set one at any step."""
-    if not decays_apart(kind, group):
-        raise ValueError(f"weight_decay must be 0 for torch.optim.Adam, whose denominator it would enter, got "
-                         f"{group['weight_decay']!r} (use torch.optim.AdamW, which decays weights on their own, or "
-                         "Config(momentum_correction=False))")

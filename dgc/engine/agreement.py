@@ -14,7 +14,7 @@ from dgc.compression import kernels
 from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
-from dgc.engine.nodes import Nodes
+from dgc.engine.gradients import Nodes
 from dgc.engine.parameters import STEP, Parameters
 from dgc.engine.pending import Pending
 from dgc.engine.settings import Settings

@@ -11,24 +11,20 @@ from torch import Tensor
 
 from dgc.engine.adam import Denominators
 from dgc.engine.agreement import Agreement
-from dgc.engine.arrivals import arrive, skip
 from dgc.engine.backward import refuse_gradients_of_others
-from dgc.engine.flush import flush_all
-from dgc.engine.kind import momentum_of
-from dgc.engine.launch import Launcher
+from dgc.engine.exchange import Launcher, Outgoing, arrive, flush_all, skip
+from dgc.engine.gradients import Nodes, Scaling
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
 from dgc.engine.momentum import Momentum
-from dgc.engine.nodes import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
-from dgc.engine.outgoing import Outgoing
 from dgc.engine.parameters import Parameters, exchanged
 from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
 from dgc.engine.report import Ledger
-from dgc.engine.scaling import Scaling
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Phase, Step
+from dgc.engine.wrapped import momentum_of
 from dgc.warn import warn
 
 
@@ -152,15 +148,15 @@ class Engine:
             self.misuse.step_goes_on()
         elif before.phase is not Phase.IDLE:
             self._next_step()
+        self.pending.step_opens()
         if self.agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
             self.progress.open(self.step)
         self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
-        self.pending.step_opens()
         self.ledger.open(self.parameters.dense_bytes(world.size))
         return self.step
 
     def exchange(self) -> None:
-        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
+        """Waits for the exchange of all gradients; ``p.grad`` then holds what step() applies, alike on every rank."""
         if self.step.exchanged:
             return
         if not self.settings.exchanges:
@@ -171,8 +167,7 @@ class Engine:
         if self.step.phase is Phase.IDLE:
             self.misuse.refuse_unexchanged()
             self._open()
-        step, count = self.step, self.ledger.counting(self.step)
-        met = self.agreement.reached
+        step, met = self.step, self.agreement.reached
         self._meet(step)
         self.misuse.tell_of_late_change()
         self.progress.computing_stops()
@@ -180,26 +175,33 @@ class Engine:
             with step.marked():
                 if not met:
                     self.progress.open(step)
-                step.inverse = self.scaling.measure_inverse()
-                self.launcher.reopen_rest(step)
-                if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
-                    self._skip(step)
-                    return
-                if self.settings.config.clips_globally:
-                    if step.world.node_size > 1:
-                        self.launcher.average_in_node(step)
-                    step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
-                self.launcher.launch_rest(step)
-                if blame := arrive(step, self.parameters, self.applier, self.nonfinite, count):
-                    self._skip(step, None if self.settings.waits else FloatingPointError(blame))
-                    return
+                finite = self._run(step)
         except FloatingPointError as error:  # on all ranks alike, which raise it in step(), if it is called
-            self._skip(step, error)
-            return
+            step.error, finite = error, False
         except ValueError:  # on all ranks alike
             self.give_up()
             raise
-        self._close(step)
+        if finite:
+            self._close(step)
+        else:
+            self._skip(step)
+
+    def _run(self, step: Step) -> bool:
+        """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients are finite."""
+        count = self.ledger.counting(step)
+        step.inverse = self.scaling.measure_inverse()
+        self.launcher.reopen_rest(step)
+        if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
+            return False
+        if self.settings.config.clips_globally:
+            if step.world.node_size > 1:
+                self.launcher.average_in_node(step)
+            step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
+        self.launcher.launch_rest(step)
+        blame = arrive(step, self.parameters, self.applier, self.nonfinite, count)
+        if blame and not self.settings.waits:
+            step.error = FloatingPointError(blame)
+        return not blame
 
     def _meet(self, step: Step) -> None:
         """Agrees with the other ranks, the first time, before anything is exchanged."""
@@ -212,17 +214,16 @@ class Engine:
         step.world = replace(self.settings.world, node_size=self.nodes.size)
         self.nodes.level()
 
-    def _skip(self, step: Step, error: FloatingPointError | None = None) -> None:
+    def _skip(self, step: Step) -> None:
         """No rank takes this step, as a gradient is not finite: it is left out, or step() raises the error. A script,
         and a scaler, learn of it from what is in ``p.grad``.
         """
-        if error is None:
+        if step.error is None:
             self.ledger.skip()
         else:
             self.ledger.drop()
         step.abandon(wait=False)
-        step.error = error
-        if error is None or not step.stock:
+        if step.error is None or not step.stock:
             skip(step, self.parameters)
         self._next_step(Phase.SKIPPED, step)
 

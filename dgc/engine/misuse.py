@@ -80,7 +80,9 @@ class Misuse:
             "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
             "backward_passes_per_step to accumulate gradients locally. If step() is called after each: another "
             "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
-            "DistributedOptimizer of them is still held, by its scheduler or trainer.")
+            "DistributedOptimizer of them is still held, by its scheduler or trainer; or "
+            "torch.utils.checkpoint(use_reentrant=True) runs a layer more than once, which use_reentrant=False does "
+            "not.")
 
     def refuse_unexchanged(self) -> None:
         """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last step."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.engine.kind import is_sgd, sign
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Step
+from dgc.engine.wrapped import is_sgd, sign
 
 
 class Momentum:

@@ -17,8 +17,7 @@ from dgc.engine.step import Step
 from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict
 from dgc.trace import stage
-from dgc.transport.runner import PathRun
-from dgc.transport.streams import wait_for_own_stream
+from dgc.transport.run import PathRun, wait_for_own_stream
 from dgc.warn import LOG, warn
 
 Count = Callable[[Collective], None]  # told each collective that begins

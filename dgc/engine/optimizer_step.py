@@ -12,11 +12,11 @@ from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
 from dgc.engine.buckets import ParameterBucket
-from dgc.engine.kind import is_sgd, momentum_of, sign, unhooked
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
 from dgc.engine.step import Delivery, Step
+from dgc.engine.wrapped import is_sgd, momentum_of, sign, unhooked
 from dgc.trace import stage
 
 

@@ -16,6 +16,7 @@ from dgc.compression.residual import Bucket
 from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
+from dgc.engine.wrapped import refuse_apex
 from dgc.paths.task import chosen
 
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
@@ -206,14 +207,3 @@ class Parameters:
 def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     """The parameters that may have a gradient: integers, say, are left alone."""
     return [p for group in param_groups for p in group["params"] if p.dtype in DTYPES]
-
-
-def refuse_apex(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses what apex.amp has changed: it scales gradients, and replaces parameters, behind our back.
-
-    Raises:
-        TypeError: it has.
-    """
-    if "_amp_stash" in vars(optimizer):
-        raise TypeError("optimizer must not be one that apex.amp.initialize() has changed, got such a one (use "
-                        "torch.amp, and give its GradScaler as grad_scaler=)")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression.residual import norm
-from dgc.engine.nodes import Nodes
+from dgc.engine.gradients import Nodes
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings

@@ -15,7 +15,7 @@ from dgc.collective import World
 from dgc.engine.buckets import ParameterBucket
 from dgc.engine.shards import shard
 from dgc.paths.averaged import SparseUpdate, Update
-from dgc.transport.streams import StreamedRun, join_streams
+from dgc.transport.run import StreamedRun, join_streams
 
 
 class Phase(Enum):

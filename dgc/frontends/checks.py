@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config, Sum
-from dgc.engine.adam import check_decay
 from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
-from dgc.engine.kind import decays_apart, is_adam, is_sgd
-from dgc.engine.outgoing import check_dampening
-from dgc.engine.parameters import refuse_apex
 from dgc.engine.settings import Role, Settings
+from dgc.engine.wrapped import check_dampening, check_decay, decays_apart, is_adam, is_sgd, refuse_apex
 from dgc.warn import warn
 
 SHARDED = ("use fully_shard(model, mesh=mesh['shard']) and process_set=mesh['across'].get_group(), with "

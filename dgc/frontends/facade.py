@@ -14,11 +14,11 @@ from dgc.config import Config
 from dgc.engine.adam import restore_counts
 from dgc.engine.backward import frames, making_state
 from dgc.engine.engine import Engine, drop, engine_of
-from dgc.engine.kind import unhooked
-from dgc.engine.parameters import STEP, refuse_apex
+from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
 from dgc.engine.settings import Role
 from dgc.engine.step import Phase
+from dgc.engine.wrapped import refuse_apex, unhooked
 from dgc.frontends import checks
 from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet
 

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from dgc import cost
 from dgc.collective import Path, World
 from dgc.compression.residual import Bucket, Gradient
 from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
-from dgc.paths.choice import PATHS, sends_dense
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.nodes import among_nodes
+from dgc.paths.owners import add_at_owners
 from dgc.paths.task import Task, clipping, in_force, kernel_of, layout_of
 from dgc.trace import stage
+
+
+@lru_cache(1024)
+def sends_dense(exchange: str, sizes: cost.Sizes, nodes: int) -> bool:
+    """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so is alike on every
+    rank.
+    """
+    return cost.sends_dense(exchange, sizes, nodes, 1)
+
+
+def gather(task: Task) -> Path[Update]:
+    """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and 4)."""
+    bad, index, used = task.select()
+    bucket, layout, kernel = task.bucket, task.layout, task.kernel
+    message = layout.nonfinite_message(bad) if bad else task.encode(index, used)
+    try:
+        messages = yield from among_nodes("gather", message, task.world)
+        with stage("dgc::read"):
+            received = kernel.Received(layout, messages, task.world.divisor(task.average))
+        received.own(bucket, message)  # on an asynchronous device they may still prove to be bad
+        update: Update = received
+        return update
+    except (Exception, KeyboardInterrupt):
+        bucket.v.index_add_(0, *layout.read(message))
+        raise
 
 
 def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
@@ -58,7 +85,9 @@ def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, st
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:
         return (yield from _sum_all(task, hands_back))
-    return (yield from _sum_chosen(task) if dense else PATHS[config.exchange](task))
+    if dense:
+        return (yield from _sum_chosen(task))
+    return (yield from add_at_owners(task) if config.exchange == "reduce" else gather(task))
 
 
 def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:

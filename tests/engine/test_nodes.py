@@ -367,7 +367,7 @@ def test_what_cannot_be_grouped_is_refused_at_each_step(monkeypatch):
 
 
 def test_what_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"hierarchical must be True, False or 'auto', got 'yes'"):
+    with pytest.raises(ValueError, match="hierarchical must be one of True, False, auto, got 'yes'"):
         dgc.Config(hierarchical="yes")
     with pytest.raises(ValueError, match="node_size must be a divisor of size, which is"):
         dgc.lockstep.run(current_rank, 4, 3)

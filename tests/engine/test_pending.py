@@ -11,7 +11,7 @@ import torch
 from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, model, rank, reference, train, wrapped
 
 import dgc
-from dgc.transport.runner import PathRun
+from dgc.transport.run import PathRun
 
 
 def test_loading_a_step_without_its_residuals_warns_once():

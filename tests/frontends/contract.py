@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dgc
-from dgc.engine.kind import decays_apart, is_adam
+from dgc.engine.wrapped import decays_apart, is_adam
 
 TORCH = str(Path(torch.__file__).parent)  # whose own warnings are no part of this
 BEHAVIOURS = {}

@@ -1,0 +1,377 @@
+"""The exchange of a step: its buckets are launched in order, each by its path, and their updates come back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Path, World
+from dgc.compression.device import refuse_capture
+from dgc.compression.residual import Gradient
+from dgc.config import Config
+from dgc.engine.adam import Denominators, moves, share
+from dgc.engine.buckets import ParameterBucket
+from dgc.engine.gradients import Nodes, Scaling
+from dgc.engine.misuse import Misuse
+from dgc.engine.nonfinite import Count, NonFinite
+from dgc.engine.optimizer_step import Applier
+from dgc.engine.parameters import Parameters
+from dgc.engine.progress import Progress
+from dgc.engine.report import Ledger
+from dgc.engine.settings import Settings
+from dgc.engine.shards import local
+from dgc.engine.step import Delivery, Flight, Step
+from dgc.engine.wrapped import check_dampening, momentum_of, sign
+from dgc.paths.averaged import DenseUpdate, SparseUpdate, Update
+from dgc.paths.compressed import flush, reduce
+from dgc.paths.dense import reduce_dense, reduce_rounded
+from dgc.paths.sparse import reduce_sparse
+from dgc.trace import stage
+from dgc.transport.run import PathRun, StreamedRun
+from dgc.warn import warn
+
+
+def is_pending(parameters: Parameters, parameter: Tensor) -> bool:
+    """Whether this rank keeps something of it: u or v is not 0. A host-device synchronisation, until it is handed over.
+    """
+    kept, name = parameters.bucket_of[parameter].kept, parameters.names[parameter]
+    if kept is None or parameter in parameters.handed_over:
+        return False
+    return any(bool(kept.views(flat)[name].any()) for flat in (kept.v, kept.u) if flat is not None)
+
+
+def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step: Step) -> None:
+    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds what was pending,
+    which has been clipped and has momentum in it. Without momentum correction v is gradients, and goes with this first
+    sparse one. SGD's momentum becomes sparse, as its own would be: Nesterov's takes no dense one with sparse gradients.
+    """
+    (parameter,), kept, group = flight.parameters, flight.bucket.kept, step.group_of[flight.parameters[0]]
+    dimensions, all_state = update.tensor.sparse_dim(), parameters.optimizer.state
+    momentum = all_state[parameter].get("momentum_buffer") if parameter in all_state else None
+    if momentum is not None and not momentum.is_sparse:
+        all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
+    parameters.handed_over.add(parameter)
+    if update.v is None or kept is None or (update.u is not None and "momentum" not in group):  # AdamW's step() refuses
+        return
+    name = parameters.names[parameter]
+    for flat in (kept.v, kept.u):
+        if flat is not None:
+            kept.views(flat)[name].zero_()
+    if update.u is None:
+        pending = update.v if step.inverse is None else update.v / step.inverse.number
+        parameter.grad = (update.tensor + pending.to(update.tensor.dtype).to_sparse(dimensions)).coalesce()
+        return
+    flat = torch.zeros_like(kept.v)
+    kept.views(flat)[name].copy_(update.v)
+    step.direct.append(Delivery(flight.bucket, [parameter], DenseUpdate(flat, kept.numels)))
+    if update.u.any():
+        velocity = (update.u * sign(group)).to(parameter.dtype)
+        all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
+
+
+class Departure(NamedTuple):
+    """Gradients that leave together."""
+
+    name: str  # of the exchange
+    parameters: list[Tensor]
+    path: Path[Update | SparseUpdate]
+
+
+class Outgoing:
+    """Chooses the path of each bucket's gradients.
+
+    Args:
+        settings: of the optimizer.
+        parameters: whose gradients.
+        scaling: of the gradients.
+        nodes: how ranks are grouped.
+        denominators: of AdamW.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling, nodes: Nodes,
+                 denominators: Denominators):
+        self._settings, self._parameters, self._scaling, self._nodes = settings, parameters, scaling, nodes
+        self._denominators = denominators
+
+    def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step,
+                   config: Config) -> Iterator[Departure]:
+        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
+
+        Args:
+            taking_part: the parameters of the bucket that are exchanged in this step.
+            config: the settings, with the sparsity in force.
+        """
+        compressed = bucket.compressed and not step.stock
+        alone = self.sparse_among(taking_part)
+        dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
+        if dense:
+            def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
+                if compressed:
+                    return self._compressed(bucket, parameters, step, config)
+                return self._dense(bucket, parameters, step)
+
+            by_node = step.world.node_size > 1 and (compressed or config.clip_norm is not None)
+            path = self._nodes.path(bucket, dense, step, onward) if by_node else onward(bucket, dense, step)
+            yield Departure(bucket.name, dense, path)
+        for parameter in alone:
+            name = self._parameters.names[parameter]
+            yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
+                name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
+                average=self._settings.average, scale=self._scaling.factor_of(parameter, step),
+                kept=bucket.kept, pending=is_pending(self._parameters, parameter)))
+
+    def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        self._parameters.note_sparse(parameters)
+        sparse = self._parameters.sparse
+        return [p for p in parameters if p in sparse] if sparse else []
+
+    def _sparse_gradient(self, parameter: Tensor) -> Tensor:
+        """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
+        dimensions = self._parameters.sparse[parameter]
+        if (g := parameter.grad) is None:
+            places, rows = torch.empty(dimensions, 0, device="cpu"), (0, *parameter.shape[dimensions:])
+            return torch.sparse_coo_tensor(places, torch.empty(rows, device="cpu"), parameter.shape,
+                                           dtype=parameter.dtype, device=parameter.device, check_invariants=False)
+        return g if g.is_sparse else g.to_sparse(dimensions)
+
+    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
+                    config: Config) -> Path[Update]:
+        """The path of a bucket that travels compressed."""
+        assert bucket.kept is not None
+        named = {self._parameters.names[parameter]: parameter for parameter in parameters}
+        gradients = {name: self._gradient(parameter, step) for name, parameter in named.items()}
+        scale = step.scaled_out(step.clip)
+        factor = scale if not self._denominators.compressed else share(
+            scale, {name: step.group_of[p] for name, p in named.items()}, bucket.kept.v)
+        return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
+                      average=self._settings.average, scale=factor, hands_back=step.hands_back)
+
+    def _gradient(self, parameter: Tensor, step: Step) -> Gradient:
+        """A gradient, as u and v accumulate it."""
+        g, group = self._scaling.gradient(parameter, step), step.group_of[parameter]
+        if self._denominators.used:
+            self._denominators.check(group)
+        elif self._settings.config.momentum_correction:
+            check_dampening(group)
+        return Gradient(g, *momentum_of(group))
+
+    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
+        """The path of a bucket that travels dense."""
+        kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
+        rounded = bucket.rounds and step.world.size > 1
+        addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
+                   for p in (parameters if rounded else bucket.parameters)}
+        if bucket.compressed and kept is not None:
+            kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
+                          if not bucket.accumulates(step.stock) else None)
+        if rounded:
+            assert kept is not None and config.dense_dtype is not None
+            gradients = {self._parameters.names[p]: g for p, g in addends.items()}
+            return reduce_rounded(kept, gradients, config.dense_dtype, step.world.flat, average=self._settings.average)
+        gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
+                     for i, (p, g) in enumerate(addends.items())}
+        return reduce_dense(gradients, step.world.flat, average=self._settings.average,
+                            scale=step.clip if self._clipped_as_one(bucket, step) else None,
+                            predivide=self._settings.gradient_predivide_factor)
+
+    def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
+        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
+        g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
+        g = g.to(bucket.dtype(step.stock))
+        if not takes_part or self._clipped_as_one(bucket, step):
+            return g
+        scale = self._scaling.factor_of(parameter, step)
+        if bucket.accumulates(step.stock):  # remembered from step to step, so without the loss's scale
+            scale = step.scaled_out(scale)
+        return g if scale is None else g * scale.to(g)
+
+    def _clipped_as_one(self, bucket: ParameterBucket, step: Step) -> bool:
+        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
+        return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
+
+
+class Launcher:
+    """Starts the exchanges of a step.
+
+    Args:
+        settings, parameters, outgoing, nodes, applier, progress, misuse, ledger: of the same optimizer.
+    """
+
+    def __init__(self, settings: Settings, parameters: Parameters, outgoing: Outgoing, nodes: Nodes,
+                 applier: Applier, progress: Progress, misuse: Misuse, ledger: Ledger):
+        self._settings, self._parameters, self._outgoing, self._nodes = settings, parameters, outgoing, nodes
+        self._applier, self._progress, self._misuse, self._ledger = applier, progress, misuse, ledger
+
+    @property
+    def launches_early(self) -> bool:
+        """Whether anything leaves before the backward pass has ended: whether all gradients are finite, and their
+        norm, needs all of them; and it must not wait for ranks that may have none, and be at another optimizer.
+        """
+        return not (self._settings.waits or self._settings.config.clips_globally or self._nodes.must_level)
+
+    def launch_ready(self, step: Step) -> None:
+        """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
+        if not self.launches_early:
+            return
+        buckets = self._parameters.buckets
+        with step.marked(), self._progress.compressing():
+            while step.launched < len(buckets) and step.missing[buckets[step.launched]] == 0:
+                self._launch(buckets[step.launched], step)
+
+    def launch_rest(self, step: Step) -> None:
+        """Launches what has not been launched."""
+        refuse_capture(self._parameters.device)
+        for bucket in self._parameters.buckets[step.launched:]:
+            self._launch(bucket, step)
+        step.leave_node(wait=True)  # so that ranks that fail together have begun the same
+
+    def _launch(self, bucket: ParameterBucket, step: Step) -> None:
+        step.launched += 1
+        taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
+        step.wait_for_gradients()
+        self._reopen(bucket, taking_part, step)
+        departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config()))
+        if not departures and bucket.kept is not None:
+            bucket.kept.rest()
+        self._misuse.note(taking_part)
+        for departure in departures:
+            step.leave_node(wait=False)
+            step.in_flight.append(Flight(bucket, departure.parameters, StreamedRun(
+                departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
+                self._ledger.counting(step))))
+
+    def reopen_rest(self, step: Step) -> None:
+        """Takes earlier updates of this step out of the gradients that are still to be launched."""
+        if step.earlier:
+            step.wait_for_gradients()
+            for bucket in self._parameters.buckets[step.launched:]:
+                self._reopen(bucket, self._parameters.taking_part(bucket.parameters, step.fired), step)
+
+    @torch.no_grad()
+    def _reopen(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> None:
+        """Has a bucket's gradients come together with those of an earlier exchange, whose update waits for step():
+        what was sent goes back into v, and ``p.grad`` keeps what a backward pass has added to the update.
+        """
+        for delivery in [one for one in step.earlier if one.bucket is bucket]:
+            again = [p for p in delivery.parameters if p in set(taking_part)]
+            self._applier.take_back(delivery, again)
+            held = [p for p in again if self._misuse.holds_update(p)]
+            self._applier.subtract(delivery, held, step)
+            if len(held) < len(again):
+                self._misuse.tell_of_dropped_update()
+            step.earlier.remove(delivery)
+            if rest := [p for p in delivery.parameters if p not in set(again)]:
+                step.deliveries.append(Delivery(bucket, rest, delivery.update))
+
+    def average_in_node(self, step: Step) -> None:
+        """Averages all gradients within the node, as their norm is wanted before any is exchanged among nodes.
+
+        Raises:
+            ValueError: one of them is sparse.
+        """
+        step.wait_for_gradients()
+        exchanges = []
+        for bucket in self._parameters.buckets:
+            present = self._parameters.taking_part(bucket.parameters, step.fired)
+            if sparse := self._outgoing.sparse_among(present):
+                raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
+                                 "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
+                                 "mean (give sparse_as_dense=True)")
+            if present:
+                exchanges.append(StreamedRun(
+                    present[0].device, self._nodes.mean(bucket, present, step), self._settings.transport,
+                    f"{bucket.name}.node", self._ledger.counting(step)))
+        for exchange in exchanges:
+            exchange.finish()
+
+
+def skip(step: Step, parameters: Parameters) -> None:
+    """Leaves the gradients of a step that no rank takes infinite, so that a script, or a GradScaler, finds them so."""
+    taking_part = parameters.taking_part(parameters.all(), step.fired)
+    parameters.note_sparse(taking_part)  # in the next step a rank may have no gradient to tell by
+    for parameter in taking_part:
+        if parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
+            parameter.grad = torch.full_like(parameter, math.inf)
+        else:
+            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
+
+
+@torch.no_grad()
+def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite, count: Count) -> str:
+    """Waits for every exchange of a step, in the order of their launch.
+
+    Returns:
+        Whose gradients are not finite, where they were found in a dense sum; "" if all are finite.
+
+    Raises:
+        FloatingPointError, ValueError: found in messages, by all ranks that received them so; v is as if the step had
+            sent nothing, and u stays masked where entries had been taken.
+    """
+    delivered: list[Delivery] = []
+    sparse: list[tuple[Flight, SparseUpdate]] = []
+    blame = ""
+    try:
+        nonfinite.raise_found(step.world.rank, count)
+        while step.in_flight:
+            flight = step.in_flight.pop(0)
+            update = flight.exchange.finish()
+            blame = blame or getattr(update, "blame", "")
+            if isinstance(update, SparseUpdate):
+                flight.parameters[0].grad = update.tensor
+                sparse.append((flight, update))
+                continue
+            delivered.append(Delivery(flight.bucket, flight.parameters, update))
+            applier.deliver(delivered[-1], step)
+            if isinstance(update, DenseUpdate) and update.verdict is not None:
+                nonfinite.expect(flight.bucket.name, update.verdict)
+    except (FloatingPointError, ValueError):
+        step.abandon(wait=True)
+        applier.put_back(delivered, step)
+        nonfinite.look()
+        nonfinite.forget()  # of this step, which fails
+        raise
+    if blame and nonfinite.is_error:
+        applier.put_back(delivered, step)
+        return blame
+    nonfinite.tell(blame, step.world.rank)
+    for flight, update in sparse:
+        hand_over(parameters, flight, update, step)
+    if not step.stock:
+        step.deliveries += [delivery for delivery in delivered if delivery.bucket.compressed]
+    return ""
+
+
+def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
+    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate; with
+    AdamW, at that of the gradients' own steps.
+
+    Raises:
+        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
+    """
+    if settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups):  # AdamW's has the rate of its time
+        warn("flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
+             "times 0, and gone (call it before the scheduler's last step)")
+    exchanges = []
+    for bucket in parameters.buckets:
+        thawed = [p for p in bucket.parameters if p.requires_grad]
+        if bucket.kept is not None and thawed and applier.pending_in(bucket):
+            path = flush(bucket.kept, [parameters.names[p] for p in thawed], world if bucket.compressed else world.flat,
+                         average=settings.average)
+            exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))
+    group_of = parameters.group_of()
+    try:
+        while exchanges:
+            bucket, thawed, exchange = exchanges.pop(0)
+            delivery = Delivery(bucket, thawed, exchange.finish())
+            with stage("dgc::add"):
+                applier.add(delivery, group_of)
+            applier.flushed(thawed)
+    except (FloatingPointError, ValueError):  # on all ranks alike
+        for *_, exchange in exchanges:
+            exchange.abandon(wait=True)
+        raise
