@@ -21,7 +21,7 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "paths": {"warn", "trace", "config", "collective", "cost", "compression"},
     "transport": {"collective", "trace"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},
-    "frontends": LEAVES | {"engine", "transport"},
+    "frontends": LEAVES | {"engine", "paths", "transport"},
     "elastic": {"engine"},
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},

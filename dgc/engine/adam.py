@@ -155,7 +155,12 @@ class Denominators:
                 u[name].copy_(v[name].mul_((1 - b1) * rate))
                 if (steps := float(state["step"])) > 0:
                     u[name].add_(local(state["exp_avg"]), alpha=rate * sign(group) * share / (1 - b1**steps))
-                    state["exp_avg"].zero_()
+
+    @torch.no_grad()
+    def taken_over(self) -> None:
+        """The first compressed step is taken: its momentum is in u from now on."""
+        for p in self._compressed():
+            self._parameters.optimizer.state[p]["exp_avg"].zero_()
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses a weight decay that is not decoupled, which a script may set at any step."""

@@ -119,7 +119,7 @@ class Agreement:
 
     def _wise(self) -> dict[str, list[str]]:
         """Section -> lines that had better be alike."""
-        parameters = [] if self._settings.synchronized else self._parameters.all()
+        parameters = [] if self._settings.in_ddp else self._parameters.all()
         return {
             "the optimizer's settings": [f"its class is {self._parameters.optimizer._inner.__qualname__}",
                                          *(line for line, ours in self._of_groups() if not ours)],

@@ -71,9 +71,9 @@ class Engine:
         self.ledger = Ledger()
         self.scaling = Scaling(settings, parameters)
         self.nodes = Nodes(settings, parameters, self.scaling)
-        of_adam = Denominators(settings, parameters, inner)
-        self.applier = Applier(settings, parameters, inner, of_adam)
-        self.progress = Progress(settings, parameters, self.nodes, Momentum(settings, parameters, inner), of_adam)
+        of_adam, momentum = Denominators(settings, parameters, inner), Momentum(settings, parameters, inner)
+        self.applier = Applier(settings, parameters, inner, of_adam, momentum)
+        self.progress = Progress(settings, parameters, self.nodes, momentum, of_adam)
         self.misuse = Misuse(settings, parameters, self.applier)
         self.agreement = Agreement(settings, parameters)
         self.nonfinite = NonFinite(settings, parameters)
@@ -82,6 +82,7 @@ class Engine:
                                  self.ledger)
         self.pending = Pending(settings, parameters, self.nonfinite, self.nodes)
         self.synchronizes = True  # step() does, but within skip_synchronize()
+        self.steps = 0  # calls of step() that have applied something
         self.step = Step((), 0)
         self.adopt(parameters.groups, settings.groups)
         self.progress.begin()
@@ -146,6 +147,9 @@ class Engine:
             self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step)
             self.step.earlier, self.step.direct = before.deliveries, before.direct
             self.misuse.step_goes_on()
+            if before.stock:  # a gradient that is not finite, and is kept, will be found in the next sum
+                self.nonfinite.look()
+                self.nonfinite.forget()
         elif before.phase is not Phase.IDLE:
             self._next_step()
         self.pending.step_opens()
@@ -178,6 +182,7 @@ class Engine:
                 finite = self._run(step)
         except FloatingPointError as error:  # on all ranks alike, which raise it in step(), if it is called
             step.error, finite = error, False
+            skip(step, self.parameters)
         except ValueError:  # on all ranks alike
             self.give_up()
             raise
@@ -223,7 +228,7 @@ class Engine:
         else:
             self.ledger.drop()
         step.abandon(wait=False)
-        if step.error is None or not step.stock:
+        if not step.stock or step.error is None:  # else p.grad is stock's
             skip(step, self.parameters)
         self._next_step(Phase.SKIPPED, step)
 
@@ -248,7 +253,7 @@ class Engine:
             if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
                 warn(SYNCHRONIZED_TWICE + self.misuse.told_of_changed_update(self.step, " Also, "))
             self.source.synchronize(self)
-        error = self._found()
+        error = self.found()
         if error is not None and self.settings.waits:
             self.parameters.optimizer.zero_grad()
         elif error is not None:
@@ -263,12 +268,14 @@ class Engine:
             self.apply()
         return loss
 
-    def _found(self) -> FloatingPointError | ValueError | None:
-        """The error of the step that step() is called for. In stock's steps a GPU is asked for it, which has not masked
-        what is in ``p.grad``.
+    def found(self) -> FloatingPointError | ValueError | None:
+        """The error of the step that step() is called for. In stock's steps, and in the last before them, a GPU is
+        asked for it, as nothing tells of it later.
         """
-        if self.step.phase is not Phase.EXCHANGED or not self.step.stock or not self.settings.exchanges:
-            return self.step.error
+        step = self.step
+        asks = step.phase is Phase.EXCHANGED and (step.stock or step.hands_back) and self.nonfinite.is_error
+        if not asks or not self.settings.exchanges:
+            return step.error
         error = self.nonfinite.take_found(self.settings.world.rank, self.ledger.counting(self.step))
         if error is not None and self.settings.waits:
             self.ledger.skip()
@@ -279,7 +286,10 @@ class Engine:
         step, counts = self.step, self.step.exchanged and self.settings.exchanges
         if counts:
             self.progress.advance()
+        elif self.settings.exchanges:
+            step.stock = self.parameters.stock
         self.applier.apply(step)
+        self.steps += 1
         if counts:
             if step.hands_back:
                 self.progress.hand_back(step)
@@ -290,7 +300,8 @@ class Engine:
     def drop_update(self) -> None:
         """Drops the update that waits for step(): what was sent of compressed gradients goes back into v."""
         deliveries = self.step.deliveries
-        self.misuse.refuse_step_of_another(self.step)
+        if not self.steps:
+            self.misuse.refuse_step_of_another(self.step)
         for delivery in deliveries:
             self.applier.take_back(delivery, delivery.parameters)
         if any(float(delivery.bucket.kept.gradient_square) for delivery in deliveries if delivery.bucket.kept):

@@ -177,7 +177,13 @@ class Outgoing:
                      for i, (p, g) in enumerate(addends.items())}
         return reduce_dense(gradients, step.world.flat, average=self._settings.average,
                             scale=step.clip if self._clipped_as_one(bucket, step) else None,
-                            predivide=self._settings.gradient_predivide_factor)
+                            predivide=self._predivide(bucket, step))
+
+    def _predivide(self, bucket: ParameterBucket, step: Step) -> float:
+        """What gradients are divided by before they are added up: in float16 under DDP, as DDP does, by all of N."""
+        if self._settings.in_ddp and bucket.dtype(step.stock) == torch.float16:
+            return step.world.size
+        return self._settings.gradient_predivide_factor
 
     def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
         """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
@@ -260,7 +266,7 @@ class Launcher:
         for delivery in [one for one in step.earlier if one.bucket is bucket]:
             again = [p for p in delivery.parameters if p in set(taking_part)]
             self._applier.take_back(delivery, again)
-            held = [p for p in again if self._misuse.holds_update(p)]
+            held = [p for p in again if self._misuse.holds_update(p, step.passes(p))]
             self._applier.subtract(delivery, held, step)
             if len(held) < len(again):
                 self._misuse.tell_of_dropped_update()

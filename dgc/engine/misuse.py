@@ -36,10 +36,11 @@ class Misuse:
         self._warned = False
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers the gradients as they are. Views of one tensor have one version: they are not looked at."""
+        """Remembers the gradients as they are. Views of one tensor have one version, which tells nothing: -1."""
         for p in parameters:
-            if (g := p.grad) is not None and (g._base is None or g._base.numel() == g.numel()):
-                self._versions[p] = id(g), g._version
+            if (g := p.grad) is not None:
+                alone = g._base is None or g._base.numel() == g.numel()
+                self._versions[p] = id(g), g._version if alone else -1
 
     def note_copy(self, parameter: Tensor, gradient: Tensor, copies: int) -> None:
         """Remembers a gradient into which somebody will copy so many times."""
@@ -60,15 +61,31 @@ class Misuse:
         """Remembers what :meth:`holds_update` is to say of a parameter."""
         self._holds[parameter] = holds
 
-    def holds_update(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is still the tensor of the update that waits for step(), which nothing but a backward pass
-        has changed.
+    def changed(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is another, or was written into, since it was remembered."""
+        identity, version = (self._updates or self._versions).get(parameter, (0, 0))
+        return id(parameter.grad) != identity or parameter.grad is None or parameter.grad._version != version
+
+    def holds_update(self, parameter: Tensor, passes: int) -> bool:
+        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
+
+        Args:
+            passes: how many of them.
+
+        Raises:
+            RuntimeError: something else has changed it.
         """
         if parameter in self._holds:
             return self._holds[parameter]
         identity, version = (self._updates or self._versions).get(parameter, (0, 0))
         g = parameter.grad
-        return g is not None and id(g) == identity and g._version in (version, version + 1)
+        if g is None or id(g) != identity:
+            return False
+        if version < 0 or g._version != version + passes:
+            raise RuntimeError(f"the gradient of {self._parameters.names[parameter]} must be left as it is between the "
+                               "exchange and one more backward() before step(), got one that was changed, so that "
+                               "nobody can tell the new gradient in it (drop the update by optimizer.zero_grad())")
+        return True
 
     def refuse_backward(self) -> None:
         """Refuses one backward pass too many.
@@ -169,5 +186,5 @@ class Misuse:
     def _changed(self) -> Iterator[Tensor]:
         """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
         for p, (identity, version) in self._versions.items():
-            if (g := p.grad) is None or id(g) != identity or g._version != version:
+            if (g := p.grad) is None or id(g) != identity or version not in (-1, g._version):
                 yield p

@@ -12,6 +12,7 @@ from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
 from dgc.engine.buckets import ParameterBucket
+from dgc.engine.momentum import Momentum
 from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import local
@@ -30,12 +31,13 @@ class Applier:
         parameters: that are updated.
         inner: the class of the wrapped optimizer.
         denominators: of AdamW.
+        momentum: of SGD.
     """
 
     def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer],
-                 denominators: Denominators):
+                 denominators: Denominators, momentum: Momentum):
         self._settings, self._parameters, self._inner = settings, parameters, inner
-        self._denominators = denominators
+        self._denominators, self._momentum = denominators, momentum
         self.is_sgd = is_sgd(inner)
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
@@ -102,7 +104,11 @@ class Applier:
         """Whether ``p.grad`` is another than the compressed update that waits for step()."""
         grad = local(parameter.grad)
         delivery = next(delivery for delivery in step.deliveries if parameter in set(delivery.parameters))
-        update = self._values(delivery)[parameter]
+        kept, place = delivery.bucket.kept, [p is parameter for p in delivery.bucket.parameters].index(True)
+        assert kept is not None
+        update = kept.v.new_empty(kept.numels[place])
+        delivery.update.write([update if i == place else None for i in range(len(kept.names))])
+        update = kept.shaped(place, update)
         scaled = update if step.inverse is None else update / step.inverse.number  # a scaler may have taken that out
         return not any(torch.equal(grad, one.to(grad.dtype)) for one in (update, scaled))
 
@@ -163,13 +169,15 @@ class Applier:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("momentum_buffer")
             takes_part = parameter.requires_grad and parameter.grad is not None
-            if not takes_part or (decay == 0 and (m == 0 or buffer is None)):
+            if not takes_part or (decay == 0 and (m == 0 or not self._momentum.moves(parameter, buffer))):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))
                 continue
             if buffer is None:
                 buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
+            if decay != 0:
+                self._momentum.note_decay(parameter)
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)

@@ -90,9 +90,10 @@ class Parameters:
             all_take_part: in an exchange, also those that have no gradient.
         """
         self.listed.update(dict.fromkeys(parameters))
+        if self._settings.exchanges:
+            self.frozen.update(p for p in parameters if not p.requires_grad)
         if self._settings.exchanges and all_take_part:
             self.requires_update.update(p for p in parameters if p.requires_grad)
-            self.frozen.update(p for p in parameters if not p.requires_grad)
 
     def register(self, parameters: list[Tensor], groups: Any) -> None:
         """Puts these parameters into buckets.

@@ -129,6 +129,7 @@ class Progress:
     def begin(self) -> None:
         """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
         self._denominators.begin()
+        self._momentum.shown()
         if self._settings.role is Role.ALONE:
             self._group.pop(BEGAN, None)
             return
@@ -145,6 +146,7 @@ class Progress:
     def shown(self) -> None:
         """The optimizer's state is handed out, and may come back changed."""
         self._denominators.shown()
+        self._momentum.shown()
 
     def open(self, step: Step) -> None:
         """A step begins: it is compressed, or it is stock's. The first compressed one takes the momentum of the wrapped
@@ -183,14 +185,25 @@ class Progress:
 
     def advance(self) -> None:
         """A step is taken."""
+        if self._group[BEGAN] == self._group[STEP]:
+            (self._denominators if self._denominators.used else self._momentum).taken_over()
         self._group[STEP] += 1
         if self._adaptive is not None and not self._parameters.stock:  # dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])
 
     def hand_back(self, step: Step) -> None:
-        """Gives the wrapped optimizer its momentum back: the steps to come are stock's."""
-        self._momentum.hand_back(step)
-        self._group[BEGAN] = -1
+        """Gives the wrapped optimizer its momentum back. The steps to come are stock's, once all parameters had part in
+        such a step: until then they go on at density 1, which is momentum SGD too.
+        """
+        done = self._momentum.hand_back(step)
+        if all(p in done or (p in self._parameters.frozen and not p.requires_grad)
+               for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters):
+            self._group[BEGAN] = -1
+
+    def take_back(self) -> None:
+        """Residuals of before are loaded: a first compressed step that was not taken is none."""
+        if self._settings.exchanges and self._group[BEGAN] == self._group[STEP]:
+            self._group[BEGAN] = -1
 
     def fill_state(self) -> None:
         """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""

@@ -39,7 +39,7 @@ class Settings:
     sparse_as_dense: bool = False
     process_set: ProcessSet = None  # as given
     grad_scaler: torch.amp.GradScaler | None = None  # one that is enabled
-    synchronized: bool = False  # DistributedDataParallel has made the parameters alike
+    in_ddp: bool = False  # DistributedDataParallel has made the parameters alike
     elastic: bool = field(default_factory=lambda: os.environ.get("HOROVOD_ELASTIC") == "1")
     role: Role = field(init=False)
 

@@ -64,7 +64,7 @@ class Step:
 
     def __init__(self, parameters: Iterable[Tensor], passes: int, phase: Phase = Phase.IDLE,
                  before: Step | None = None):
-        self.phase = phase
+        self.phase, self._passes = phase, passes
         self.delays = dict.fromkeys(parameters, passes)  # backward passes until a gradient is complete
         self.world = World(0, 1)
         self.fired: set[Tensor] = set()  # parameters that have had a gradient
@@ -122,6 +122,10 @@ class Step:
         bucket = bucket_of[parameter]
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
+
+    def passes(self, parameter: Tensor) -> int:
+        """How many backward passes of this step have added to a parameter's gradient."""
+        return self._passes - self.delays[parameter] if parameter in self.fired else 0
 
     @contextmanager
     def marked(self) -> Iterator[None]:

@@ -48,4 +48,4 @@ def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int =
                 bits = copy.unsqueeze(-1).view(torch.uint8)  # neither Horovod nor gloo knows every dtype
                 waits.append((p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}")))
         for p, wait in waits:
-            local(p).copy_(wait().view(p.dtype).squeeze(-1))
+            local(p).copy_(wait().view(local(p).dtype).squeeze(-1))

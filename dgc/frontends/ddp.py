@@ -21,7 +21,9 @@ from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
 from dgc.frontends.optimizer import Shared, connect, distributed_class, pickled_parts, take_over
+from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
+from dgc.transport.run import PathRun
 
 
 def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
@@ -78,7 +80,7 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
                 DDPGradients(buckets))
     else:
         _add_model(known, ddp_model, buckets, config, grad_scaler)
-    buckets.optimizers.append(optimizer)
+    buckets.take(optimizer)
 
 
 _registered: WeakKeyDictionary[DistributedDataParallel, ModelBuckets] = WeakKeyDictionary()
@@ -108,6 +110,9 @@ def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) ->
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
         raise ValueError(f"config must be the one that the optimizer was registered with, {before.config!r}, but for "
                          f"the sparsity, got {config!r}")
+    if config.compresses and not before.config.compresses:
+        raise ValueError(f"config must have the sparsity 0.0, with which the optimizer was registered, got {config!r} "
+                         "(register it with a schedule that begins with 0.0)")
     grad_scaler = checks.enabled_scaler(grad_scaler)
     if (grad_scaler is None) != (before.grad_scaler is None):
         raise ValueError("grad_scaler must be given for each model of an optimizer or for none, got both")
@@ -131,7 +136,7 @@ def _check_shared(model: DistributedDataParallel, optimizer: torch.optim.Optimiz
 def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any,
             source: DDPGradients) -> None:
     """Makes an optimizer one that DDP's hook drives, in place."""
-    settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler, synchronized=True)
+    settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler, in_ddp=True)
     scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
     optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _InDDP)
     optimizer._patch_step_function()
@@ -150,7 +155,7 @@ def _add_model(engine: Engine, model: DistributedDataParallel, buckets: ModelBuc
     for name, p in model.module.named_parameters():
         if p in table.names and p not in table.listed:
             table.names[p] = name if name not in taken else f"{name}#{len(source.models)}"
-    source.models.append(buckets)
+    source.models[:] = [*(known for known in source.models if known.model is not None), buckets]
     engine.adopt(table.groups)
     engine.agreement.reached = False
     engine.progress.begin()
@@ -174,8 +179,8 @@ def _step_with_the_others(engine: Engine) -> None:
     """A rank that has no more data takes the step that its hook has exchanged, as the others do in their ``step()``.
     Torch would give it their parameters in the end, but no momentum, no squares of AdamW's, and no loss scale.
     """
-    if engine.step.error is not None:
-        raise engine.step.error
+    if (error := engine.found()) is not None:
+        raise error
     scaler, optimizer = engine.settings.grad_scaler, engine.parameters.optimizer
     if scaler is not None:
         scaler.scale(torch.zeros((), device=engine.parameters.device))  # it may never have been asked
@@ -206,16 +211,19 @@ class _InDDP(Distributed):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
         inner, state, names, residuals, sparse = pickled_parts(self)
-        settings = engine_of(self).settings
-        return _rebuild, (inner, state, names, settings.config, Shared(settings.grad_scaler), residuals, sparse)
+        settings, table = engine_of(self).settings, engine_of(self).parameters
+        brought = [table.names[p] for p in table.listed]
+        scaler = Shared(settings.grad_scaler)
+        return _rebuild, (inner, state, names, settings.config, scaler, residuals, sparse, brought)
 
 
 def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, grad_scaler: Shared, residuals: Any, sparse: Mapping[str, int]) -> Any:
+             config: Config, grad_scaler: Shared, residuals: Any, sparse: Mapping[str, int], brought: list[str]) -> Any:
     """Makes a copy; pickles call it."""
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
-    _change(optimizer, names, config, None, grad_scaler.value, DDPGradients())
+    source = DDPGradients(of_copy={p for name, p in names if name in set(brought)})
+    _change(optimizer, names, config, None, grad_scaler.value, source)
     take_over(optimizer, residuals, sparse)
     return optimizer
 
@@ -224,18 +232,19 @@ class DDPGradients:
     """The gradients of an optimizer that the buckets of its models bring, and the updates that they leave to it.
 
     Args:
-        models: of which it has parameters; none: of a copy, which has all, until it is registered again.
+        models: of which it has parameters.
+        of_copy: the parameters of a copy, which has no models until it is registered again.
     """
 
     ends_with_backward, waits_for_all = True, False
 
-    def __init__(self, *models: ModelBuckets):
-        self.models = list(models)
+    def __init__(self, *models: ModelBuckets, of_copy: set[Tensor] | None = None):
+        self.models, self._of_copy = list(models), of_copy or set()
         self.updates: dict[Tensor, tuple[Tensor | None, int, Tensor]] = {}  # parameter -> p.grad, its version, update
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
-        return not self.models or any(parameter in model.parameters for model in self.models)
+        return parameter in self._of_copy or any(parameter in model.parameters for model in self.models)
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """DDP has hooks of its own."""
@@ -255,7 +264,8 @@ class DDPGradients:
         if engine.step.exchanged:
             return
         table, idle = engine.parameters, engine.step.phase is Phase.IDLE
-        if idle and table.stock and engine.settings.config.sparsity_at(table.step) == 0:
+        met = engine.agreement.reached or engine.settings.config.sparsity_at(table.step) == 0
+        if idle and table.stock and met:
             return  # as in torch, whatever is in p.grad
         if idle and not any(p.grad is not None and bool(p.grad.any()) for p in table.listed):
             return  # a script has dropped them
@@ -298,7 +308,7 @@ class ModelBuckets:
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
         self._lent: list[tuple[Tensor, Tensor | None, Engine]] = []  # parameter, its p.grad: DDP's bucket meanwhile
-        self._others: list[Tensor] = []  # gradients that no registered optimizer applies
+        self._others: list[tuple[Tensor, Tensor]] = []  # parameter, gradient, that no registered optimizer applies
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
         self._task = -1  # torch's number of the backward pass that runs
         self._complete = False
@@ -313,6 +323,14 @@ class ModelBuckets:
     def model(self) -> DistributedDataParallel | None:
         """The model, while it is alive."""
         return None if self._model is None else self._model()
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings an optimizer its gradients from now on, in place of one that had the same parameters before."""
+        own = set(engine_of(optimizer).parameters.listed)
+        for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).parameters.listed)]:
+            self.optimizers.remove(other)
+            engine_of(other).source.models.remove(self)  # type: ignore[attr-defined]
+        self.optimizers.append(optimizer)
 
     @property
     def _engines(self) -> list[Engine]:
@@ -371,10 +389,11 @@ class ModelBuckets:
                 continue
             engine = next((engine for engine in engines if p in engine.parameters.listed), None)
             if engine is None:
-                self._others.append(g)
+                self._others.append((p, g))
                 continue
             if _waits(engine):
-                held = self._had.pop(p, p.grad is not None) if self._views else engine.misuse.holds_update(p)
+                held = self._had.pop(p, p.grad is not None) if self._views else engine.misuse.holds_update(
+                    p, int(p.grad is not None and engine.misuse.changed(p)))
                 engine.misuse.note_holds(p, held)
             self._lent.append((p, p.grad, engine))
             p.grad = g
@@ -427,8 +446,7 @@ class ModelBuckets:
             if not steps:
                 _step_with_the_others(engine)
         for model in came:
-            model._average_others(engines[0])
-            model._hand_back()
+            model._hand_back(model._average_others(engines[0]))
         if not steps:
             for engine in engines:
                 engine.give_up()
@@ -436,14 +454,22 @@ class ModelBuckets:
             # DDP writes p.grad at the end, too, and has asked for that later than this, but before the inner call.
             at_end_of_backward(lambda: at_end_of_backward(lambda: _keep_unwritten(engines)))
 
-    def _average_others(self, engine: Engine) -> None:
-        """Averages the gradients that no registered optimizer applies, as DDP does."""
-        if self._others:
-            size = engine.settings.world.size
-            flat = torch.cat([local(g).reshape(-1) for g in self._others]).div_(size)
-            total = engine.settings.transport.start(Collective("sum", flat), "dgc.others")()
-            for g, part in zip(self._others, total.split([local(g).numel() for g in self._others]), strict=True):
-                local(g).copy_(part.view(local(g).shape))
+    def _average_others(self, engine: Engine) -> dict[Tensor, Tensor]:
+        """Averages the gradients that no registered optimizer applies, as DDP does. Returns the sparse ones."""
+        transport, world = engine.settings.transport, engine.settings.world
+        sparse, by_kind = dict[Tensor, Tensor](), dict[Any, list[Tensor]]()
+        for p, g in self._others:
+            if g.is_sparse:
+                name = f"dgc.others.sparse.{len(sparse)}"
+                sparse[p] = PathRun(reduce_sparse(name, g, world), transport, name, lambda _: None).finish().tensor
+            else:
+                by_kind.setdefault((g.dtype, g.device), []).append(local(g))
+        for number, together in enumerate(by_kind.values()):
+            flat = torch.cat([g.reshape(-1) for g in together]).div_(world.size)
+            total = transport.start(Collective("sum", flat), f"dgc.others.{number}")()
+            for g, part in zip(together, total.split([g.numel() for g in together]), strict=True):
+                g.copy_(part.view(g.shape))
+        return sparse
 
     def _fail(self, error: BaseException) -> None:
         """Gives DDP its gradients back, and the error."""
@@ -457,9 +483,12 @@ class ModelBuckets:
         for engine in self._engines:
             engine.give_up()
 
-    def _hand_back(self) -> None:
-        """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy."""
-        sparse = {}
+    def _hand_back(self, sparse: dict[Tensor, Tensor]) -> None:
+        """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy.
+
+        Args:
+            sparse: parameter -> its averaged sparse gradient, where no registered optimizer has it.
+        """
         for p, grad, engine in self._lent:
             update, p.grad = p.grad, grad
             updates = engine.source.updates  # type: ignore[attr-defined]

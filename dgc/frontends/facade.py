@@ -170,6 +170,7 @@ class Distributed(torch.optim.Optimizer):
         drop(engine)
         engine.pending.check(state_dict)
         engine.pending.load(state_dict)
+        engine.progress.take_back()
 
     # -- torch's ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class Distributed(torch.optim.Optimizer):
         except (TypeError, ValueError):
             del optimizer.param_groups[before:]
             raise
-        engine.parameters.names = names
+        engine.parameters.names = {**names, **engine.parameters.names}
         engine.adopt(optimizer.param_groups[-1:])
         if settings.role is not Role.ALONE:
             engine.progress.fill_state()
