@@ -480,17 +480,17 @@ def tune(
     except KeyboardInterrupt:
         print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
         raise
-    told = json.dumps(found.json(), indent=1)
+    told = json.dumps(found, indent=1)
     summary.write_text(told + "\n")
     if as_json:
         print(told)
     else:
         _print_found(found, console().print)
-    if found.front:
+    if found["front"]:
         tuning.draw(found, png)  # last, as it may fail, and the rest took hours
     if not as_json:
-        print(f"Picture: {png}. All trials: {summary}" if found.front else f"All trials: {summary}")
-    raise typer.Exit(0 if found.recommended else 1)
+        print(f"Picture: {png}. All trials: {summary}" if found["front"] else f"All trials: {summary}")
+    raise typer.Exit(0 if found["recommended"] else 1)
 
 
 def _is_summary(file: Path) -> bool:
@@ -501,39 +501,41 @@ def _is_summary(file: Path) -> bool:
         return False
 
 
-def _print_found(found: tuning.Result, show: Callable[..., None]) -> None:
-    paper, best = found.paper, found.recommended
-    counts = Counter(trial.state for trial in found.trials)
+def _print_found(found: dict[str, Any], show: Callable[..., None]) -> None:
+    trials, task, best = {t["trial"]: t for t in found["trials"]}, found["task"], found["recommended"]
+    paper, dense = trials.get(found["paper"]), trials.get(found["dense"])
+    counts = Counter(t["state"] for t in found["trials"])
     table = Table(title=f"the front of the trials: {', '.join(f'{n} {state}' for state, n in counts.items())}")
-    for column in ("trial", "schedule", "clip_norm", found.task.metric, "bytes", "of the paper's", ""):
+    for column in ("trial", "schedule", "clip_norm", task["metric"], "bytes", "of the paper's", ""):
         table.add_column(column, justify="left" if column in ("schedule", "") else "right", overflow="fold")
-    others = [trial for trial in (paper, found.dense) if trial and trial not in found.front]
-    for trial in [*found.front, *others]:
-        marks = [mark for mark, one in (("the paper's", paper), ("dense", found.dense), ("recommended", best))
-                 if trial is one]
-        assert trial.metric is not None and trial.bytes_sent is not None  # it is complete
-        share = f"{100 * trial.bytes_sent / paper.bytes_sent:.3g} %" if paper and paper.bytes_sent else ""
-        clip = found.task.clipping(trial.setting)
-        table.add_row(str(trial.setting.trial), trial.setting.expression, clip, f"{trial.metric:.6g}",
-                      _size(trial.bytes_sent), share, ", ".join(marks), style="bold" if trial is best else "")
+    others = [n for n in (found["paper"], found["dense"]) if n is not None and n not in found["front"]]
+    for number in [*found["front"], *others]:
+        t = trials[number]
+        recommended = best is not None and number == best["trial"]
+        marks = ["the paper's"] * (t is paper) + ["dense"] * (t is dense) + ["recommended"] * recommended
+        share = f"{100 * t['bytes_sent'] / paper['bytes_sent']:.3g} %" if paper else ""
+        clip = "" if task["clip_norm"] is None else str(t["clip_norm"] or "none")
+        table.add_row(str(number), t["expression"], clip, f"{t['metric']:.6g}", _size(t["bytes_sent"]), share,
+                      ", ".join(marks), style="bold" if recommended else "")
     show(table)
-    if best is None:
+    if best is None or paper is None:
         show("Nothing is recommended: the trial of the paper's schedule failed, and there is nothing to compare with. "
              "The same line again repeats it.", highlight=False)
         return
-    dense = f" Dense training has {found.dense.metric:.6g}." if found.dense else ""
-    show(f"Recommended: trial {best.setting.trial}, the fewest bytes whose {found.task.metric} is no worse than "
-         f"the paper's{f', less {found.tolerance:g}' if found.tolerance else ''}: {best.metric:.6g}.{dense} To paste:",
-         highlight=False)
-    for line in dict.fromkeys((found.line(best), best.setting.line)):
+    less = f", less {found['tolerance']:g}" if found["tolerance"] else ""
+    beside = f" Dense training has {dense['metric']:.6g}." if dense else ""
+    show(f"Recommended: trial {best['trial']}, the fewest bytes whose {task['metric']} is no worse than the paper's"
+         f"{less}: {best['metric']:.6g}.{beside} To paste:", highlight=False)
+    for line in dict.fromkeys((best["line"], best["config"])):
         print(f"  {line}")
-    if paper is not None and (rival := found.best) is not None:
-        show(f"But trial {rival.setting.trial} is far better than the paper's schedule, {rival.metric:.6g} and "
-             f"{paper.metric:.6g}: trainings of {found.task.epochs} epochs are too short for that one to learn, and so "
+    rival = trials[found["front"][-1]]  # sends the most of the front, and has the best metric
+    if abs(rival["metric"] - paper["metric"]) > 0.1 * abs(paper["metric"]):
+        show(f"But trial {rival['trial']} is far better than the paper's schedule, {rival['metric']:.6g} and "
+             f"{paper['metric']:.6g}: trainings of {task['epochs']} epochs are too short for that one to learn, and so "
              "to choose by (give --epochs more).", highlight=False)
-    if (length := best.setting.warmup_epochs) is not None:
-        per_cent = f"{100 * length / best.setting.epochs:.3g}"
-        show(f"Its warm-up is {per_cent} % of these {best.setting.epochs} epochs; of a training of 100 it would be "
+    if length := re.match("warmup:epochs=([^,]+)", best["expression"]):
+        per_cent = f"{100 * float(length[1]) / task['epochs']:.3g}"
+        show(f"Its warm-up is {per_cent} % of these {task['epochs']} epochs; of a training of 100 it would be "
              f"epochs={per_cent}.", highlight=False)
 
 
