@@ -16,7 +16,7 @@ LEAVES = {"version", "warn", "trace", "config", "collective", "cost"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
     "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
     "collective": set(), "cost": set(),
-    "schedule": {"config"},
+    "schedule": {"config"}, "schedule_text": {"schedule"},
     "compression": {"warn", "trace", "config", "cost"},
     "paths": {"warn", "trace", "config", "collective", "cost", "compression"},
     "transport": {"collective", "trace"},
