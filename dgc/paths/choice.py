@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from dgc import cost
 from dgc.collective import Path
+from dgc.compression import sizes as messages
 from dgc.paths.allgather import gather
 from dgc.paths.averaged import Update
 from dgc.paths.owners import add_at_owners
@@ -16,8 +16,8 @@ PATHS: dict[str, Callable[[Task], Path[Update]]] = {"allgather": gather, "reduce
 
 
 @lru_cache(1024)
-def sends_dense(exchange: str, sizes: cost.Sizes, nodes: int) -> bool:
+def sends_dense(exchange: str, sizes: messages.Sizes, nodes: int) -> bool:
     """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so is alike on every
     rank.
     """
-    return cost.sends_dense(exchange, sizes, nodes, 1)
+    return messages.sends_dense(exchange, sizes, nodes)

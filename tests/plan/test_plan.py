@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import dgc
-from dgc import planning as plan
-from dgc.cost import WIDE, Cluster, Link
-from dgc.planning import Local, Method
-from dgc.planning.predict import OWNED, REDUCE
+from dgc import plan
+from dgc.compression.sizes import WIDE
+from dgc.plan import Local, Method
+from dgc.plan.cost import Cluster, Link
+from dgc.plan.predict import OWNED, REDUCE
+from dgc.user_code import TheirError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -459,7 +461,7 @@ def test_a_callable_of_the_users(here):
                            ("mine.py", r"model must be resnet50, .*, module:callable, .* got 'mine\.py'")):
         with pytest.raises(ValueError, match=message):
             plan.load(wrong)
-    with pytest.raises(plan.TheirError, match=r"SystemExit: .*mine\.py, line 14, in ends\)"):
+    with pytest.raises(TheirError, match=r"SystemExit: .*mine\.py, line 14, in ends\)"):
         plan.load("mine:ends")
 
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-import os
-import re
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from dgc.user_code import NAME, callable_named, theirs
+
 Shape = tuple[int, ...]
 
-NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
 ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model', 'state_dict' or 'model_state_dict'"
 
 
@@ -168,55 +162,6 @@ def _said(made: Any) -> str:
         return f"a {type(made).__name__}"
     types = f"({', '.join(type(part).__name__ for part in made)})"
     return types + (" (put the inputs into a tuple: return model, (inputs,))" if len(made) == 2 else "")
-
-
-def callable_named(name: str) -> Callable[..., Any]:
-    """The object that ``module:name`` means, with modules of the current folder.
-
-    Raises:
-        ValueError: there is none, or it cannot be called.
-        TheirError: by the module.
-    """
-    module, _, attributes = name.partition(":")
-    if module.endswith(".py"):
-        named = module.removesuffix(".py")
-        raise ValueError(f"{name!r} must name a module, got a file (for {module} in this folder: {named}:{attributes})")
-    here = os.getcwd()  # which the module may change
-    sys.path.insert(0, here)
-    try:
-        with theirs():
-            imported = importlib.import_module(module)
-        found = operator.attrgetter(attributes)(imported)
-    except AttributeError as error:
-        raise ValueError(f"{name!r}; {error}") from None
-    except TheirError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):  # it, or its package
-            raise ValueError(f"{name!r}; {cause}") from None
-        raise
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"{name!r} must be a callable, got a {type(found).__name__}")
-    return found
-
-
-class TheirError(Exception):
-    """An error of the user's own code, and where it was raised."""
-
-
-@contextmanager
-def theirs() -> Iterator[None]:
-    """Around the user's own code."""
-    here = os.getcwd()
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # a script that ends itself would end us, in silence
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
-        place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
-                        for f in (own or frames)[-1:])
-        raise TheirError(f"{type(error).__name__}: {error}{place}") from error
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
