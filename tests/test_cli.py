@@ -190,7 +190,7 @@ def test_schedule_prints_where_it_changes():
     (["plan", "resnet50", "--compute", "-1"],
      "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
     (["plan", "resnet50", "--compute", "1", "--network", "fast"], "got 'fast', of which its rate"),
-    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns: Local: compress must be a finite"),
+    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns and --receive-ns must be finite"),
     (["schedule", "0.999", "--steps-per-epoch", "1281167"],
      "--steps-per-epoch must be at most 50,000, got 1,281,167 (or say by --epochs how far to look)"),
     (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),

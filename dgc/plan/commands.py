@@ -117,11 +117,10 @@ def plan(
     if compute is None:
         with usage("--measure"), aside(as_json):
             compute = timed(loaded)
-    local = LOCAL[worker or ("gpu" if measure and torch.cuda.is_available() else "cpu")]
-    for name, ns in (("compress", compress_ns), ("receive", receive_ns)):
-        if ns is not None:
-            with usage(f"--{name}-ns"):
-                local = replace(local, **{name: 1e-9 * ns})
+    own = {name: 1e-9 * ns for name, ns in (("compress", compress_ns), ("receive", receive_ns)) if ns is not None}
+    if not math.isfinite(sum(own.values())):
+        raise typer.BadParameter("--compress-ns and --receive-ns must be finite")
+    local = replace(LOCAL[worker or ("gpu" if measure and torch.cuda.is_available() else "cpu")], **own)
     with usage("--compute"), one_thread():
         report = answer(loaded, Cluster(nodes, gpus, between, within), compute, config, local,
                                "dense" if clips and overlap else overlap, steps, optimizer)

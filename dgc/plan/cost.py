@@ -12,7 +12,6 @@ part of ``Link.copying``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -33,21 +32,11 @@ class Link:
         bandwidth: bytes a second (1 / beta).
         copying: seconds that the sending and the receiving host work for each byte, while the wire waits: the copies
             and additions of TCP on busy processors. 0 where the network card does it all.
-
-    Raises:
-        ValueError: one of them is negative, not finite, or a bandwidth is 0.
     """
 
     latency: float
     bandwidth: float
     copying: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("latency", "bandwidth", "copying"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
-                raise ValueError(f"Link: {name} must be a finite number {'> 0' if name == 'bandwidth' else '>= 0'}, "
-                                 f"got {value!r}")
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes / self.bandwidth + nbytes * self.copying
@@ -62,20 +51,12 @@ class Cluster:
         gpus: workers in each of them.
         between: the port of a node.
         inside: what connects a worker with the others of its node, and with the port.
-
-    Raises:
-        ValueError: fewer than one node or worker.
     """
 
     nodes: int
     gpus: int
     between: Link
     inside: Link
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"Cluster: {name} must be an integer >= 1, got {getattr(self, name)!r}")
 
     @property
     def workers(self) -> int:
@@ -160,7 +141,7 @@ def round_robin(nbytes: float, n: int, g: int) -> Rounds:
 
 def tree(nbytes: float, n: int, g: int) -> Rounds:
     """Binomial trees, one up to the root and one down from it: 2 ceil(log2 P) rounds of M (Thakur et al. 2005)."""
-    return tuple(_there_and_back(nbytes, n * g, g, "tree", 1 << level) for level in range((n * g - 1).bit_length()))
+    return tuple(Round(2, nbytes, *_ports(n * g, g, "tree", 1 << level)) for level in range((n * g - 1).bit_length()))
 
 
 def butterfly(nbytes: float, n: int, g: int) -> Rounds:
@@ -169,12 +150,10 @@ def butterfly(nbytes: float, n: int, g: int) -> Rounds:
     """
     workers = n * g
     power = 1 << (workers.bit_length() - 1)
-    extra, rounds = workers - power, []
-    if extra:
-        rounds.append(_there_and_back(nbytes, workers, g, "fold", extra))
-    for level in range(power.bit_length() - 1):
-        rounds.append(_there_and_back(nbytes / 2 ** (level + 1), workers, g, "butterfly", 1 << level))
-    return tuple(rounds)
+    extra = workers - power
+    folded = [Round(2, nbytes, *_ports(workers, g, "fold", extra))] if extra else []
+    return (*folded, *(Round(2, nbytes / 2 ** (level + 1), *_ports(workers, g, "butterfly", 1 << level))
+                       for level in range(power.bit_length() - 1)))
 
 
 def ring(nbytes: float, n: int, g: int) -> Rounds:
@@ -209,8 +188,7 @@ def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; then each worker gathers a g-th part of the nodes' messages, and the node puts them
     together: over each port pass (n - 1) m.
     """
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, sizes.message / g, g),
-                 Round((g - 1) * (n > 1), n * sizes.message / g, 0))
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *_to_all_nodes(sizes.message, n, g))
 
 
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -226,10 +204,8 @@ def hierarchical_reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; each worker carries a g-th part of what nodes send one another, and the node puts them
     together.
     """
-    to_owner, to_all = row(sizes, n), kept(sizes, n)
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0),
-                 Round(n - 1, to_owner / g, g), Round((g - 1) * (n > 1), n * to_owner / g, 0),
-                 Round(n - 1, to_all / g, g), Round((g - 1) * (n > 1), n * to_all / g, 0))
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *_to_all_nodes(row(sizes, n), n, g),
+                 *_to_all_nodes(kept(sizes, n), n, g))
 
 
 def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -292,9 +268,9 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
 
 # -- who sends to whom -------------------------------------------------------------------------------------------------
 
-def _there_and_back(nbytes: float, workers: int, g: int, pattern: str, distance: int) -> Round:
-    """A round of a pattern, and later the same the other way round."""
-    return Round(2, nbytes, *_both_ways(workers, g, pattern, distance))
+def _to_all_nodes(nbytes: float, n: int, g: int) -> Rounds:
+    """Each worker carries a g-th part of what its node sends all others, and the node puts what came together."""
+    return Round(n - 1, nbytes / g, g), Round((g - 1) * (n > 1), n * nbytes / g, 0)
 
 
 def _shifts(nbytes: float, n: int, g: int) -> Rounds:
@@ -307,21 +283,14 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 
 @cache
-def _both_ways(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """Counts a round as :func:`_across`, and the one back with it."""
-    across, loads = _across(workers, g, pattern, distance)
-    return across, loads + loads.flip(0)
-
-
-@cache
-def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """Counts the messages of one round of a pattern: those that leave by the busiest port, of which none receives more;
-    and those that leave by each and come in, float64.
+def _ports(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
+    """Of one round of a pattern: the messages that leave by the busiest port, of which none receives more; and how many
+    leave by each and come in, in this round and the same the other way round, float64.
     """
     nodes = torch.stack(_pairs(workers, pattern, distance)) // g
     crossing = nodes[:, nodes[0] != nodes[1]]
     loads = torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing]).double()
-    return int(loads[0].max()), loads
+    return int(loads[0].max()), loads + loads.flip(0)
 
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:

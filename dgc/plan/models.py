@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from dgc.user_code import NAME, callable_named, theirs
 
@@ -147,9 +146,6 @@ def load(model: str) -> Loaded:
         raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
                          f"got {_said(made)}")
     trained = [p for p in module.parameters() if p.requires_grad]
-    if any(map(is_lazy, trained)):
-        raise ValueError(f"model must have parameters with shapes, got {model!r}, which has lazy ones (call the module "
-                         "once in the function: they take their shapes from what it is called with)")
     loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
     if not loaded.numel:
         raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
@@ -186,10 +182,6 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
                          f"{', '.join(map(repr, inner))} (save one of these alone, or as 'state_dict')")
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not str(name).endswith(("running_mean", "running_var"))}
-    for name, tensor in kept.items():
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise ValueError(f"model must be {ACCEPTED}, of dense tensors, got {file!r}, whose {name!r} is "
-                             f"{'nested' if tensor.is_nested else 'sparse'}")
     if not any(tensor.numel() for tensor in kept.values()):
         raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which holds no parameters")
     return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once

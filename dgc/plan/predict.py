@@ -46,9 +46,6 @@ class Local:
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
         round: for each entry of a dense sum that DGC rounds (``Config(dense_dtype=...)``): to round and to add.
             Default: on a CPU core (benchmarks/results/rounded.json).
-
-    Raises:
-        ValueError: one of them is negative or not finite.
     """
 
     compress: float = 1e-9
@@ -56,11 +53,6 @@ class Local:
     convert: float = 0.55e-9
     start: float = 0.0
     round: float = 16e-9
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"Local: {name} must be a finite number >= 0, got {value!r}")
 
 
 DGC, CPU = Config(), Local()
@@ -188,13 +180,7 @@ def _messages(exchange: Exchange, n: int, g: int) -> int:
 
 
 def of_size(cluster: Cluster, workers: int) -> Cluster:
-    """Makes a cluster of the same kind with so many workers: whole nodes, or a part of one.
-
-    Raises:
-        ValueError: neither is possible.
-    """
-    if workers < 1 or (workers > cluster.gpus and workers % cluster.gpus):
-        raise ValueError(f"workers must be 1 to {cluster.gpus}, or a multiple of {cluster.gpus}, got {workers}")
+    """A cluster of the same kind with so many workers: whole nodes, or a part of one."""
     gpus = min(workers, cluster.gpus)
     return replace(cluster, nodes=workers // gpus, gpus=gpus)
 
