@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dgc.planning import MODELS, Shape
+from dgc.plan import MODELS, Shape
 
 resnet50 = MODELS["resnet50"]  # 161 tensors, 25,557,032 entries in all
 

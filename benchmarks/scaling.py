@@ -23,9 +23,10 @@ import typer
 from outfile import write
 
 import dgc
-from dgc import cost, drawing
-from dgc import planning as plan
+from dgc import drawing, plan
+from dgc.compression import sizes as messages
 from dgc.compression.regions import Regions
+from dgc.plan import cost
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
@@ -52,13 +53,13 @@ def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     return dgc.lockstep.run(worker, workers, NODE if by_node else 1)[0]
 
 
-def predicted(name: str, workers: int, sizes: cost.Sizes) -> float:
+def predicted(name: str, workers: int, sizes: messages.Sizes) -> float:
     """By the cost model: what passes a machine's port, for each of its workers."""
     gpus = NODE if cost.EXCHANGES[name].hierarchical else 1
     return cost.port_bytes(cost.exchange(name, sizes, workers // gpus, gpus)) / gpus
 
 
-def buckets(model: str) -> list[cost.Sizes]:
+def buckets(model: str) -> list[messages.Sizes]:
     """What of a model travels compressed."""
     shapes = tuple(s for s in plan.MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
     return [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
@@ -78,20 +79,20 @@ def in_messages(workers: int) -> dict[str, float]:
     sent = {name: sum(predicted(name, workers, each) for each in sizes) / message
             for name in NAMES if not cost.EXCHANGES[name].hierarchical or workers > NODE}
     dense = sum(2 * (workers - 1) / workers * each.dense for each in sizes) / message
-    chosen = [cost.wide(each.numel, each.slots) for each in sizes]
+    chosen = [messages.wide(each.numel, each.slots) for each in sizes]
     without = [without_slot(each.numel, slots, workers) * slots for each, slots in zip(sizes, chosen, strict=True)]
     return {"workers": workers, **sent, "dense": dense, "without_slot": sum(without) / sum(chosen)}
 
 
 def by_slack(workers: int) -> list[dict[str, float]]:
     """The reduce exchange's messages, and the share without a slot, had rows room for so many standard deviations."""
-    own, found = cost.SLACK, []
+    own, found = messages.SLACK, []
     for slack in SLACKS:
-        cost.SLACK = slack
+        messages.SLACK = slack
         each = in_messages(workers)
         found.append({"workers": workers, "slack": slack, "reduce": each["reduce"],
                       "without_slot": each["without_slot"]})
-    cost.SLACK = own
+    messages.SLACK = own
     return found
 
 
@@ -103,7 +104,7 @@ def without_slot(numel: int, slots: int, workers: int) -> float:
     rows, columns = (torch.randn(n, generator=draw).exp() for n in (-(-numel // 512), 512))
     entries = (torch.randn(len(rows), 512, generator=draw) * rows[:, None] * columns).abs().flatten()[:numel]
     counts = torch.bincount(Regions(numel, workers, entries.device).owner(entries.topk(slots).indices))
-    return float((counts - cost.row_slots(slots, workers)).clamp(min=0).sum() / slots)
+    return float((counts - messages.row_slots(slots, workers)).clamp(min=0).sum() / slots)
 
 
 def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/scaling.json.")] =

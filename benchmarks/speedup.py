@@ -9,7 +9,7 @@ Gbit/s, and DGC "more than 40x" at 1 Gbit/s. Its curves are a picture only, so n
 
 **Assumed here:** a GPU computes at half of its peak of 12.15 TFLOP/s; 512 images a GPU for AlexNet (0.71 G
 multiply-adds each), 32 for ResNet-50 (4.09 G), 20 x 35 words for the LSTM (0.051 G); backward twice the forward pass;
-latencies of the presets; float32 dense; compressing as estimated for GPUs (dgc.planning.LOCAL). Within a node they are
+latencies of the presets; float32 dense; compressing as estimated for GPUs (dgc.plan.LOCAL). Within a node they are
 summed first, over PCIe, so that a node is one worker of the network; dense exchange is the hierarchical ring, DGC's the
 hierarchical all-gather. The paper does not say whether exchange and backward pass overlap: both are computed, and the
 figure is without.
@@ -23,10 +23,9 @@ from typing import Annotated, Any
 import typer
 from outfile import write
 
-from dgc import Config, drawing
-from dgc import planning as plan
-from dgc.cost import Cluster
-from dgc.planning import Method
+from dgc import Config, drawing, plan
+from dgc.plan import Method
+from dgc.plan.cost import Cluster
 
 NODES, GPUS = (1, 2, 4, 8, 16, 32, 64), 4
 FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second

@@ -36,10 +36,9 @@ from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
-from dgc import Config
-from dgc import planning as plan
-from dgc.cost import Cluster, Link
-from dgc.planning import Local, Method, Shape
+from dgc import Config, plan
+from dgc.plan import Local, Method, Shape
+from dgc.plan.cost import Cluster, Link
 
 RESULTS = Path(__file__).parent / "results"
 ACCEPTED = 0.2  # median error

@@ -43,9 +43,10 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.
     """
-    found: dict[str, Any] = {"python": platform.python_version(), "dgc": __version__,
-                             "torch": _torch(), "horovod": _horovod(), "kernels": _kernels(),
-                             **{name: _package(name) for name in PACKAGES}}
+    found: dict[str, Any] = {
+        "python": platform.python_version(), "dgc": __version__, "torch": _torch(),
+        "horovod": _package("horovod", "horovod.torch", HOROVOD), "kernels": _kernels(),
+        **{name: _package(name) for name in PACKAGES}}
     found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
                           {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found, limit)}
     if torch.cuda.is_available():
@@ -68,29 +69,20 @@ def _torch() -> dict[str, Any]:
     return found
 
 
-def _horovod() -> dict[str, Any] | None:
-    """None where it is not installed."""
-    if importlib.util.find_spec("horovod") is None:
+def _package(name: str, module: str = "", flags: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    """The version of a package, and what its module says of flags; None where it is not installed."""
+    if importlib.util.find_spec(name) is None:
         return None
-    found: dict[str, Any] = {"version": _version("horovod")}
+    found: dict[str, Any] = {"version": None}
     try:
-        import horovod.torch as hvd
-        for name in HOROVOD:
-            found[name] = bool(getattr(hvd, name)()) if hasattr(hvd, name) else None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found["version"] = importlib.metadata.version(name)
+        imported = importlib.import_module(module or name)
+        for flag in flags:
+            found[flag] = bool(getattr(imported, flag)()) if hasattr(imported, flag) else None
     except Exception as error:  # also what a library built for another torch raises
         found["error"] = _line(error)
     return found
-
-
-def _package(name: str) -> dict[str, Any] | None:
-    """None where it is not installed."""
-    if importlib.util.find_spec(name) is None:
-        return None
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        return {"version": _version(name), "error": _line(error)}
-    return {"version": _version(name)}
 
 
 def _kernels() -> dict[str, str]:
@@ -99,13 +91,6 @@ def _kernels() -> dict[str, str]:
         warnings.simplefilter("ignore")  # what it warns of is among the problems
         return {kind: kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2]
                 for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _line(error: BaseException) -> str:
@@ -273,9 +258,7 @@ def main(kind: str, folder: str, rank: int) -> None:
         hvd.init()
         result = _train("cpu", rank)
         hvd.shutdown()
-    part = Path(folder) / f"{rank}.part"
-    part.write_text(json.dumps(result))
-    part.replace(Path(folder) / f"{rank}.json")
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import dgc
-from dgc import cost
 from dgc.collective import World
 from dgc.compression import select
+from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
@@ -264,5 +264,5 @@ def counted_sizes(sparsity):
     compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
     bucket = Bucket("", dict(reversed(compressed.items())))
     layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
-    sizes = cost.Sizes(4 * bucket.numel, layout.nbytes, bucket.numel, layout.slots)
+    sizes = messages.Sizes(4 * bucket.numel, layout.nbytes, bucket.numel, layout.slots)
     return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel

@@ -11,7 +11,7 @@ import torch
 from launch import launch
 
 import dgc
-from dgc import cost
+from dgc.compression import sizes as messages
 
 
 def host_benchmark():
@@ -144,7 +144,7 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
     """Three ranks that draw what the transcription draws."""
     import noise
 
-    monkeypatch.setattr(cost, "WIDE", int(choice[-1]) if "reduce" in choice else None)
+    monkeypatch.setattr(messages, "WIDE", int(choice[-1]) if "reduce" in choice else None)
     steps, sparsity, workers = 25, 0.75, 3
 
     def train():

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import dgc
-from dgc import cli, doctor
-from dgc import planning as plan
-from dgc.cost import Link
+from dgc import cli, doctor, plan
+from dgc.plan import commands
+from dgc.plan.cost import Cluster, Link
 
 PLAN = ["plan", "resnet110", "--compute", "0.1"]
 
@@ -31,7 +31,7 @@ def command(*arguments, code=None):
 
 def test_plan_prints_a_table_and_advice():
     shown = invoke(*PLAN, "--nodes", 2, "--gpus", 4)
-    for method in plan.methods(cli.Cluster(2, 4, plan.NETWORKS["1gbit"], plan.INSIDE["pcie"])):
+    for method in plan.methods(Cluster(2, 4, plan.NETWORKS["1gbit"], plan.INSIDE["pcie"])):
         assert str(method) in shown
     assert "1,727,962 parameters on 2 x 4 workers, 1 Gbit/s" in shown and "DGC " in shown and "2,048" in shown
 
@@ -40,7 +40,7 @@ def test_plan_as_json_and_picture(tmp_path):
     told = json.loads(invoke(*PLAN, "--json", "--nodes", 4, "--network", "100mbit,80us", "--sparsity", 0.99,
                              "--compress-ns", 2, "--png", tmp_path / "plan.png"))
     link, local = Link(80e-6, 12.5e6), plan.Local(compress=2e-9)
-    expected = plan.plan(plan.load("resnet110"), cli.Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99),
+    expected = plan.plan(plan.load("resnet110"), Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99),
                          local)
     assert told == json.loads(json.dumps(expected.json()))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -62,7 +62,7 @@ def test_gpus_compress_faster():
 
 def test_what_was_timed_on_a_gpu_compresses_there(monkeypatch, tmp_path):
     monkeypatch.setattr(plan.models.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plan, "measure", lambda loaded: 0.1)
+    monkeypatch.setattr(commands, "timed", lambda loaded: 0.1)
     measured, cpu = ["plan", "resnet110", "--json", "--measure"], ("--worker", "cpu")
     assert invoke(*measured) == invoke(*PLAN, "--json", "--worker", "gpu")
     assert invoke(*measured, *cpu) == invoke(*PLAN, "--json", *cpu) == invoke(*PLAN, "--json")
@@ -118,7 +118,7 @@ def test_bytes_are_said_to_be_those_of_float32(tmp_path, monkeypatch):
     ("3GBIT", Link(50e-6, 0.375e9)), ("3Gbps", Link(50e-6, 0.375e9)),
     ("Infiniband", plan.NETWORKS["infiniband"])])
 def test_networks(text, link):
-    read = cli.link(text, plan.NETWORKS)
+    read = commands.link(text, plan.NETWORKS)
     assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(link.bandwidth)
 
 
@@ -129,13 +129,13 @@ def test_networks(text, link):
 def test_networks_that_are_refused(text, part):
     with pytest.raises(ValueError,
                        match=rf"a link must be 1gbit, .* if it is not 50us, .* of which its {part} is wrong"):
-        cli.link(text, plan.NETWORKS)
+        commands.link(text, plan.NETWORKS)
 
 
 @pytest.mark.parametrize("text", ["300GBps", "100MBps", "1.5 GB/s,2us", "25GB", "10GBPS"])
 def test_bytes_a_second_are_refused(text):
     with pytest.raises(ValueError, match=rf"the rate must be in bits a second, eight .*, got '{text}'"):
-        cli.link(text, plan.INSIDE)
+        commands.link(text, plan.INSIDE)
 
 
 def test_schedule_is_the_functions(tmp_path):
@@ -190,7 +190,7 @@ def test_schedule_prints_where_it_changes():
     (["plan", "resnet50", "--compute", "-1"],
      "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
     (["plan", "resnet50", "--compute", "1", "--network", "fast"], "got 'fast', of which its rate"),
-    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns: Local: compress must be a finite"),
+    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns and --receive-ns must be finite"),
     (["schedule", "0.999", "--steps-per-epoch", "1281167"],
      "--steps-per-epoch must be at most 50,000, got 1,281,167 (or say by --epochs how far to look)"),
     (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),
@@ -284,7 +284,7 @@ def test_without_the_extra_it_says_how_to_get_it():
 import sys
 from dgc.__main__ import main
 for name in ("rich", "typer"):
-    for module in [m for m in sys.modules if m == "dgc.cli"]:
+    for module in [m for m in sys.modules if m in ("dgc.cli", "dgc.terminal", "dgc.plan.commands")]:
         del sys.modules[module]
     sys.modules[name] = None
     try:

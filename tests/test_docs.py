@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from launch import end
 
-from dgc import planning
-from dgc.cost import Cluster
+from dgc import plan as planning
+from dgc.plan.cost import Cluster
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -12,23 +12,23 @@ import pytest
 import dgc
 
 PACKAGE = Path(dgc.__file__).parent
-LEAVES = {"version", "warn", "trace", "config", "collective", "cost"}
+LEAVES = {"version", "warn", "trace", "config", "collective"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
     "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
-    "collective": set(), "cost": set(),
-    "schedule": {"config"},
-    "compression": {"warn", "trace", "config", "cost"},
-    "paths": {"warn", "trace", "config", "collective", "cost", "compression"},
+    "collective": set(),
+    "schedule": {"config"}, "schedule_text": {"schedule"}, "user_code": set(), "terminal": {"user_code"},
+    "compression": {"warn", "trace", "config"},
+    "paths": {"warn", "trace", "config", "collective", "compression"},
     "transport": {"collective", "trace"},
     "engine": LEAVES | {"schedule", "compression", "paths", "transport"},
     "frontends": LEAVES | {"engine", "paths", "transport"},
     "elastic": {"engine"},
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
-    "planning": LEAVES | {"compression", "drawing", "engine", "schedule"},
+    "plan": {"collective", "config", "compression", "drawing", "engine", "schedule", "terminal", "user_code"},
     "tune": {"config", "drawing", "schedule", "transport"},
     "doctor": {"version", "config", "compression", "frontends"},
-    "cli": LEAVES | {"drawing", "schedule", "planning", "tune", "doctor"},
+    "cli": {"terminal", "user_code", "plan", "tune", "doctor"},
     "__main__": {"cli"},
 }
 KERNELS = PACKAGE / "compression" / "kernels"  # whose loops are as long as what they fuse

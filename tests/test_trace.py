@@ -19,7 +19,7 @@ from dgc.trace import stage
 STEPS, RANKS = 2, 2
 SPARSE = dgc.Config(0.9, min_numel=200)
 PACKAGE = Path(dgc.__file__).parent
-TERMINAL = ("cli.py", "doctor.py", "__main__.py", "tune/")  # what the commands consist of, which print
+TERMINAL = ("cli.py", "doctor.py", "__main__.py", "tune/", "plan/commands.py")  # the commands, which print
 
 
 def compressed(network):

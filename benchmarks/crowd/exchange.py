@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dgc import cost
 from dgc.collective import dense_bytes
 from dgc.compression import select
+from dgc.compression import sizes as messages
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout, exponents, scaled
@@ -69,7 +69,7 @@ class Exchange:
         bucket, workers: as of :class:`Residuals`.
         kind: "mean" is the bound.
         sparsity: of an all-gather's message.
-        wide: times its entries that the other kinds have; the package's own number is ``dgc.cost.WIDE``.
+        wide: times its entries that the other kinds have; the package's own number is ``dgc.compression.sizes.WIDE``.
 
     Attributes:
         dense: the same entries travel as one dense sum, which is fewer bytes.
@@ -78,7 +78,7 @@ class Exchange:
 
     nbytes: float = 0
 
-    def __init__(self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = cost.WIDE):
+    def __init__(self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = messages.WIDE):
         self.workers, self.bucket, self.kind = workers, bucket, kind
         self.own = torch.arange(workers, device=bucket.v.device)[:, None]
         counts = [select.count(sparsity, n) for n in bucket.numels]
@@ -87,12 +87,12 @@ class Exchange:
         self.layout, self.dense = Layout(bucket, counts, torch.float16), False
         self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
-            self.dense = cost.sends_dense(kind, self.layout.sizes, workers, 1)
+            self.dense = messages.sends_dense(kind, self.layout.sizes, workers)
             self.nbytes = (workers - 1) * self.layout.nbytes
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
             rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
-            self.dense = 2 * self.layout.sizes.dense < rows * workers  # as dgc.cost.sends_dense has it
+            self.dense = 2 * self.layout.sizes.dense < rows * workers  # as dgc.compression.sizes.sends_dense has it
             self.nbytes = (workers - 1) * rows
             self._deal_out()
         if self.dense:

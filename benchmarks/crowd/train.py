@@ -31,7 +31,7 @@ from data import load
 import dgc
 from crowd.exchange import Exchange, Momentum, Residuals
 from crowd.model import Crowd
-from dgc import cost
+from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket
 
 LR, M, DECAY = 0.1, 0.9, 1e-4  # the recipe's
@@ -229,7 +229,7 @@ def main(data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
              help="mean: the mean chooses, which no worker knows.")] = "allgather",
          wide: Annotated[int, typer.Option(min=1, help=(
              "Times as many entries as an all-gather's message has: in both rounds of reduce, and of mean."
-         ))] = cost.WIDE,
+         ))] = messages.WIDE,
          workers: Annotated[int, typer.Option(min=1)] = 16,
          batch_size: Annotated[int, typer.Option(help="Of each worker; 0: 128 over their number.")] = 0,
          epochs: Annotated[int, typer.Option(min=1)] = 10,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dgc import cost
-from dgc.cost import Cluster, Rounds, Sizes
-from dgc.planning import INSIDE, NETWORKS
+from dgc.compression.sizes import Sizes
+from dgc.plan import INSIDE, NETWORKS, cost
+from dgc.plan.cost import Cluster, Rounds
 
 GIGABIT = NETWORKS["1gbit"]
 LINKS = {"100mbit": replace(GIGABIT, bandwidth=GIGABIT.bandwidth / 10), "1gbit": GIGABIT}

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dgc import cost
+from dgc.compression.sizes import NEIGHBOURS, chunk, chunk_bytes
 from dgc.compression.wire import CORRUPT, NONFINITE, TOP, checksums, power_of_two, seal, slices
-from dgc.cost import NEIGHBOURS
 
 
 class Told(NamedTuple):
@@ -43,9 +42,9 @@ class Chunks:
 
     def __init__(self, numel: int, owners: int, dtype: torch.dtype, residual: torch.dtype):
         self.numel, self.owners, self.dtype, self.residual = numel, owners, dtype, residual
-        self.size = cost.chunk(numel, owners)
+        self.size = chunk(numel, owners)
         self._ends = dtype.itemsize * self.size, dtype.itemsize * self.size + 2 * -(-self.size // NEIGHBOURS)
-        self.nbytes = cost.chunk_bytes(numel, owners, dtype.itemsize)
+        self.nbytes = chunk_bytes(numel, owners, dtype.itemsize)
 
     def split(self, flat: Tensor) -> Tensor:
         """A flat tensor as its chunks, (N, C)."""

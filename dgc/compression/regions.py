@@ -27,11 +27,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dgc import cost
+from dgc.compression import sizes as messages
 from dgc.compression.device import tensor_of
+from dgc.compression.sizes import LINE, region, row_bytes
 from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, Layout, checksums, exponents, scaled, seal
 
-LINE = cost.LINE
 Where = TypeVar("Where", int, Tensor)
 
 
@@ -57,7 +57,7 @@ class Regions:
     @property
     def size(self) -> int:
         """Entries of the largest region."""
-        return cost.region(self.numel, self.owners)
+        return region(self.numel, self.owners)
 
     def owner(self, index: Where) -> Where:
         """int64, of the shape of ``index``, positions in the bucket: whose they are."""
@@ -164,7 +164,7 @@ class Rows:
         a = 4 * self.stretches
         b = a + dtype.itemsize * slots
         self.ends = a, b, b + 2 * slots  # of counts, values and positions, in bytes
-        self.nbytes = cost.row_bytes(slots, size, dtype.itemsize)
+        self.nbytes = row_bytes(slots, size, dtype.itemsize)
         self._sizes = tensor_of([min(BLOCK, size - first) for first in range(0, size, BLOCK)], device)
 
     def encode(self, row: Tensor, local: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -262,8 +262,8 @@ class Plan:
     def __init__(self, layout: Layout, owners: int, own: int):
         self.layout, self.own = layout, own
         self.regions = Regions(layout.numel, owners, layout.device)
-        self.to_owners = self._rows(cost.row_slots(layout.slots, owners))
-        self.to_all = self._rows(cost.kept_slots(layout.numel, layout.slots, owners))
+        self.to_owners = self._rows(messages.row_slots(layout.slots, owners))
+        self.to_all = self._rows(messages.kept_slots(layout.numel, layout.slots, owners))
 
     def _rows(self, slots: int) -> Rows:
         """The format of rows of so many slots about a region."""

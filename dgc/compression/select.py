@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from dgc import cost
+from dgc.compression.sizes import LINE
 
-LINE = cost.LINE  # neighbours that are sampled together
 HITS = 8  # entries sought that the sample should hold, or a quarter of sqrt(k) if that is more
 DEVIATIONS = 5  # how far below k, in standard deviations, the sample would have to err to leave too few
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgc import cost
 from dgc.compression.device import tensor_of
 from dgc.compression.residual import Bucket
+from dgc.compression.sizes import Sizes, sealed
 
 BLOCK = 1 << 16  # entries of a parameter that share a count
 TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
@@ -70,7 +70,7 @@ class Layout:
         self.residual, self.device = bucket.v.dtype, bucket.v.device
         sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
         self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
-        self.nbytes = cost.sealed(self.ends[-1])
+        self.nbytes = sealed(self.ends[-1])
 
     def sections(self, message: Tensor) -> Sections:
         """Views into a message, uint8 (nbytes,)."""
@@ -137,10 +137,10 @@ class Layout:
         return seal(message), scaled(coded, exponent[self.owner], self.residual)
 
     @cached_property
-    def sizes(self) -> cost.Sizes:
+    def sizes(self) -> Sizes:
         """What the messages of each exchange have in bytes."""
         itemsize = self.residual.itemsize
-        return cost.Sizes(itemsize * self.numel, self.nbytes, self.numel, self.slots, self.dtype.itemsize,
+        return Sizes(itemsize * self.numel, self.nbytes, self.numel, self.slots, self.dtype.itemsize,
                           0 if self.dense_dtype is None else self.dense_dtype.itemsize)
 
     def uses(self, used: Tensor) -> Tensor:

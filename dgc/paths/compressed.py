@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dgc import cost
 from dgc.collective import Path, World
+from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket, Gradient
 from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
@@ -22,11 +22,11 @@ from dgc.trace import stage
 
 
 @lru_cache(1024)
-def sends_dense(exchange: str, sizes: cost.Sizes, nodes: int) -> bool:
+def sends_dense(exchange: str, sizes: messages.Sizes, nodes: int) -> bool:
     """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so is alike on every
     rank.
     """
-    return cost.sends_dense(exchange, sizes, nodes, 1)
+    return messages.sends_dense(exchange, sizes, nodes)
 
 
 def gather(task: Task) -> Path[Update]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dgc import cost
 from dgc.collective import Collective, Path, World
 from dgc.compression import device
+from dgc.compression import sizes as messages
 from dgc.compression.chunks import Chunks
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT
@@ -131,8 +131,8 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
 
 def _chunks(bucket: Bucket, dtype: torch.dtype | None, world: World) -> Chunks | None:
     """The format in which a bucket's sum travels; None: it is not rounded."""
-    sizes = cost.always_dense(bucket.numel, dtype, bucket.v.itemsize)
-    if dtype is None or not cost.rounds(sizes, world.nodes):
+    sizes = messages.always_dense(bucket.numel, dtype, bucket.v.itemsize)
+    if dtype is None or not messages.rounds(sizes, world.nodes):
         return None
     return Chunks(bucket.numel, world.nodes, dtype, bucket.v.dtype)
 

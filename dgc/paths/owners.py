@@ -8,7 +8,7 @@ hardly grow with their number.
 2. An owner adds what it is sent to its own v. Of its region it takes the largest sums, 3 k / N of them, and sends these
    to all.
 
-k is what the sparsity says, and 3 is ``dgc.cost.WIDE``. An entry waits at a worker and again at its owner: about
+k is what the sparsity says, and 3 is ``sizes.WIDE``. An entry waits at a worker and again at its owner: about
 n / (3 k) steps at each, of a parameter of n entries. Of all ways to spend so many bytes, the same number of entries in
 both phases makes the wait shortest; and from 2 k on it is no longer than an all-gather's.
 

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from dgc import cost
 from dgc.collective import World
 from dgc.compression import kernels, select
+from dgc.compression import sizes as messages
 from dgc.compression.kernels import Kernel
 from dgc.compression.residual import Bucket, Gradient, clip_scale, norm
 from dgc.compression.wire import Layout
@@ -88,14 +88,14 @@ def layout_of(bucket: Bucket, sparsity: float, config: Config, node_size: int = 
     """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables.
 
     Args:
-        wide: with as many entries as the reduce exchange sends (``dgc.cost.wide``).
+        wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
     """
     dtype, dense = config.wire_dtype, config.dense_dtype
     key, known = (sparsity, dtype, dense, node_size), _layouts.setdefault(bucket, {})
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in bucket.numels]
         if wide:
-            counts = [cost.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
+            counts = [messages.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
         known[wide] = key, Layout(bucket, counts, dtype, node_size, dense)
     return known[wide][1]
 

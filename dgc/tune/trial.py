@@ -1,22 +1,42 @@
-"""One trial: what it is to train with, and what came of it."""
+"""One trial: its setting, its command, and what the command reports."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
 
 from dgc.config import Schedule
 from dgc.schedule import parse
+from dgc.transport import find
 
+REPORTS = "DGC_TUNE_REPORTS"  # the environment variable that names a trial's file of reports
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 PLACEHOLDERS = ("sparsity", "clip_norm", "factor_masking", "epochs", "out", "trial")
 PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 NO_CLIP = "inf"  # what a command is given where there is to be no bound
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+POLL_S = 0.1
+TAIL_LINES = 15  # of a failed trial's output
+TAIL_BYTES = 8192  # of it, at most
+# What torchrun says begins so.
+TORCHRUN = re.compile(r"^.*torch.distributed.elastic.*(failed \(exitcode|Sending process)", re.MULTILINE)
 
-Objective = Callable[["Setting"], "tuple[float, float] | None"]
-Heard = Callable[[int, float, float], None]
+Heard = Callable[[int, float, float], None]  # epoch, metric, bytes
+
+listener: Heard | None = None  # of a search over a function, which reports within this process
 
 
 class NoResultError(RuntimeError):
@@ -47,17 +67,11 @@ class Setting:
         sparsity = self.expression.removeprefix("constant:")
         name, colon, arguments = sparsity.partition(":")
         if colon:
-            words = [word.replace("=true", "=True") for word in arguments.split(",")]
+            words = arguments.replace("=true", "=True").split(",")
             sparsity = f"dgc.{name}({', '.join([*words, 'steps_per_epoch=len(loader)'])})"
         clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm:.10g}"
         masking = ", factor_masking=False" if self.factor_masking is False else ""
         return f"dgc.Config(sparsity={sparsity}{masking}{clip})"
-
-    @property
-    def warmup_epochs(self) -> float | None:
-        """How long its warm-up is; None if it has none."""
-        found = re.search(r"^warmup:epochs=([^,]+)", self.expression)
-        return float(found[1]) if found else None
 
     @property
     def density(self) -> float:
@@ -67,43 +81,142 @@ class Setting:
         return math.fsum(1 - schedule(step) for step in range(self.epochs * steps)) / (self.epochs * steps)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A finished trial. Its bytes are those that one worker sent in all."""
+def report(epoch: int, metric: float, bytes_sent: float) -> None:
+    """Says what training has reached; to be called after each epoch. Without a search it does nothing.
 
-    setting: Setting
-    state: str  # complete, failed
-    kind: str  # "paper", "dense", or "" for what the sampler has drawn
-    metric: float | None
-    bytes_sent: float | None
-    reports: Mapping[int, float]  # epoch -> metric
-    seconds: float
-    why: str  # it failed
+    Of several ranks only rank 0 is heard: of Horovod, torch.distributed or :mod:`dgc.lockstep`, where one of them is
+    initialised; else by the environment of horovodrun, Open MPI or torchrun.
+
+    Args:
+        epoch: from 1.
+        metric: what is searched for: an accuracy, a loss.
+        bytes_sent: by this worker since training began; ``optimizer.report().total_bytes_sent``.
+    """
+    if (listener is None and REPORTS not in os.environ) or not _is_first():
+        return
+    epoch, metric, bytes_sent = int(epoch), float(metric), float(bytes_sent)
+    if listener is not None:
+        listener(epoch, metric, bytes_sent)
+    else:
+        with open(os.environ[REPORTS], "a") as file:
+            file.write(json.dumps({"epoch": epoch, "metric": metric, "bytes": bytes_sent}) + "\n")
 
 
-@dataclass(frozen=True)
-class Task:
-    """The task of a study, which is the same in all of its trials."""
+@contextmanager
+def heard_by(heard: Heard) -> Iterator[None]:
+    """Passes on what is reported in this process."""
+    global listener
+    listener = heard
+    try:
+        yield
+    finally:
+        listener = None
 
-    command: tuple[str, ...] | str  # or the name of a function
-    metric: str
-    maximize: bool
-    epochs: int
-    clip_norm: float | None  # of the paper's trial, 0 being none; None: it is not searched
 
-    def clipping(self, setting: Setting) -> str:
-        """The clipping in words; nothing where it is not searched."""
-        return "" if self.clip_norm is None else str(setting.clip_norm or "none")
+def _is_first() -> bool:
+    """Whether this is rank 0, as what is initialised has it; else as this process was launched."""
+    try:
+        world = find().world
+    except RuntimeError:  # nothing is
+        return next((os.environ[name] == "0" for name in RANKS if os.environ.get(name, "").isdecimal()), True)
+    return world is None or world.rank == 0
 
-    @property
-    def masks(self) -> bool:
-        """Whether trials are told of momentum factor masking: a function, or a command with the placeholder."""
-        return isinstance(self.command, str) or any("{factor_masking}" in word for word in self.command)
 
-    def fill(self, setting: Setting, out: Path) -> list[str]:
-        """The command of one trial."""
-        clip = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
-        values = {"sparsity": setting.expression, "clip_norm": clip, "epochs": self.epochs, "out": out,
-                  "trial": setting.trial,
-                  "factor_masking": "--factor-masking" if setting.factor_masking else "--no-factor-masking"}
-        return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in self.command]
+def fill(command: Sequence[str], setting: Setting, out: Path) -> list[str]:
+    """The command of one trial."""
+    values = {**asdict(setting), "sparsity": setting.expression, "out": out}
+    values["clip_norm"] = NO_CLIP if setting.clip_norm is None else f"{setting.clip_norm:.10g}"
+    values["factor_masking"] = "--factor-masking" if setting.factor_masking else "--no-factor-masking"
+    return [PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in command]
+
+
+def run_command(task: Mapping[str, Any], setting: Setting, folder: Path, environment: Mapping[str, str], heard: Heard,
+                stop: threading.Event) -> list[float]:
+    """Runs a trial's command to its end. Gives the metric and bytes that it has left in ``{out}``, if it has that.
+
+    Raises:
+        KeyboardInterrupt: it was to stop before.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    out, log, reports = folder / "out.json", folder / "log", folder / "reports.jsonl"
+    reports.touch()
+    with log.open("wb") as output, reports.open("rb") as lines:
+        process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the search
+            fill(task["command"], setting, out), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, env={**os.environ, REPORTS: str(reports), **environment})
+        try:
+            status = None
+            while status is None:
+                if stop.wait(POLL_S):
+                    raise KeyboardInterrupt
+                status = process.poll()
+                for found in new_reports(lines, status is not None):
+                    heard(*found)
+        finally:
+            end(process)
+    if status:
+        with log.open("rb") as file:  # which may be more than fits into memory
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            told = tail(file.read(TAIL_BYTES).decode(errors="replace"))
+        raise FailedError(f"status {status if status > 0 else 128 - status}; the end of {log}:\n{told}")
+    if any("{out}" in word for word in task["command"]):
+        return numbers(out.read_bytes() if out.exists() else b"", f"{out}, which the command had as {{out}},",
+                       task["metric"], "bytes_sent")
+    if reports.stat().st_size == 0:
+        raise NoResultError("the command must report its results, got none though it ended well (call "
+                            "dgc.tune.report(epoch, metric, bytes_sent) after each epoch, or have {out} in the "
+                            "command, a JSON file that it writes)")
+    return []
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends all of a trial's process group, also what a command that has ended left there."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(OSError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def share_of_machine(place: int, jobs: int) -> dict[str, str]:
+    """The environment that gives one of so many trials at a time its share of the machine."""
+    if jobs == 1:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // jobs))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place::jobs] or [devices[place % len(devices)]])
+    return environment
+
+
+def new_reports(file: BinaryIO, ended: bool) -> Iterator[tuple[int, float, float]]:
+    """Epoch, metric and bytes of what has been added since; the last line when it is whole, or nobody writes on."""
+    while line := file.readline():
+        if not line.endswith(b"\n") and not ended:
+            file.seek(-len(line), os.SEEK_CUR)
+            return
+        epoch, metric, bytes_sent = numbers(line, file.name, "epoch", "metric", "bytes")
+        yield int(epoch), metric, bytes_sent
+
+
+def numbers(text: bytes, where: str, *names: str) -> list[float]:
+    """The numbers of these names in a JSON object, which is in UTF-8 whatever the locale."""
+    try:
+        found = json.loads(text)
+        return [float(found[name]) for name in names]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise NoResultError(f"{where} must have a JSON object with the numbers {', '.join(names)}, got "
+                            f"{text.decode(errors='replace').strip()[:200]!r} ({type(error).__name__}: {error})"
+                            ) from None
+
+
+def tail(text: str) -> str:
+    """The last lines, without those that torchrun adds below: it repeats its own stack and not the error."""
+    launcher = TORCHRUN.search(text)
+    if launcher and text[:launcher.start()].strip():
+        text = text[:launcher.start()]
+    lines = text.replace("\r", "\n").rstrip().splitlines()
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:] or ["(nothing)"])

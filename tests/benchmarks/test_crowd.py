@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import dgc
-from dgc import cost
 from dgc.compression import select
+from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
+from dgc.plan import cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -52,7 +53,7 @@ def test_each_worker_has_its_own_gradient():
 def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking, monkeypatch):
     """Also where a dense sum is fewer bytes, at 50 %, and where slots are few: step after step the same weights."""
     monkeypatch.setattr(cost, "WIDE", wide)
-    monkeypatch.setattr(cost, "SLACK", 0 if workers == 8 else cost.SLACK)
+    monkeypatch.setattr(messages, "SLACK", 0 if workers == 8 else messages.SLACK)
     generator = torch.Generator().manual_seed(0)
     given = {name: torch.randn(6, workers, *shape, generator=generator) ** 3 for name, shape in SHAPES.items()}
 

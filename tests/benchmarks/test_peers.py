@@ -15,9 +15,10 @@ import torch
 from launch import ran
 
 import dgc
-from dgc import cost, planning
+from dgc import plan as planning
 from dgc.collective import World, dense_bytes
-from dgc.cost import Cluster
+from dgc.plan import cost
+from dgc.plan.cost import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

@@ -8,12 +8,12 @@ import torch
 from laws import misleading
 from pairs import DEVICE
 
-from dgc import cost
 from dgc.compression import kernels, select
 from dgc.compression.kernels import owners_plain, plain
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT, NONFINITE, Layout, seal
+from dgc.plan import cost
 
 owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="numba is not installed",
                                  exc_type=ImportError)

@@ -25,8 +25,8 @@ from laws import (
 from torch import nn
 
 import dgc
-from dgc import cost
 from dgc.engine.engine import engine_of
+from dgc.plan import cost
 from dgc.transport import find
 from dgc.transport.bytes import node_size
 

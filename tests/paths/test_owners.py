@@ -15,8 +15,8 @@ from laws import performed, walk, worlds
 from test_compressed import buckets, gradients, refusals
 
 import dgc
-from dgc import cost
 from dgc.collective import AbandonedError, World, sent_bytes
+from dgc.compression import sizes as messages
 from dgc.compression.regions import Regions, Rows
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT, seal
@@ -143,12 +143,12 @@ def test_it_is_the_transcription(size, masking, nesterov):
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize("slack", [cost.SLACK, -20])
+@pytest.mark.parametrize("slack", [messages.SLACK, -20])
 def test_nothing_is_lost(n, masking, slack, monkeypatch):
     """What ranks have accumulated is what was applied and what they have pending, in sum; also where rows have no slots
     for most entries.
     """
-    monkeypatch.setattr(cost, "row_slots", lambda slots, n: max(1, int(slots / n + slack)))
+    monkeypatch.setattr(messages, "row_slots", lambda slots, n: max(1, int(slots / n + slack)))
     mine, total = buckets(n, torch.float64), torch.zeros(buckets(1)[0].numel, dtype=torch.float64)
     config = dgc.Config(0.9, exchange="reduce", factor_masking=masking, min_numel=0)
     for step in range(8):
@@ -283,9 +283,9 @@ def test_what_is_not_sent_is_counted(monkeypatch):
     dense step has neither.
     """
     n, k, slots, kept = 4, 100, 3, 10
-    monkeypatch.setattr(cost, "row_slots", lambda *_: slots)
-    monkeypatch.setattr(cost, "kept_slots", lambda *_: kept)
-    monkeypatch.setattr(cost, "WIDE", 1)
+    monkeypatch.setattr(messages, "row_slots", lambda *_: slots)
+    monkeypatch.setattr(messages, "kept_slots", lambda *_: kept)
+    monkeypatch.setattr(messages, "WIDE", 1)
     every = torch.randn(n, 40, 50, generator=torch.Generator().manual_seed(0))
     g, whose = every.view(n, -1).double().numpy(), owners(2000, n)
     sums, came, overflow = np.where(whose == np.arange(n)[:, None], g, 0).sum(0), [[] for _ in range(n)], [0] * n

@@ -18,8 +18,7 @@ import network
 import report
 
 from dgc import cli, drawing
-from dgc.tune.result import draw, result_of
-from dgc.tune.trial import Setting, Task, Trial
+from dgc.tune import draw
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
@@ -148,10 +147,11 @@ def test_the_picture_of_a_schedule_has_dgc_below_dense(drawn, tmp_path):
 @pytest.mark.parametrize(("better", "expected"), [
     (91.0, ["the paper's schedule", "recommended", "dense"]), (89.0, ["the paper's schedule, recommended", "dense"])])
 def test_the_picture_of_a_search_names_three_trials(drawn, tmp_path, better, expected):
-    trials = [Trial(Setting(i, 5, "constant:0.99", None), "complete", kind, metric, sent, {}, 1.0, "")
-              for i, (kind, metric, sent) in enumerate([
-                  ("paper", 90.0, 2e6), ("dense", 92.0, 9e7), ("", better, 1e6), ("", 80.0, 9e5)])]
-    draw(result_of(trials, Task("train:f", "accuracy", True, 5, None), 0.0), tmp_path / "tune.png")
+    trials = [{"trial": i, "state": "complete", "metric": metric, "bytes_sent": sent}
+              for i, (metric, sent) in enumerate([(90.0, 2e6), (92.0, 9e7), (better, 1e6), (80.0, 9e5)])]
+    best = 2 if better > 90 else 0
+    draw({"task": {"metric": "accuracy"}, "trials": trials, "front": [3, best], "paper": 0, "dense": 1,
+          "recommended": trials[best]}, tmp_path / "tune.png")
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.texts] == expected
     assert [line.get_color() for line in axes.lines[:2]] == [drawing.DENSE, drawing.DGC]

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dgc import cli, tune
-from dgc.tune.command import share_of_machine
+from dgc.tune.trial import share_of_machine
 
 optuna = pytest.importorskip("optuna")
 
@@ -42,7 +42,7 @@ def test_the_same_bytes_of_nearly_the_same_schedule_are_no_error():
     optuna.load_study(study_name=None, storage="sqlite:///tune.db").enqueue_trial(
         {"density": 1.1e-3, "warmup": "stages", "warmup_length": 1.0})
     found = tune.search(objective, epochs=4, maximize=True, trials=3)
-    assert [t.state for t in found.trials] == ["complete"] * 3
+    assert [t["state"] for t in found["trials"]] == ["complete"] * 3
 
 
 def test_a_trial_that_ended_early_has_failed(capsys):
@@ -52,8 +52,8 @@ def test_a_trial_that_ended_early_has_failed(capsys):
             tune.report(epoch, 50.0, 1e6 * epoch * setting.density)
 
     found = tune.search(objective, epochs=4, maximize=True, trials=3)
-    assert [t.state for t in found.trials] == ["complete", "failed", "complete"]
-    assert found.trials[1] not in found.front and found.recommended is not found.trials[1]
+    assert [t["state"] for t in found["trials"]] == ["complete", "failed", "complete"]
+    assert 1 not in found["front"] and found["recommended"]["trial"] != 1
     assert "must report each of its 4 epochs, got 2 as the last" in capsys.readouterr().err
 
 

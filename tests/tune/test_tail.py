@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from dgc.tune.command import TAIL, tail
+from dgc.tune.trial import TAIL_LINES, tail
 
 
 def test_the_error_is_shown_and_not_torchruns_own_stack(tmp_path):
@@ -17,7 +17,7 @@ def test_the_error_is_shown_and_not_torchruns_own_stack(tmp_path):
 
 def test_of_other_output_the_last_lines_are_shown():
     lines = [f"line {i}" for i in range(40)]
-    assert tail("\n".join(lines)) == "\n".join(f"    {line}" for line in lines[-TAIL:])
+    assert tail("\n".join(lines)) == "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
     assert tail("") == "    (nothing)"
     alone = "E1129 torch/distributed/elastic/api.py:1] failed (exitcode: -9) local_rank: 0"
     assert tail(alone) == f"    {alone}"  # torchrun alone has said something

@@ -22,10 +22,8 @@ from typer.testing import CliRunner
 
 import dgc
 from dgc import cli, tune
-from dgc.tune import command as commands
 from dgc.tune import study as studies
-from dgc.tune.result import result_of
-from dgc.tune.trial import Setting, Task, Trial
+from dgc.tune import trial as one_trial
 
 optuna = pytest.importorskip("optuna")
 
@@ -65,9 +63,9 @@ def invoke(*arguments, status=0):
 
 
 def kept(study="tune.db"):
-    """number -> (state, values, attributes), as optuna itself reads the file."""
+    """number -> (state, values, attributes, parameters), as optuna itself reads the file."""
     trials = optuna.load_study(study_name=None, storage=f"sqlite:///{study}").trials
-    return {t.number: (t.state.name, t.values, t.user_attrs) for t in trials}
+    return {t.number: (t.state.name, t.values, t.user_attrs, t.params) for t in trials}
 
 
 @pytest.fixture(autouse=True)
@@ -128,15 +126,16 @@ def test_a_study_ends_with_its_front_and_a_recommendation(place):
 
 @pytest.mark.parametrize(("maximize", "metrics", "too_short"), [
     (True, (11.1, 28.3, 31.4), True), (True, (72.7, 74.0, 75.7), False), (False, (4.0, 3.9, 2.0), True)])
-def test_trainings_too_short_to_choose_by_are_told(maximize, metrics, too_short):
+def test_trainings_too_short_to_choose_by_are_told(place, maximize, metrics, too_short):
     """In which the paper's schedule has hardly begun to learn."""
-    trials = [Trial(Setting(i, 3, "constant:0.999", None), "complete", "" if i else "paper", metric, 1e6 * (i + 1), {},
-                    1.0, "") for i, metric in enumerate(metrics)]
-    found = result_of(trials, Task(("train",), "metric", maximize, 3, None), 0.0)
-    assert found.best is (trials[2] if too_short else None) and found.recommended is trials[0]
+    def objective(setting):
+        return metrics[max(0, setting.trial - 1)], 1e9 if setting.density == 1 else 1e6 + setting.trial
+
+    found = tune.search(objective, epochs=3, maximize=maximize, trials=4)
+    assert found["recommended"]["trial"] == 0
     said = []
     cli._print_found(found, lambda text, **_: said.append(str(text)))
-    assert any("too short" in text for text in said) == too_short
+    assert any("But trial 3 is far better" in text and "too short" in text for text in said) == too_short
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def test_a_study_that_is_killed_goes_on(place, number):
     assert process.returncode == (-9 if number == signal.SIGKILL else 130) and "Traceback" not in output, output
     before = kept()
     finished = {n: t for n, t in before.items() if t[0] == "COMPLETE" or (t[0] == "FAIL" and "end" in t[2])}
-    cut = {n: t for n, t in before.items() if n not in finished and "setting" in t[2] and t[0] != "WAITING"}
+    cut = {n: t for n, t in before.items() if n not in finished and t[3] and t[0] != "WAITING"}
     assert finished and cut
     if number == signal.SIGINT:
         assert "dgc tune: stopped; the same line again goes on with tune.db" in output
@@ -201,7 +200,7 @@ def test_a_study_that_is_killed_goes_on(place, number):
     assert len(set(settings)) == enough
     for n, trial in cut.items():
         assert after[n][0] == "FAIL" and n not in [t["trial"] for t in found["trials"]]
-        assert (trial[2]["setting"]["expression"], trial[2]["setting"]["clip_norm"]) in settings
+        assert trial[3] in [after[t["trial"]][3] for t in found["trials"]]
 
 
 def test_a_function_that_is_interrupted_is_run_again_and_counts_once(place):
@@ -216,8 +215,8 @@ def test_a_function_that_is_interrupted_is_run_again_and_counts_once(place):
     with pytest.raises(KeyboardInterrupt):
         tune.search(objective, epochs=1, maximize=True, trials=4)
     found = tune.search(objective, epochs=1, maximize=True, trials=4)
-    assert [(t.setting.trial, t.state) for t in found.trials] == [(n, "complete") for n in (0, 2, 3, 4)]
-    assert ran[1] == ran[2] == "constant:0" and len(ran) == 5 and found.dense is found.trials[1]
+    assert [(t["trial"], t["state"]) for t in found["trials"]] == [(n, "complete") for n in (0, 2, 3, 4)]
+    assert ran[1] == ran[2] == "constant:0" and len(ran) == 5 and found["dense"] == 2
 
 
 STUBBORN = """
@@ -239,13 +238,13 @@ def test_a_bad_trial_is_ended_with_all_that_it_started(place, monkeypatch):
     """Its metric is NaN; it ignores SIGTERM, as does what it started. So does what the good one has started, which
     ends and leaves that behind.
     """
-    monkeypatch.setattr(commands, "GRACE", 0.3)
+    monkeypatch.setattr(one_trial, "GRACE_S", 0.3)
     (place / "stubborn.py").write_text(STUBBORN)
     command = [sys.executable, "-S", "stubborn.py", "{sparsity}", "", "", "{trial}"]
     found = tune.search(command, epochs=4, maximize=True, trials=2)
-    assert [t.state for t in found.trials] == ["complete", "failed"]
-    assert found.trials[1].why == "the metric is nan at epoch 1"
-    assert found.recommended is found.paper is found.trials[0] and found.paper.metric == 3
+    assert [t["state"] for t in found["trials"]] == ["complete", "failed"]
+    assert found["trials"][1]["why"] == "the metric is nan at epoch 1"
+    assert found["recommended"]["trial"] == found["paper"] == 0 and found["recommended"]["metric"] == 3
     pids = [int(pid) for trial in "01" for pid in (place / f"{trial}.pids").read_text().split()]
     assert len(pids) == 4 and not alive(pids)
 
@@ -271,11 +270,13 @@ def test_a_function_is_searched(place):
         return (3.0, 400.0 - setting.trial) if setting.trial % 2 else None
 
     found = tune.search(objective, epochs=4, maximize=False, trials=8, clip_norm=0.5, metric="loss")
-    assert [s.trial for s in seen] == list(range(8)) and [t.setting for t in found.trials] == seen
-    assert [t.state for t in found.trials] == ["complete", "complete", "failed"] * 2 + ["complete"] * 2
-    assert [len(t.reports) for t in found.trials] == [4, 4, 1] * 2 + [4] * 2
-    assert all((t.metric, t.bytes_sent) == (3.0, 400.0 - n) for n, t in enumerate(found.trials) if n not in (2, 5))
-    assert found.recommended is found.trials[7] and found.line(found.trials[7]) == seen[7].line
+    assert [s.trial for s in seen] == list(range(8))
+    assert [t["expression"] for t in found["trials"]] == [s.expression for s in seen]
+    assert [t["state"] for t in found["trials"]] == ["complete", "complete", "failed"] * 2 + ["complete"] * 2
+    assert [len(t["reports"]) for t in found["trials"]] == [4, 4, 1] * 2 + [4] * 2
+    assert all((t["metric"], t["bytes_sent"]) == (3.0, 400.0 - n) for n, t in enumerate(found["trials"])
+               if n not in (2, 5))
+    assert found["recommended"]["trial"] == 7 and found["recommended"]["line"] == seen[7].line
     assert seen[0].clip_norm == 0.5 and seen[0].expression.endswith("end=0.999,stages=4")
     assert all(s.clip_norm is None or 0.005 <= s.clip_norm <= 50 for s in seen)
     searched = optuna.load_study(study_name=None, storage="sqlite:///tune.db").trials[0].distributions
@@ -302,7 +303,7 @@ def test_a_failing_function_is_told_and_the_rest_goes_on(place, capsys):
         return 1.0, setting.density
 
     found = tune.search(objective, epochs=1, maximize=True, trials=3)
-    assert [t.state for t in found.trials] == ["complete", "failed", "complete"]
+    assert [t["state"] for t in found["trials"]] == ["complete", "failed", "complete"]
     assert "RuntimeError: out of luck" in capsys.readouterr().err
 
 
@@ -322,7 +323,7 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes")
     import job
     drawn = optuna.trial.FixedTrial({"density": 0.001, "warmup": form, "warmup_length": 1.0})
-    setting = studies.suggest(drawn, tune.Task(("x",), "metric", True, 5, None))
+    setting = studies.suggest(drawn, {"command": ["x"], "epochs": 5, "clip_norm": None})
     given = argparse.Namespace(sparsity=job.sparsity(setting.expression))
     schedule, expected = job.schedule(given, 390, 2.0), setting.schedule(390)
     assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
@@ -335,14 +336,14 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch):
 def test_masking_follows_from_the_sparsity_where_a_trial_is_told_of_it(command, density, masked):
     """Beside momentum 0.9 it makes steps three tenths shorter at 99 %, and three quarters at 90 %."""
     drawn = optuna.trial.FixedTrial({"density": density, "warmup": "none", "warmup_length": 1.0})
-    task = tune.Task(command, "metric", True, 5, None)
+    task = {"command": command, "epochs": 5, "clip_norm": None}
     setting = studies.suggest(drawn, task)
     told = isinstance(command, str) or len(command) == 3
     assert setting.factor_masking is (masked if told else None)
     assert ("factor_masking=False" in setting.line) == (told and not masked)
     if isinstance(command, tuple):
         words = [command[0], f"constant:{1 - density:g}", "--factor-masking" if masked else "--no-factor-masking"]
-        assert task.fill(setting, Path("out.json")) == words[:len(command)]
+        assert one_trial.fill(command, setting, Path("out.json")) == words[:len(command)]
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -392,7 +393,6 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
     (["--clip-norm", "1", "true", "{sparsity}"],
      "clip_norm must be None where the command has no {clip_norm}, got 1.0"),
     (["--jobs", "2", "os:getcwd"], "jobs must be 1 for a function, which trains within this process, got 2"),
-    (["--study", "script.py", "true", "{sparsity}"], "script.py, which cannot be opened: "),
     (["--study", "a.db", "--png", "a.json", "os:getcwd"], "must be three files, got a.db, a.json and a.json"),
     (["--png", "tune.db", "os:getcwd"], "must be three files, got tune.db, tune.db and tune.json"),
 ])
@@ -417,18 +417,18 @@ def test_files_of_others_are_left_alone(place, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("code", "message"), [
     ("", "got none though it ended well (call dgc.tune.report(epoch, metric, bytes_sent) after"),
-    ("open(sys.argv[2], 'w')", "the command ended well and left no"),
-    ("open(out, 'w').write('no')", "out.json, which the command had as {out}, is no JSON: Expecting value"),
-    ("open(out, 'w').write('{\"loss\": 1, \"sent\": 2}')", "had as {out}, must be an object with "
-     "numbers as 'accuracy', which the argument metric names, and as 'bytes_sent'"),
+    ("open(sys.argv[2], 'w')", "out.json, which the command had as {out}, must have a JSON object with the numbers "
+     "accuracy, bytes_sent, got ''"),
+    ("open(out, 'w').write('no')", "must have a JSON object with the numbers accuracy, bytes_sent, got 'no'"),
+    ("open(out, 'w').write('{\"loss\": 1, \"sent\": 2}')", "got '{\"loss\": 1, \"sent\": 2}' (KeyError: 'accuracy')"),
     ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 0}')", "the bytes sent must be a number > 0, got 0 "
      "(one worker alone sends nothing"),
-    ("open(reports, 'a').write('{\"epoch\": Infinity, \"metric\": 1, \"bytes\": 1}')", "got '{\"epoch\": Inf"),
     ("open(out, 'w').write('{\"accuracy\": 1, \"bytes_sent\": 1' + '0' * 400 + '}')",
-     "and as 'bytes_sent', got accuracy, bytes_sent"),
+     "(OverflowError: "),
     ("open(reports, 'a').write('{\"epoch\": 3, \"metric\": 1, \"bytes\": 1}')", "the command "
      "must report each of its 4 epochs, got 3 as the last (it has as {epochs} how many to train)"),
-    ("open(reports, 'a').write('epoch 1: 63 %')", "must have lines such as {\"epoch\": 1, \"metric\""),
+    ("open(reports, 'a').write('epoch 1: 63 %')", "reports.jsonl must have a JSON object with the "
+     "numbers epoch, metric, bytes, got 'epoch 1"),
 ])
 def test_a_script_that_leaves_no_result_is_told_at_once(place, code, message, monkeypatch, capsys):
     (place / "broken.py").write_text(
@@ -454,13 +454,13 @@ def test_what_is_mended_goes_on_in_the_same_study(place):
     with pytest.raises(tune.NoResultError):
         tune.search(objective, epochs=4, maximize=False, trials=3)
     mended = 1
-    assert tune.search(objective, epochs=4, maximize=False, trials=2).paper is None
+    assert tune.search(objective, epochs=4, maximize=False, trials=2)["paper"] is None
     mended = 2
-    assert tune.search(objective, epochs=4, maximize=False, trials=2).paper is not None  # one more than has failed
+    assert tune.search(objective, epochs=4, maximize=False, trials=2)["paper"] is not None  # one more than has failed
     found = tune.search(objective, epochs=4, maximize=False, trials=5)
-    assert [(t.state, t.kind) for t in found.trials] == [
+    assert [(t["state"], t["kind"]) for t in found["trials"]] == [
         ("failed", "paper"), ("failed", "dense"), ("failed", "paper"), ("complete", "paper"), ("complete", "")]
-    assert found.recommended is found.paper is found.trials[3]
+    assert found["recommended"]["trial"] == found["paper"] == found["trials"][3]["trial"]
     differ = "same search, got .*: its maximize is False, asked is True; its epochs is 4, asked is 5"
     with pytest.raises(ValueError, match=differ):
         tune.search(objective, epochs=5, maximize=True, trials=3)
@@ -479,7 +479,7 @@ def test_three_failures_at_first_end_a_study(place, monkeypatch, capsys):
 def test_of_a_flood_the_end_is_told(place):
     (place / "flood.py").write_text("print('x' * 10**7); print('y' * 10**6, 'no luck'); raise SystemExit(3)\n")
     found = tune.search([sys.executable, "-S", "flood.py", "{sparsity}"], epochs=1, maximize=True, trials=1)
-    assert len(found.trials[0].why) < 10_000 and found.trials[0].why.endswith("yyy no luck")
+    assert len(found["trials"][0]["why"]) < 10_000 and found["trials"][0]["why"].endswith("yyy no luck")
 
 
 def test_without_optuna_it_says_how_to_get_it(place):
@@ -487,23 +487,6 @@ def test_without_optuna_it_says_how_to_get_it(place):
             "'true', '{sparsity}']; from dgc.__main__ import main; main()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
     assert (done.returncode, done.stderr) == (1, "dgc: tune needs optuna: pip install optuna\n")
-
-
-def test_an_optuna_that_lacks_something_says_what(tmp_path, monkeypatch):
-    (tmp_path / "optuna.py").write_text("import no_such_package\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "optuna")
-    with pytest.raises(ImportError, match="No module named 'no_such_package'"):
-        studies.import_optuna()
-
-
-def test_a_result_is_read_in_any_locale(tmp_path):
-    (tmp_path / "out.json").write_text('{"précision": 91.5, "bytes_sent": 7}', encoding="utf-8")
-    code = ("import sys; from pathlib import Path; from dgc.tune.command import result_file; "
-            "print(result_file(Path(sys.argv[1]), 'pr\\xe9cision'))")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out.json")], capture_output=True, text=True,
-                          timeout=60, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"})
-    assert done.stdout == "(91.5, 7.0)\n", done.stderr
 
 
 @pytest.mark.parametrize(("options", "told"), [((), "Recommended: trial 0"), (("--json",), '"recommended": {')])

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from dgc.compression.kernels.jit import jit
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.select import DEVIATIONS, LINE, stride
+from dgc.compression.select import DEVIATIONS, stride
+from dgc.compression.sizes import LINE
 from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
 from dgc.trace import stage
 

@@ -30,7 +30,7 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
 
 PACKAGE = Path(__file__).parents[2]
 # From which the loops have their functions and constants, which numba compiles in.
-SOURCES = (*sorted((PACKAGE / "compression").rglob("*.py")), PACKAGE / "cost.py")
+SOURCES = (*sorted((PACKAGE / "compression").rglob("*.py")),)
 
 _names = vars(caching)
 _InTree: Any = _names.get("InTreeCacheLocator") or _names["_InTreeCacheLocator"]  # as it was called before

@@ -42,9 +42,10 @@ from dgc.compression.kernels.cpu import (
     _value,
 )
 from dgc.compression.kernels.jit import jit
-from dgc.compression.regions import LINE, Arrived, Plan, Rows, Taken
+from dgc.compression.regions import Arrived, Plan, Rows, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
+from dgc.compression.sizes import LINE
 from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, TOP
 
 SPREAD = 1 << 16  # entries of the update that are written together

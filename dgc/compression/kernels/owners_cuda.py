@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgc.compression import regions, wire
+from dgc.compression import sizes as message_sizes
+from dgc.compression import wire
 from dgc.compression.device import tensor_of, to_device
 from dgc.compression.kernels import cuda, owners_plain
 from dgc.compression.kernels.cuda import (
@@ -41,7 +42,7 @@ from dgc.compression.kernels.cuda import (
 from dgc.compression.regions import Arrived, Plan, Rows, Taken
 from dgc.compression.residual import Bucket, Gradient
 
-LINE = tl.constexpr(regions.LINE)  # neighbours that one owner adds up
+LINE = tl.constexpr(message_sizes.LINE)  # neighbours that one owner adds up
 CORRUPT = tl.constexpr(wire.CORRUPT)
 NOWHERE = tl.constexpr(2**31 - 1)  # of a slot that is not used: beyond every region
 PIECE_TILES = BLOCK.value // TILE.value  # of a piece of a region, at most

@@ -12,8 +12,9 @@ from torch import Tensor
 from dgc.compression import device, kernels
 from dgc.compression import select as selection
 from dgc.compression.kernels.plain import Scattered
-from dgc.compression.regions import LINE, Arrived, Plan, Taken
+from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.sizes import LINE
 from dgc.compression.wire import CORRUPT, NONFINITE
 
 

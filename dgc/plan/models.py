@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
-import os
-import re
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+
+from dgc.user_code import NAME, callable_named, theirs
 
 Shape = tuple[int, ...]
 
-NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
 ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model', 'state_dict' or 'model_state_dict'"
 
 
@@ -153,9 +146,6 @@ def load(model: str) -> Loaded:
         raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
                          f"got {_said(made)}")
     trained = [p for p in module.parameters() if p.requires_grad]
-    if any(map(is_lazy, trained)):
-        raise ValueError(f"model must have parameters with shapes, got {model!r}, which has lazy ones (call the module "
-                         "once in the function: they take their shapes from what it is called with)")
     loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
     if not loaded.numel:
         raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
@@ -168,55 +158,6 @@ def _said(made: Any) -> str:
         return f"a {type(made).__name__}"
     types = f"({', '.join(type(part).__name__ for part in made)})"
     return types + (" (put the inputs into a tuple: return model, (inputs,))" if len(made) == 2 else "")
-
-
-def callable_named(name: str) -> Callable[..., Any]:
-    """The object that ``module:name`` means, with modules of the current folder.
-
-    Raises:
-        ValueError: there is none, or it cannot be called.
-        TheirError: by the module.
-    """
-    module, _, attributes = name.partition(":")
-    if module.endswith(".py"):
-        named = module.removesuffix(".py")
-        raise ValueError(f"{name!r} must name a module, got a file (for {module} in this folder: {named}:{attributes})")
-    here = os.getcwd()  # which the module may change
-    sys.path.insert(0, here)
-    try:
-        with theirs():
-            imported = importlib.import_module(module)
-        found = operator.attrgetter(attributes)(imported)
-    except AttributeError as error:
-        raise ValueError(f"{name!r}; {error}") from None
-    except TheirError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):  # it, or its package
-            raise ValueError(f"{name!r}; {cause}") from None
-        raise
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"{name!r} must be a callable, got a {type(found).__name__}")
-    return found
-
-
-class TheirError(Exception):
-    """An error of the user's own code, and where it was raised."""
-
-
-@contextmanager
-def theirs() -> Iterator[None]:
-    """Around the user's own code."""
-    here = os.getcwd()
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # a script that ends itself would end us, in silence
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
-        place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
-                        for f in (own or frames)[-1:])
-        raise TheirError(f"{type(error).__name__}: {error}{place}") from error
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -241,10 +182,6 @@ def _checkpoint(file: str) -> list[torch.Tensor]:
                          f"{', '.join(map(repr, inner))} (save one of these alone, or as 'state_dict')")
     kept = {name: tensor for name, tensor in tensors.items()
             if tensor.is_floating_point() and not str(name).endswith(("running_mean", "running_var"))}
-    for name, tensor in kept.items():
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise ValueError(f"model must be {ACCEPTED}, of dense tensors, got {file!r}, whose {name!r} is "
-                             f"{'nested' if tensor.is_nested else 'sparse'}")
     if not any(tensor.numel() for tensor in kept.values()):
         raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which holds no parameters")
     return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once

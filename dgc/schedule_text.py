@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from dgc.schedule.by_network import Adaptive, adaptive
-from dgc.schedule.functions import Piecewise, Ramp, constant, dense_until, piecewise, warmup
+from dgc.schedule import Adaptive, Piecewise, Ramp, adaptive, constant, dense_until, piecewise, warmup
 
 T = TypeVar("T")
 
@@ -15,31 +14,11 @@ NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 FORMS = ("0.999, constant:0.999, warmup:epochs=4,end=0.999, piecewise:0=0.75,1000=0.999, dense_until:1000,then=0.999, "
          "adaptive:least=0.99,most=0.9999")
 ARGUMENTS = {"warmup": ("epochs", "start", "end", "stages", "per_step"), "dense_until": ("then",),
-        "adaptive": ("least", "most", "start", "every")}
+             "adaptive": ("least", "most", "start", "every")}
 
 
 def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
-    """Reads a schedule that was written in a shell or a configuration file.
-
-    These are accepted, without spaces; arguments are those of the functions here, and may be left out as there:
-
-        0.999, constant:0.999
-        warmup:epochs=4,start=0.75,end=0.999,per_step=true
-        warmup:epochs=0.6,stages=4
-        warmup
-        piecewise:0=0.75,1000=0.999
-        dense_until:1000,then=0.999
-        adaptive:least=0.99,most=0.9999,start=0.999,every=10
-        adaptive
-
-    Args:
-        expression: the schedule. A number, as YAML and JSON have it, is a constant sparsity.
-        steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
-
-    Raises:
-        TypeError, ValueError: it is none of these. The message repeats it, and says where it goes wrong and what is
-            accepted.
-    """
+    """:func:`dgc.schedule.parse`."""
     if not isinstance(expression, str):
         return constant(expression)
     name, colon, rest = expression.partition(":")

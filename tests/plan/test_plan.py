@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import dgc
-from dgc import planning as plan
-from dgc.cost import WIDE, Cluster, Link
-from dgc.planning import Local, Method
-from dgc.planning.predict import OWNED, REDUCE
+from dgc import plan
+from dgc.compression.sizes import WIDE
+from dgc.plan import Local, Method
+from dgc.plan.cost import Cluster, Link
+from dgc.plan.predict import OWNED, REDUCE
+from dgc.user_code import TheirError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -408,8 +410,6 @@ def test_report_reaches_65536_workers_and_is_plain_json(tmp_path):
 
 def test_parts_of_nodes_are_not_made_up():
     assert plan.of_size(cluster(3, 4), 2).gpus == 2 and plan.of_size(cluster(3, 4), 8).nodes == 2
-    with pytest.raises(ValueError, match="workers must be 1 to 4, or a multiple of 4, got 6"):
-        plan.of_size(cluster(3, 4), 6)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -423,7 +423,6 @@ def here(tmp_path, monkeypatch):
         "def alone():\n    return nn.Linear(4, 3)\n"
         "def frozen():\n    return nn.Linear(4, 3).requires_grad_(False)\n"
         "def nothing():\n    return 7\n"
-        "def lazy():\n    return nn.LazyLinear(3)\n"
         "def ends():\n    raise SystemExit\n"
         "class Two(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return {'y': self.a(x), 'hidden': (self.a(x), None)}\n"
@@ -448,7 +447,6 @@ def test_a_callable_of_the_users(here):
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
     for wrong, message in (("mine:frozen", "model must have parameters to train, got 'mine:frozen'"),
                            ("mine:nothing", r"must return a torch\.nn\.Module, .* got a int"),
-                           ("mine:lazy", r"have parameters with shapes, got 'mine:lazy', .* \(call the module once"),
                            (".mine:alone", "model must be resnet50"),
                            ("mine:bare", r"got \(Linear, Tensor\) \(put the inputs into a tuple"),
                            ("mine.py:build", r"must name a module, got a file \(.*: mine:build\)"),
@@ -459,7 +457,7 @@ def test_a_callable_of_the_users(here):
                            ("mine.py", r"model must be resnet50, .*, module:callable, .* got 'mine\.py'")):
         with pytest.raises(ValueError, match=message):
             plan.load(wrong)
-    with pytest.raises(plan.TheirError, match=r"SystemExit: .*mine\.py, line 14, in ends\)"):
+    with pytest.raises(TheirError, match=r"SystemExit: .*mine\.py, line 12, in ends\)"):
         plan.load("mine:ends")
 
 
@@ -478,12 +476,10 @@ def test_a_checkpoint(here):
     Path("full_disk.pt").touch()  # torch then raises an error without a word
     torch.save(model, "pickled.pt")
     torch.save({"weight": torch.zeros(0, 3)}, "of_no_entries.pt")
-    torch.save({"model": {"weight": torch.zeros(2, 3).to_sparse()}}, "sparse.pt")
     torch.save({"generator": model.state_dict(), "loss": torch.tensor(0.3)}, "beside.pt")
     for file, message in (("empty.pt", "holds no parameters"), ("of_no_entries.pt", "holds no parameters"),
                           ("not.pt", r"got .*not\.pt"),
                           ("beside.pt", r"tensors beside dicts of tensors, 'generator' \(save one of these alone"),
-                          ("sparse.pt", r"of dense tensors, got 'sparse\.pt', whose 'weight' is sparse"),
                           ("pickled.pt", "must be a checkpoint's file with a state dict, alone"),
                           ("full_disk.pt", r"reads, got 'full_disk\.pt' \(torch says: EOFError")):
         with pytest.raises(ValueError, match=message):

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from dgc.config import UNMASKED, Config
-from dgc.cost import Cluster
-from dgc.planning.models import Shape
-from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
+from dgc.plan.cost import Cluster
+from dgc.plan.models import Shape
+from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
 from dgc.schedule import FIRST, Piecewise, piecewise, warmup
 
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little

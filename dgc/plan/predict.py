@@ -1,6 +1,6 @@
 """How long a step takes, for a model on a cluster, by every way to add up gradients.
 
-The predictions combine the compute time of one worker with a model of the exchange (:mod:`dgc.cost`), as the paper's
+The predictions combine the compute time of one worker with a model of the exchange (``cost.py``), as the paper's
 section 5 does after Wen et al., "TernGrad" (2017): compute is measured or given, and communication is computed.
 
 A step is a forward pass, of a third of the compute time, and a backward pass that completes the gradients of the last
@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from dgc import cost
+from dgc.compression import sizes as messages
 from dgc.config import Config
-from dgc.cost import Cluster, Exchange, Link
-from dgc.planning.buckets import PlannedBucket, buckets, dense_buckets
-from dgc.planning.models import Shape
+from dgc.plan import cost
+from dgc.plan.buckets import PlannedBucket, buckets, dense_buckets
+from dgc.plan.cost import Cluster, Exchange, Link
+from dgc.plan.models import Shape
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
 LARGEST = 65_536  # workers
@@ -45,9 +46,6 @@ class Local:
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
         round: for each entry of a dense sum that DGC rounds (``Config(dense_dtype=...)``): to round and to add.
             Default: on a CPU core (benchmarks/results/rounded.json).
-
-    Raises:
-        ValueError: one of them is negative or not finite.
     """
 
     compress: float = 1e-9
@@ -55,11 +53,6 @@ class Local:
     convert: float = 0.55e-9
     start: float = 0.0
     round: float = 16e-9
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"Local: {name} must be a finite number >= 0, got {value!r}")
 
 
 DGC, CPU = Config(), Local()
@@ -154,23 +147,24 @@ class _Part(NamedTuple):
 def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Config, local: Local) -> _Part:
     n, g, worked, received = cluster.nodes, cluster.gpus, 0.0, 0.0
     if method.kind != "dgc":
-        width = 2 if method.kind == "float16" else cost.FLOAT32
+        width = 2 if method.kind == "float16" else messages.FLOAT32
         own = width * bucket.numel
         rounds = cost.DENSE[method.name](own, n, g)
         seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
     elif bucket.sizes is None:
-        sizes = cost.always_dense(bucket.numel, config.dense_dtype)
-        rounds, own = cost.dense_sum(sizes, n, g), cost.summed_bytes(sizes, n * g)
-        seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * cost.rounds(sizes, n * g)
+        sizes = messages.always_dense(bucket.numel, config.dense_dtype)
+        rounds, own = cost.dense_sum(sizes, n, g), messages.summed_bytes(sizes, n * g)
+        seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * messages.rounds(sizes, n * g)
     else:
         rounds = cost.exchange(method.name, bucket.sizes, n, g)
-        seconds, dense = cost.seconds(rounds, cluster), cost.sends_dense(method.name, bucket.sizes, n, g)
-        contributors = n if method.exchange.hierarchical else n * g
-        own = (cost.summed_bytes(bucket.sizes, contributors) if dense
+        contributors = method.exchange.contributors(n, g)
+        seconds = cost.seconds(rounds, cluster)
+        dense = messages.sends_dense(method.exchange.exchange, bucket.sizes, contributors)
+        own = (messages.summed_bytes(bucket.sizes, contributors) if dense
                else method.exchange.own_bytes(bucket.sizes, n, g))
         worked = local.compress * bucket.numel
         if dense:
-            seconds += local.round * bucket.numel * cost.rounds(bucket.sizes, contributors)
+            seconds += local.round * bucket.numel * messages.rounds(bucket.sizes, contributors)
         else:
             received = local.receive * bucket.slots * _messages(method.exchange, n, g)
             if method.exchange.exchange == "reduce":
@@ -181,18 +175,12 @@ def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Confi
 def _messages(exchange: Exchange, n: int, g: int) -> int:
     """How many messages a worker decodes."""
     if exchange.exchange == "reduce":
-        return 2 * cost.WIDE
+        return 2 * messages.WIDE
     return n if exchange.hierarchical else n * g
 
 
 def of_size(cluster: Cluster, workers: int) -> Cluster:
-    """Makes a cluster of the same kind with so many workers: whole nodes, or a part of one.
-
-    Raises:
-        ValueError: neither is possible.
-    """
-    if workers < 1 or (workers > cluster.gpus and workers % cluster.gpus):
-        raise ValueError(f"workers must be 1 to {cluster.gpus}, or a multiple of {cluster.gpus}, got {workers}")
+    """A cluster of the same kind with so many workers: whole nodes, or a part of one."""
     gpus = min(workers, cluster.gpus)
     return replace(cluster, nodes=workers // gpus, gpus=gpus)
 

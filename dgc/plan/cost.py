@@ -12,7 +12,6 @@ part of ``Link.copying``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
+from dgc.compression.sizes import Sizes, chunk_bytes, kept, rounds, row, sends_dense
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,11 @@ class Link:
         bandwidth: bytes a second (1 / beta).
         copying: seconds that the sending and the receiving host work for each byte, while the wire waits: the copies
             and additions of TCP on busy processors. 0 where the network card does it all.
-
-    Raises:
-        ValueError: one of them is negative, not finite, or a bandwidth is 0.
     """
 
     latency: float
     bandwidth: float
     copying: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("latency", "bandwidth", "copying"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
-                raise ValueError(f"Link: {name} must be a finite number {'> 0' if name == 'bandwidth' else '>= 0'}, "
-                                 f"got {value!r}")
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes / self.bandwidth + nbytes * self.copying
@@ -62,20 +51,12 @@ class Cluster:
         gpus: workers in each of them.
         between: the port of a node.
         inside: what connects a worker with the others of its node, and with the port.
-
-    Raises:
-        ValueError: fewer than one node or worker.
     """
 
     nodes: int
     gpus: int
     between: Link
     inside: Link
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"Cluster: {name} must be an integer >= 1, got {getattr(self, name)!r}")
 
     @property
     def workers(self) -> int:
@@ -160,7 +141,7 @@ def round_robin(nbytes: float, n: int, g: int) -> Rounds:
 
 def tree(nbytes: float, n: int, g: int) -> Rounds:
     """Binomial trees, one up to the root and one down from it: 2 ceil(log2 P) rounds of M (Thakur et al. 2005)."""
-    return tuple(_there_and_back(nbytes, n * g, g, "tree", 1 << level) for level in range((n * g - 1).bit_length()))
+    return tuple(Round(2, nbytes, *_ports(n * g, g, "tree", 1 << level)) for level in range((n * g - 1).bit_length()))
 
 
 def butterfly(nbytes: float, n: int, g: int) -> Rounds:
@@ -169,12 +150,10 @@ def butterfly(nbytes: float, n: int, g: int) -> Rounds:
     """
     workers = n * g
     power = 1 << (workers.bit_length() - 1)
-    extra, rounds = workers - power, []
-    if extra:
-        rounds.append(_there_and_back(nbytes, workers, g, "fold", extra))
-    for level in range(power.bit_length() - 1):
-        rounds.append(_there_and_back(nbytes / 2 ** (level + 1), workers, g, "butterfly", 1 << level))
-    return tuple(rounds)
+    extra = workers - power
+    folded = [Round(2, nbytes, *_ports(workers, g, "fold", extra))] if extra else []
+    return (*folded, *(Round(2, nbytes / 2 ** (level + 1), *_ports(workers, g, "butterfly", 1 << level))
+                       for level in range(power.bit_length() - 1)))
 
 
 def ring(nbytes: float, n: int, g: int) -> Rounds:
@@ -198,17 +177,6 @@ DENSE: dict[str, Callable[[float, int, int], Rounds]] = {
 
 # -- messages of Deep Gradient Compression -----------------------------------------------------------------------------
 
-class Sizes(NamedTuple):
-    """Bytes of one bucket, on one worker."""
-
-    dense: int  # all entries, as they are summed
-    message: int  # indices and values, as they are gathered
-    numel: int = 0  # entries of the bucket
-    slots: int = 0  # those that are chosen, of a worker
-    width: int = 2  # bytes of one of their values in a message
-    rounded: int = 0  # bytes of a value in a dense sum that is rounded (``Config(dense_dtype=...)``); 0: it is not
-
-
 def allgather(sizes: Sizes, n: int, g: int) -> Rounds:
     """All messages to all workers, around a ring: (P - 1) m. Recursive doubling, which the paper's section 5 assumes,
     sends as much: what has been put together doubles at each of its log2 P steps.
@@ -220,62 +188,7 @@ def hierarchical(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; then each worker gathers a g-th part of the nodes' messages, and the node puts them
     together: over each port pass (n - 1) m.
     """
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(n - 1, sizes.message / g, g),
-                 Round((g - 1) * (n > 1), n * sizes.message / g, 0))
-
-
-# Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
-# on: the same number, as an entry waits at a worker and again at its owner. More => more bytes, shorter waits.
-WIDE = 3
-SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
-
-
-def sealed(nbytes: int) -> int:
-    """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
-    return nbytes + -nbytes % 4 + 8
-
-
-LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
-
-
-def region(numel: int, n: int) -> int:
-    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of ``LINE``."""
-    return -(-numel // (LINE * n)) * LINE
-
-
-def wide(numel: int, slots: int) -> int:
-    """Entries that the reduce exchange sends of a parameter, or of a bucket, of which an all-gather sends ``slots``."""
-    return min(numel, WIDE * slots)
-
-
-def row_slots(slots: int, n: int) -> int:
-    """Entries for which a worker has room in what it sends to each of n owners: few are in its own region, of which
-    it keeps the large ones.
-    """
-    mean = slots / max(1, n - 1)
-    return min(slots, math.ceil(mean + SLACK * math.sqrt(mean)) + 1)
-
-
-def kept_slots(numel: int, slots: int, n: int) -> int:
-    """Entries that each of n owners passes on to all, which are together as many as a worker sends."""
-    return min(region(numel, n), -(-slots // n))
-
-
-def row_bytes(slots: int, size: int, width: int) -> int:
-    """Bytes of a row of so many entries of a region (:class:`dgc.compression.regions.Rows`)."""
-    return sealed(4 * -(-size // (1 << 16)) + (width + 2) * slots + 2)
-
-
-def _row(sizes: Sizes, n: int) -> int:
-    """Bytes of what a worker sends to each of N owners."""
-    slots = row_slots(wide(sizes.numel, sizes.slots), n)
-    return row_bytes(slots, region(sizes.numel, n), sizes.width)
-
-
-def _kept(sizes: Sizes, n: int) -> int:
-    """Bytes of what each of N owners passes on."""
-    slots = kept_slots(sizes.numel, wide(sizes.numel, sizes.slots), n)
-    return row_bytes(slots, region(sizes.numel, n), sizes.width)
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *_to_all_nodes(sizes.message, n, g))
 
 
 def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -283,83 +196,16 @@ def reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     bytes that hardly grow with P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse
     allreduce", PPoPP 2022).
     """
-    to_owners = _shifts(_row(sizes, n * g), n, g)
-    return (*to_owners, *_some(Round(n * g - 1, _kept(sizes, n * g), int(n > 1))))
+    to_owners = _shifts(row(sizes, n * g), n, g)
+    return (*to_owners, *_some(Round(n * g - 1, kept(sizes, n * g), int(n > 1))))
 
 
 def hierarchical_reduce(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; each worker carries a g-th part of what nodes send one another, and the node puts them
     together.
     """
-    row, kept = _row(sizes, n), _kept(sizes, n)
-    return _some(Round(2 * (g - 1), sizes.dense / g, 0),
-                 Round(n - 1, row / g, g), Round((g - 1) * (n > 1), n * row / g, 0),
-                 Round(n - 1, kept / g, g), Round((g - 1) * (n > 1), n * kept / g, 0))
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A way to exchange compressed gradients.
-
-    Args:
-        rounds: of one bucket's messages, on n nodes of g workers.
-        exchange: its name in :class:`dgc.Config`.
-        hierarchical: nodes exchange, rather than workers.
-    """
-
-    rounds: Callable[[Sizes, int, int], Rounds]
-    exchange: str
-    hierarchical: bool = False
-
-    def own_bytes(self, sizes: Sizes, n: int, g: int) -> int:
-        """Bytes that a worker contributes: its message; or its rows, and what it passes on as an owner."""
-        if self.exchange == "reduce":
-            contributors = n if self.hierarchical else n * g
-            return contributors * _row(sizes, contributors) + _kept(sizes, contributors)
-        return sizes.message
-
-    def sends_dense(self, sizes: Sizes, n: int, g: int) -> bool:
-        """See :func:`sends_dense`."""
-        contributors = n if self.hierarchical else n * g
-        each, dense = 2 * (contributors - 1) / contributors, _summed(sizes, contributors)
-        if self.exchange == "reduce":
-            return each * dense < (contributors - 1) * (_row(sizes, contributors) + _kept(sizes, contributors))
-        return 2 * dense < sizes.message * contributors
-
-
-# -- dense sums that are rounded ---------------------------------------------------------------------------------------
-
-NEIGHBOURS = 256  # entries that share an exponent
-
-
-def chunk(numel: int, n: int) -> int:
-    """Entries of each of the N parts of a bucket that one owner adds up, an even number."""
-    return -(-numel // (2 * n)) * 2
-
-
-def chunk_bytes(numel: int, n: int, width: int) -> int:
-    """Bytes of such a part (:class:`dgc.compression.chunks.Chunks`)."""
-    return sealed(width * chunk(numel, n) + 2 * -(-chunk(numel, n) // NEIGHBOURS))
-
-
-def rounds(sizes: Sizes, n: int) -> bool:
-    """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
-    return sizes.rounded > 0 and n > 1 and n * chunk_bytes(sizes.numel, n, sizes.rounded) < sizes.dense
-
-
-def always_dense(numel: int, dtype: torch.dtype | None, itemsize: int = FLOAT32) -> Sizes:
-    """The sizes of a bucket that always travels dense.
-
-    Args:
-        dtype: in which, as in :class:`dgc.Config`.
-        itemsize: bytes of an entry that is not rounded.
-    """
-    return Sizes(itemsize * numel, 0, numel, rounded=0 if dtype is None else dtype.itemsize)
-
-
-def summed_bytes(sizes: Sizes, n: int) -> int:
-    """Bytes that one of N contributes to a dense sum: its entries; rounded, a part for each, and sums for all."""
-    return (n + 1) * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
+    return _some(Round(2 * (g - 1), sizes.dense / g, 0), *_to_all_nodes(row(sizes, n), n, g),
+                 *_to_all_nodes(kept(sizes, n), n, g))
 
 
 def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -381,9 +227,20 @@ def hierarchical_rounded(sizes: Sizes, n: int, g: int) -> Rounds:
                  Round(2 * (g - 1), n * nbytes / g, 0))
 
 
-def _summed(sizes: Sizes, n: int) -> int:
-    """M of a dense sum of N contributors, of which each sends 2 (N - 1) / N M."""
-    return n * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
+class Exchange(NamedTuple):
+    """A way to exchange compressed gradients."""
+
+    rounds: Callable[[Sizes, int, int], Rounds]  # of one bucket's messages, on n nodes of g workers
+    exchange: str  # its name in dgc.Config
+    hierarchical: bool = False  # nodes exchange, rather than workers
+
+    def contributors(self, n: int, g: int) -> int:
+        return n if self.hierarchical else n * g
+
+    def own_bytes(self, sizes: Sizes, n: int, g: int) -> int:
+        """Bytes that a worker contributes: its message; or its rows, and what it passes on as an owner."""
+        peers = self.contributors(n, g)
+        return peers * row(sizes, peers) + kept(sizes, peers) if self.exchange == "reduce" else sizes.message
 
 
 EXCHANGES: dict[str, Exchange] = {
@@ -393,15 +250,6 @@ EXCHANGES: dict[str, Exchange] = {
     "hierarchical reduce": Exchange(hierarchical_reduce, "reduce", hierarchical=True)}
 
 
-def sends_dense(name: str, sizes: Sizes, n: int, g: int) -> bool:
-    """Whether the same entries travel as one dense sum, which would be fewer bytes ("never more bytes than dense").
-
-    Each worker sends 2 (N-1)/N of a sum, and (N-1) messages; N counts nodes where the exchange is hierarchical. With
-    all-gather it is the rule of :func:`dgc.paths.compressed.reduce`.
-    """
-    return EXCHANGES[name].sends_dense(sizes, n, g)
-
-
 def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
     """The rounds of one bucket: those of the exchange of this name, or of a dense sum where that is fewer bytes. With
     nodes that goes on from the mean that all ranks of a node have, and so ends with a gather within it.
@@ -409,7 +257,7 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
     if n * g == 1:
         return ()
     chosen = EXCHANGES[name]
-    if not chosen.sends_dense(sizes, n, g):
+    if not sends_dense(chosen.exchange, sizes, chosen.contributors(n, g)):
         return chosen.rounds(sizes, n, g)
     if not chosen.hierarchical:
         return dense_sum(sizes, n, g)
@@ -420,9 +268,9 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
 
 # -- who sends to whom -------------------------------------------------------------------------------------------------
 
-def _there_and_back(nbytes: float, workers: int, g: int, pattern: str, distance: int) -> Round:
-    """A round of a pattern, and later the same the other way round."""
-    return Round(2, nbytes, *_both_ways(workers, g, pattern, distance))
+def _to_all_nodes(nbytes: float, n: int, g: int) -> Rounds:
+    """Each worker carries a g-th part of what its node sends all others, and the node puts what came together."""
+    return Round(n - 1, nbytes / g, g), Round((g - 1) * (n > 1), n * nbytes / g, 0)
 
 
 def _shifts(nbytes: float, n: int, g: int) -> Rounds:
@@ -435,21 +283,14 @@ def _shifts(nbytes: float, n: int, g: int) -> Rounds:
 
 
 @cache
-def _both_ways(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """Counts a round as :func:`_across`, and the one back with it."""
-    across, loads = _across(workers, g, pattern, distance)
-    return across, loads + loads.flip(0)
-
-
-@cache
-def _across(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
-    """Counts the messages of one round of a pattern: those that leave by the busiest port, of which none receives more;
-    and those that leave by each and come in, float64.
+def _ports(workers: int, g: int, pattern: str, distance: int) -> tuple[int, Tensor]:
+    """Of one round of a pattern: the messages that leave by the busiest port, of which none receives more; and how many
+    leave by each and come in, in this round and the same the other way round, float64.
     """
     nodes = torch.stack(_pairs(workers, pattern, distance)) // g
     crossing = nodes[:, nodes[0] != nodes[1]]
     loads = torch.stack([torch.bincount(side, minlength=workers // g) for side in crossing]).double()
-    return int(loads[0].max()), loads
+    return int(loads[0].max()), loads + loads.flip(0)
 
 
 def _pairs(workers: int, pattern: str, distance: int) -> tuple[Tensor, Tensor]:

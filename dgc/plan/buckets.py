@@ -12,11 +12,11 @@ import torch
 
 from dgc.compression import select
 from dgc.compression.residual import Bucket
+from dgc.compression.sizes import Sizes
 from dgc.compression.wire import Layout
 from dgc.config import Config
-from dgc.cost import Sizes
 from dgc.engine.buckets import compressible, pack
-from dgc.planning.models import Shape
+from dgc.plan.models import Shape
 
 
 class PlannedBucket(NamedTuple):

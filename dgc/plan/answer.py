@@ -10,10 +10,10 @@ import torch
 
 from dgc import drawing
 from dgc.config import Config
-from dgc.cost import Cluster
-from dgc.planning.advise import Advice, Optimizer, advise, bearable, bits, duration, waiting
-from dgc.planning.models import Loaded
-from dgc.planning.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
+from dgc.plan.advise import Advice, Optimizer, advise, bearable, bits, duration, waiting
+from dgc.plan.cost import Cluster
+from dgc.plan.models import Loaded
+from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, of_size, predict, sizes
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,299 @@
+"""Schedules: the optimizer's step -> the share of entries kept back.
+
+A schedule is only a function of the step, so any callable will do. Those here are small frozen objects:
+they compare, pickle and print, which a closure does not. :func:`adaptive` alone looks at more than the step: its object
+holds the settings and the law, and what it has found lies with the optimizer's learning rate.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Integral, Real
+from typing import NamedTuple
+
+from dgc.config import check_sparsity
+
+FIRST = 0.75  # where a warm-up begins
+MAX_PARTS = 10_000  # parts of a warm-up, each of which is written down
+ROUNDED_PARTS = 10  # with a rounded factor; of more, its error would add up => 0.995 as 1 never warms up
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """Holds ``sparsities[i]`` from step ``steps[i]`` on. Made by :func:`piecewise` and :func:`warmup`."""
+
+    steps: tuple[int, ...]
+    sparsities: tuple[float, ...]
+
+    def __call__(self, step: int) -> float:
+        return self.sparsities[bisect.bisect_right(self.steps, step) - 1]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Multiplies the density by the same factor at every step. Made by ``warmup(..., per_step=True)``."""
+
+    steps: int
+    start: float
+    end: float
+
+    def __call__(self, step: int) -> float:
+        if step >= self.steps:
+            return self.end
+        ratio = (1.0 - self.end) / (1.0 - self.start)
+        return 1.0 - (1.0 - self.start) * ratio ** (step / self.steps)
+
+
+def constant(sparsity: float) -> Piecewise:
+    """The same sparsity at every step.
+
+    Args:
+        sparsity: in [0, 1).
+
+    Raises:
+        TypeError, ValueError: it is no number, or outside [0, 1).
+    """
+    return Piecewise((0,), (check_sparsity(sparsity, "constant: sparsity"),))
+
+
+def piecewise(points: Mapping[int, float]) -> Piecewise:
+    """Each sparsity from its step on: ``piecewise({0: 0.9, 1000: 0.99, 2000: 0.999})``.
+
+    Args:
+        points: first step (int >= 0) -> sparsity in [0, 1). One of the steps is 0.
+
+    Raises:
+        ValueError: no dict, no point at step 0, a negative step, or a sparsity outside [0, 1).
+    """
+    if not isinstance(points, Mapping):
+        raise ValueError(f"piecewise: points must be a dict such as {{0: 0.9, 1000: 0.999}}, got {points!r}")
+    for step, sparsity in points.items():
+        if not isinstance(step, Integral) or step < 0:  # numpy's, too
+            raise ValueError(f"piecewise: steps must be integers >= 0, got {step!r}")
+        check_sparsity(sparsity, f"piecewise: the sparsity from step {step} on")
+    if 0 not in points:
+        raise ValueError(f"piecewise: the points must say what holds at step 0, got {dict(points)!r}")
+    steps = tuple(sorted(map(int, points)))
+    return Piecewise(steps, tuple(float(points[step]) for step in steps))
+
+
+def dense_until(step: int, then: float = 0.999) -> Piecewise:
+    """Dense (sparsity 0) for the first ``step`` steps, ``then`` afterwards.
+
+    Args:
+        step: int >= 0, in optimizer steps.
+        then: sparsity in [0, 1).
+
+    Raises:
+        TypeError, ValueError: ``step`` is no int >= 0, or ``then`` no number in [0, 1).
+    """
+    if not isinstance(step, Integral) or step < 0:
+        raise ValueError(f"dense_until: step must be an integer >= 0, got {step!r}")
+    return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
+
+
+def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = None, end: float = 0.999,
+           stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
+    """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
+
+    The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is
+    ((1 - end) / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the paper's is
+    1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the same warm-up in proportion.
+
+    Args:
+        epochs: length of the warm-up; 0 for none.
+        steps_per_epoch: optimizer steps in one epoch (not batches, if gradients are accumulated).
+        start: sparsity of the first epoch. None: 0.75, or ``end`` where that is less.
+        end: sparsity after the warm-up.
+        stages: equal parts of the warm-up, in place of epochs, from one to the next of which the density falls.
+        per_step: fall by a smaller factor at each step (unrounded), instead of at each epoch.
+
+    Raises:
+        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
+            ``per_step``, more than 10,000 parts or 2**63 steps, or a sparsity that is no number in [0, 1).
+    """
+    end = check_sparsity(end, "warmup: end")
+    start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
+    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs >= 0):
+        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
+    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
+        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
+    if stages is not None and (not isinstance(stages, Integral) or stages < 1):
+        raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
+    if not isinstance(per_step, bool):
+        raise ValueError(f"warmup: per_step must be True or False, got {per_step!r}")
+    if stages is not None and per_step:
+        raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
+    if (steps := epochs * steps_per_epoch) > 2**63:
+        raise ValueError(f"warmup: epochs times steps_per_epoch must be at most 2**63, got {steps:g}")
+    length = round(steps)
+    if length == 0:
+        return constant(end)
+    if per_step:
+        return Ramp(length, start, end)
+    parts = epochs if stages is None else stages
+    if parts > MAX_PARTS:
+        name = "epochs" if stages is None else "stages"
+        raise ValueError(f"warmup: {name} must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True falls at each "
+                         "step)")
+    factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
+    if parts <= ROUNDED_PARTS:
+        factor = float(f"{factor:.2g}")
+    furthest = min if end >= start else max  # rounding the factor must not carry us past the end
+    points = {round(part * epochs * steps_per_epoch / parts): furthest(end, 1 - (1 - start) * factor**part)
+              for part in range(math.ceil(parts))}
+    return piecewise({**points, length: end})
+
+
+# -- by the speed of the network ---------------------------------------------------------------------------------------
+
+HIGH = 0.09  # exposed over computing time; above it, an exchange does not hide => fewer bytes
+LOW = 0.06  # below it, there is room for more; more than half of HIGH, so that half and twice the bandwidth are noticed
+AIM = math.sqrt(LOW * HIGH)
+GROW = 1.25  # of the density, where nothing is known of what lies above => larger: faster, and worse when it fails
+SHRINK = 0.25  # at most, at once
+NEAR = 1.5  # of two densities: not worth a step between them
+FORGET = 16  # decisions, after which an exchange that did not hide is tried once more
+
+
+class Found(NamedTuple):
+    """The knowledge of an adaptive schedule, alike on all ranks."""
+
+    sparsity: float  # in force
+    hides: float = 1.0  # the least sparsity at which the exchange was seen to hide; 1: at none
+    shows: float = -1.0  # the greatest at which it was seen not to; -1: at none
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Moves the sparsity so that communication just hides behind computation. Made by :func:`adaptive`."""
+
+    least: float
+    most: float
+    start: float
+    every: int
+
+    def __call__(self, step: int) -> float:
+        """The sparsity at the start, for those who ask beforehand."""
+        return self.start
+
+    def after(self, found: Found, share: float, forget: bool = False) -> Found:
+        """The law: what holds next.
+
+        The time for which an exchange is exposed grows with the density d, from a latency on, by a line with a kink
+        where it no longer fits behind the computation; neither is known, and both may change. So it is bracketed: by
+        ``good``, the highest density that was seen to hide, and ``bad``, the lowest that was not.
+
+        - Too dense (share > HIGH): halfway back to ``good``, as geometric mean, or right there if that is near. If
+          there is none, or it was this, the network has changed: d shrinks as a time in proportion to it would have to.
+        - Room for more (share < LOW): halfway to ``bad``; no further if that is near; and by ``GROW`` if none is known.
+        - Between the two: as it is; but where ``forget``, as if there were room: else a latency that alone is more than
+          LOW would keep for good what a network that was slow for a while has led to.
+
+        Apart from those onto a bound and back, moves are by factors of more than 1.2, so messages are not laid out anew
+        for nothing.
+
+        Args:
+            found: what is known.
+            share: of computing time that communication is exposed for, at the sparsity in force.
+            forget: try again what did not hide, as the network may have become faster.
+        """
+        density, good, bad = 1 - found.sparsity, 1 - found.hides, 1 - found.shows
+        wanted = density
+        if share > HIGH:
+            good, bad = good if good < density else 0.0, density
+            wanted = (density * min(max(AIM / share, SHRINK), 1 / GROW) if good == 0.0 else
+                      good if bad <= NEAR * good else math.sqrt(good * bad))
+        else:
+            good, room = density, share < LOW or forget
+            if bad <= good or (forget and bad <= NEAR * good):
+                bad = 2.0
+            if room and bad == 2.0:
+                wanted = GROW * density
+            elif room and bad > NEAR * good:
+                wanted = math.sqrt(good * bad)
+        return Found(self.within(1 - wanted), 1 - good, 1 - bad)
+
+    def within(self, sparsity: float) -> float:
+        """The sparsity, or the bound that is nearest to it."""
+        return min(max(sparsity, self.least), self.most)
+
+
+def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None = None, every: int = 10) -> Adaptive:
+    """Moves the sparsity within bounds so that communication just hides behind computation, as bandwidth changes.
+
+    Each rank measures, in each step, for how long computing stands still for the exchange (exposed), and how long the
+    whole step takes, from one ``synchronize()`` to the next. Every ``every`` steps the ranks gather these times (16
+    bytes for each step) and decide, from the same numbers and so alike, on ::
+
+        share = median over these steps of (least exposed of all ranks) / (longest computing of all ranks)
+
+    with computing = step - exposed. Exposed is the waiting, and the work of compression as far as nothing computes
+    beside it, which on a CPU is all of it: denser messages also take longer to make. A rank that arrives early waits
+    for the others, too, which no sparsity would change; hence the least. Above a share of 9 % the density falls; below
+    6 % it rises, until it was seen to go above 9 %, and at most 16 decisions later once more; between the two it rises
+    every 16 decisions only. :meth:`Adaptive.after` has the law. As far as the bounds allow it, a step so takes at most
+    9 % longer than computing alone, but for those in which it looks for the limit, or the network has just changed.
+    Time that no sparsity saves (latency, parameters that travel dense, accumulating) counts, and may drive the sparsity
+    to ``most``.
+
+    What is found lies in ``optimizer.param_groups[0]`` (``dgc_sparsity``, and what is known of its neighbours), so it
+    is saved, loaded and broadcast with the learning rate; ``optimizer.report().sparsity`` tells it. A training that
+    goes on with other bounds goes on within them. As a function of the step it gives ``start``, as nobody can know more
+    beforehand. As clocks decide, two runs need not be alike.
+
+    With one process nothing is exchanged or decided. In ``dgc.lockstep``, where ranks take turns, the times mean
+    nothing. Where parameters are sharded, the ranks that hold the same shard decide among themselves.
+
+    On a GPU the times are those of CUDA events, which the host reads at a decision only, and waits for then.
+
+    Args:
+        least: the lowest sparsity, in [0, 1). Where messages are more bytes than a dense sum, that is what is sent.
+        most: the highest; greater than ``least`` and below 1. What is kept back is applied the later the sparser, so
+            this bounds what it may cost in accuracy; the paper goes to 0.999.
+        start: where to begin, within these bounds. Default: 0.999, or the bound that is nearest to it.
+        every: optimizer steps between two decisions; at least 3, for a median to mean something.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above.
+
+    Source: our own. The paper has a fixed sparsity after the warm-up.
+    """
+    least, most = check_sparsity(least, "adaptive: least"), check_sparsity(most, "adaptive: most")
+    start = min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
+    if not least < most:
+        raise ValueError(f"adaptive: least must be less than most, got least {least!r} and most {most!r}")
+    if not least <= start <= most:
+        raise ValueError(f"adaptive: start must be from least, {least!r}, to most, {most!r}, got {start!r}")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 3:
+        raise ValueError(f"adaptive: every must be an integer >= 3, got {every!r}")
+    return Adaptive(least, most, start, every)
+
+
+def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
+    """Reads a schedule that was written in a shell or a configuration file.
+
+    These are accepted, without spaces; arguments are those of the functions here, and may be left out as there:
+
+        0.999, constant:0.999
+        warmup:epochs=4,start=0.75,end=0.999,per_step=true
+        warmup:epochs=0.6,stages=4
+        warmup
+        piecewise:0=0.75,1000=0.999
+        dense_until:1000,then=0.999
+        adaptive:least=0.99,most=0.9999,start=0.999,every=10
+        adaptive
+
+    Args:
+        expression: the schedule. A number, as YAML and JSON have it, is a constant sparsity.
+        steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
+
+    Raises:
+        TypeError, ValueError: it is none of these. The message repeats it, and says where it goes wrong and what is
+            accepted.
+    """
+    return import_module("dgc.schedule_text").parse(expression, steps_per_epoch)  # trainings do not read text
