@@ -21,6 +21,8 @@ from dgc import cli, drawing
 from dgc.tune.result import draw, result_of
 from dgc.tune.trial import Setting, Task, Trial
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 
