@@ -36,9 +36,10 @@ FAILURES = 3  # of the first trials: then it is the script
 BEAT, SILENCE = 10, 60  # seconds between a running trial's signs of life; and without one, until it is run once more
 
 
-def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool, trials: int = 20,
-           study: str | Path = "tune.db", metric: str = "metric", clip_norm: float | None = None, jobs: int = 1,
-           tolerance: float = 0.0, seed: int = 0) -> Result:
+def search(  # noqa: PLR0913 (dgc tune's options)
+        objective: Objective | Sequence[str], *, epochs: int, maximize: bool, trials: int = 20,
+        study: str | Path = "tune.db", metric: str = "metric", clip_norm: float | None = None, jobs: int = 1,
+        tolerance: float = 0.0, seed: int = 0) -> Result:
     """Searches until the study has so many trials. Calling it again, after whatever ended it, goes on.
 
     Trials that were running when it was killed are run again; what is finished is kept and not repeated.
