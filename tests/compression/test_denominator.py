@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from pairs import DEVICE
+from pairwise import pairwise
 
 from dgc.compression import kernels
 from dgc.compression.denominator import Denominator
@@ -57,11 +58,11 @@ def three_threads(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 5000])
-@pytest.mark.parametrize(("density", "amsgrad", "b1", "b2"), [
-    (0.03, False, 0.9, 0.999), (0.5, True, 0.95, 0.99), (1.0, False, 0.0, 0.5), (0.0, True, 0.9, 0.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_compiled_for_the_cpu(n, density, amsgrad, b1, b2, dtype, three_threads):
+@pairwise(n=[1, 63, 64, 65, 5000], manner=[
+    (0.03, False, 0.9, 0.999), (0.5, True, 0.95, 0.99), (1.0, False, 0.0, 0.5), (0.0, True, 0.9, 0.0)],
+    dtype=[torch.float32, torch.float64])
+def test_compiled_for_the_cpu(n, manner, dtype, three_threads):
+    density, amsgrad, b1, b2 = manner
     ours, twin = (made(n, dtype, amsgrad, b1, b2) for _ in range(2))
     for step in range(3):
         x = update(n + step, density, dtype)[:n]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from laws import misleading
 from pairs import DEVICE
+from pairwise import pairwise
 
 from dgc import cost
 from dgc.compression import kernels, select
@@ -142,9 +143,7 @@ def test_steps(compiled, n, shapes, dtype, wire):
     assert n == 2 or int(job.buckets[0][0].held_entries) > 0
 
 
-@pytest.mark.parametrize("pattern", ["random", "rows", "sorted", "few", "equal"])
-@pytest.mark.parametrize("zeros", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("velocity", [True, False])
+@pairwise(pattern=["random", "rows", "sorted", "few", "equal"], zeros=[0.0, 0.9, 1.0], velocity=[True, False])
 def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
     shapes = {"a": (200, 300), "b": (50, 100)}
     job = Job(owners_cpu, 3, shapes, velocity=velocity, sparsity=0.95)

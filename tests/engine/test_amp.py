@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from laws import CONFIGS, flat, loss, model, rank, train
+from pairwise import pairwise
 from torch import nn
 
 import dgc
@@ -240,10 +241,7 @@ def test_float16_finds_its_scale(sparsity):
     assert torch.equal(one, other) and one.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-@pytest.mark.parametrize("parameter", ["6.weight", "8.bias"])
-@pytest.mark.parametrize("size", [1, 3])
+@pairwise(bad=[math.nan, math.inf], sparsity=[0.0, 0.9], parameter=["6.weight", "8.bias"], size=[1, 3])
 def test_a_step_that_is_skipped_never_was(bad, sparsity, parameter, size):
     """nonfinite="skip": one rank has a bad entry at step 2."""
     def worker():
