@@ -33,9 +33,10 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
-    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.8, True),
-    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
-    (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
+    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float64, 0.99, True),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (torch.bfloat16, torch.float32, 0.8, True), (torch.float32, torch.float32, 0.99, True),
+        (torch.float16, torch.float64, 0.8, False), (torch.float32, torch.float64, 0.99, False)))])
 def test_steps(wire, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
     both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
@@ -273,6 +274,7 @@ def test_which_is_found():
     assert kernels.module_for("cuda", torch.bfloat16) is plain
 
 
+@pytest.mark.long
 def test_the_benchmark_runs(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--numel", "9000", "--warmup", "1", "--steps", "1", "--out",
                str(tmp_path / "gpu.json"), "--device", DEVICE, "--check-sync"]

@@ -1,6 +1,7 @@
 """Law 4: at any density, the algorithm of the paper (tests/oracle.py)."""
 
 import numpy as np
+import pytest
 import torch
 from laws import walk, worlds
 from oracle import Network, Oracle
@@ -64,7 +65,8 @@ def test_path(nodes, variant, density):
         assert np.linalg.norm(got.numpy() - expected) / np.linalg.norm(expected) <= 1e-5
 
 
-@pairwise(nodes=[2, 4], variant=VARIANTS)
+@pytest.mark.parametrize("nodes", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer(nodes, variant):
     """The whole of it: a torch model in float64, backward passes, DistributedOptimizer around SGD."""
     variant = VARIANTS[variant]
