@@ -1,8 +1,5 @@
 """AdamW's denominator: the loops that follow an update equal their twin in torch operations, to the bit."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -110,28 +107,3 @@ def test_which_kernel_is_called():
     assert kernels.denominators(x.bfloat16(), of) is denominator_plain
     assert kernels.denominators(x, replace(of, square=of.square.bfloat16())) is denominator_plain
     assert kernels.denominators(torch.cat([x, x])[::2], of) is denominator_plain
-
-
-def test_kernels_compile_for_a_gpu(tmp_path):
-    """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-
-
-COMPILE = """
-import re, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dgc.compression.kernels import denominator_cuda as cuda
-
-types = dict.fromkeys("x square largest factor deficits weights rates".split(), "*fp32") | dict.fromkeys(
-    "scale inverse eps grown top".split(), "fp32") | dict.fromkeys(["received", "total"], "*i32")
-for kernel in (cuda._count, cuda._follow):
-    here = {n: True for n in ("LARGEST",) if n in kernel.arg_names}
-    signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
-    compiled = triton.compile(ASTSource(kernel, signature, here), target=GPUTarget("cuda", 90, 32),
-                              options={"enable_fp_fusion": False, "num_warps": 8})
-    assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", compiled.asm["ptx"]), kernel
-"""

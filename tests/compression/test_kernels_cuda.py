@@ -118,7 +118,8 @@ def test_accumulate(velocity):
         both.agree()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [
+    float("nan"), *(pytest.param(bad, marks=pytest.mark.long) for bad in (float("inf"), -float("inf")))])
 def test_what_is_not_finite_is_confessed(bad):
     both, some = Pair(), gradients(0)
     some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
@@ -166,8 +167,11 @@ def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
     Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (5000, 5000), (8192, 8192), (1, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("ranks", "dtype"), [
+    ((1, 1), torch.float32), ((5000, 5000), torch.float64), ((8192, 8192), torch.float32), ((1, 8192), torch.float64),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ((1, 1), torch.float64), ((5000, 5000), torch.float32), ((8192, 8192), torch.float64),
+        ((1, 8192), torch.float32)))])
 def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
     monkeypatch.setattr(cuda, "_ranks", lambda numel, k: ranks)
     shapes = {"a": (9000,), "b": (66_000,)}
@@ -284,7 +288,9 @@ def test_the_benchmark_runs(tmp_path):
     assert [(row["entries"], row["energy"]) for row in rows] == 3 * [(9, pytest.approx(1))]
 
 
-@pytest.mark.parametrize(("module", "kernels"), [("cuda", "32"), ("owners_cuda", "45"), ("denominator_cuda", "5")])
+@pytest.mark.parametrize(("module", "kernels"), [
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("cuda", "32"), ("owners_cuda", "45"))),
+    ("denominator_cuda", "5")])
 def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
