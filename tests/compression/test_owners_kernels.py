@@ -114,15 +114,25 @@ def gradients(step, n, shapes, dtype=torch.float32, nesterov=False):
             for _ in range(n)]
 
 
-EVERY = [(owners_cpu, *size, dtype, wire) for size in ((2, SHAPES), (3, SHAPES), (16, SMALL))
-         for dtype in (torch.float32, torch.float64) for wire in (torch.float16, torch.bfloat16, torch.float32)]
-SOME = [(owners_cuda, 2, SHAPES, torch.float32, torch.float16), (owners_cuda, 3, SMALL, torch.float64, torch.float32),
-        (owners_cuda, 5, SMALL, torch.float32, torch.bfloat16), (owners_cuda, 5, SMALL, torch.float64, torch.float16)]
+DTYPES, WIRES = (torch.float32, torch.float64), (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(("compiled", "n", "shapes", "dtype", "wire"), EVERY + SOME)
+@pairwise(size=((2, SHAPES), (3, SHAPES), (16, SMALL)), dtype=DTYPES, wire=WIRES)
 @pytest.mark.usefixtures("three_threads")
-def test_steps(compiled, n, shapes, dtype, wire):
+def test_steps(size, dtype, wire):
+    steps_alike(owners_cpu, *size, dtype, wire)
+
+
+@pytest.mark.parametrize(("n", "shapes", "dtype", "wire"), [
+    (2, SMALL, torch.float32, torch.float16), (3, SMALL, torch.float64, torch.float32),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (2, SHAPES, torch.float32, torch.float16), (5, SMALL, torch.float32, torch.bfloat16),
+        (5, SMALL, torch.float64, torch.float16)))])
+def test_steps_on_a_gpu(n, shapes, dtype, wire):
+    steps_alike(owners_cuda, n, shapes, dtype, wire)
+
+
+def steps_alike(compiled, n, shapes, dtype, wire):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and
     kept; rows of one worker that do not fit.
     """
@@ -153,7 +163,8 @@ def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
         job.step(some, step)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [owners_cpu, pytest.param(owners_cuda, marks=pytest.mark.long)],
+                         ids=["numba", "triton"])
 def test_workers_without_a_region(compiled):
     """So many that some own no block of 16."""
     job = Job(compiled, 20, {"a": (16, 16)}, sparsity=0.9)
