@@ -57,8 +57,9 @@ SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  
 
 
 @pytest.mark.parametrize(("where", "sparsity", "options"), [
-    ("ab", 0.9, {}), ("ab", SHRINKS, {}), ("ab", 0.0, {}), ("ab", 0.3, {}), ("ac", 0.9, {}), ("c", 0.9, {}),
-    ("ab", 0.0, ROUNDED), ("ab", 0.3, ROUNDED), ("ac", 0.9, ROUNDED), ("c", 0.9, ROUNDED)])
+    ("ab", 0.9, {}), ("ab", 0.0, {}), ("ab", 0.0, ROUNDED), ("ab", 0.3, ROUNDED), ("c", 0.9, ROUNDED),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("ab", SHRINKS, {}), ("ab", 0.3, {}), ("ac", 0.9, {}), ("c", 0.9, {}), ("ac", 0.9, ROUNDED)))])
 def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, monkeypatch):
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
@@ -208,9 +209,9 @@ class Unasked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}),
-    (SHRINKS, {"exchange": "reduce"}), (0.3, {}),
-    (0.0, {}), (0.3, ROUNDED), (0.0, ROUNDED)], ids=str)
+    (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}), (0.0, {}), (0.0, ROUNDED),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (0.99, {}), (SHRINKS, {"exchange": "reduce"}), (0.3, {}), (0.3, ROUNDED)))], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer
     bytes.
