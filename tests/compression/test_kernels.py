@@ -194,7 +194,7 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
 def test_messages_of_another_size_are_refused():
     layout = Layout(pair()[0], [1] * len(SHAPES), torch.float16)
     for kernel in (cpu, plain):
-        with pytest.raises(ValueError, match=r"the message of rank 0 for bucket 0 must have \d+ bytes, got \d+"):
+        with pytest.raises(ValueError, match=r"rank 0 for bucket 0 must have \d+ bytes, got \d+"):
             kernel.Received(layout, torch.zeros(2, layout.nbytes - 4, dtype=torch.uint8), 2)
 
 

@@ -194,7 +194,7 @@ def test_a_message_that_was_changed_is_refused():
             wrong = seal(changed)
         error = both.received([message, wrong, message], 3)
         assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
-    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 must have 2728 bytes, got 7"):
+    with pytest.raises(ValueError, match="rank 0 for bucket 0 must have 2728 bytes, got 7"):
         cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
 
 
