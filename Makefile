@@ -1,8 +1,8 @@
 # make setup       a .venv with pinned dependencies, Horovod built from source, and this package
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
-# make test        all tests but the long ones; with make lint it is what CI runs
-# make long        the long ones: whole runs of examples, recipes and benchmarks (ten minutes)
+# make test        all tests but the long ones; with make long and make lint it is what CI runs
+# make long        the long ones: examples, recipes, benchmarks, and more cases of the same laws
 # make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/

@@ -113,15 +113,7 @@ def tune(
         importable(command[0])
         with usage("COMMAND"), aside(as_json):
             objective = callable_named(command[0])
-    base = study.name.removesuffix(".db")  # of resnet-lr0.1, ".1" is no suffix
-    png, summary = png or study.with_name(f"{base}.png"), study.with_name(f"{base}.json")
-    if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
-        raise typer.BadParameter(f"the study, its picture and its summary must be three files, got {study}, {png} and "
-                                 f"{summary} (name the study such as tune.db, whose others are tune.png and tune.json)")
-    for file in (summary, png) if not _is_summary(summary) else ():
-        if file.exists():
-            raise typer.BadParameter(f"{file} must be free for the search's results, got a file that is no search's "
-                                     "(move it away, or give --study another name)")
+    png, summary = _files_beside(study, png)
     try:
         with aside(as_json):
             found = tuning.search(objective, epochs=epochs, maximize=maximize, trials=trials, study=study,
@@ -142,6 +134,20 @@ def tune(
     if not as_json:
         print(f"Picture: {png}. All trials: {summary}" if found["front"] else f"All trials: {summary}")
     raise typer.Exit(0 if found["recommended"] else 1)
+
+
+def _files_beside(study: Path, png: Path | None) -> tuple[Path, Path]:
+    """Where the picture and the summary of a study go."""
+    base = study.name.removesuffix(".db")  # of resnet-lr0.1, ".1" is no suffix
+    png, summary = png or study.with_name(f"{base}.png"), study.with_name(f"{base}.json")
+    if len({study.absolute(), png.absolute(), summary.absolute()}) < 3:
+        raise typer.BadParameter(f"the study, its picture and its summary must be three files, got {study}, {png} and "
+                                 f"{summary} (name the study such as tune.db, whose others are tune.png and tune.json)")
+    for file in (summary, png) if not _is_summary(summary) else ():
+        if file.exists():
+            raise typer.BadParameter(f"{file} must be free for the search's results, got a file that is no search's "
+                                     "(move it away, or give --study another name)")
+    return png, summary
 
 
 def _is_summary(file: Path) -> bool:

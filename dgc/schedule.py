@@ -96,6 +96,22 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
 
 
+def _check_warmup(epochs: float, steps_per_epoch: int, stages: int | None, per_step: bool) -> None:
+    """Refuses the numbers of a warm-up that cannot be, but its sparsities."""
+    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs >= 0):
+        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
+    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
+        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
+    if stages is not None and (not isinstance(stages, Integral) or stages < 1):
+        raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
+    if not isinstance(per_step, bool):
+        raise ValueError(f"warmup: per_step must be True or False, got {per_step!r}")
+    if stages is not None and per_step:
+        raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
+    if (steps := epochs * steps_per_epoch) > 2**63:
+        raise ValueError(f"warmup: epochs times steps_per_epoch must be at most 2**63, got {steps:g}")
+
+
 def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = None, end: float = 0.999,
            stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
     """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
@@ -118,19 +134,8 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = Non
     """
     end = check_sparsity(end, "warmup: end")
     start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
-    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs >= 0):
-        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
-    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
-        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
-    if stages is not None and (not isinstance(stages, Integral) or stages < 1):
-        raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
-    if not isinstance(per_step, bool):
-        raise ValueError(f"warmup: per_step must be True or False, got {per_step!r}")
-    if stages is not None and per_step:
-        raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
-    if (steps := epochs * steps_per_epoch) > 2**63:
-        raise ValueError(f"warmup: epochs times steps_per_epoch must be at most 2**63, got {steps:g}")
-    length = round(steps)
+    _check_warmup(epochs, steps_per_epoch, stages, per_step)
+    length = round(epochs * steps_per_epoch)
     if length == 0:
         return constant(end)
     if per_step:

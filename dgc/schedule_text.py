@@ -29,30 +29,41 @@ def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecew
         raise _wrong(expression, at - 1 if colon and not rest else 0, FORMS)
     arguments = _arguments(rest, at) if colon else []
     if name == "constant":
-        if len(arguments) != 1 or arguments[0].key is not None:
-            raise _wrong(expression, at, "one sparsity, as in constant:0.999")
-        return _named(expression, lambda: constant(_number(expression, arguments[0])))
+        return _constant(expression, arguments, at)
     if name == "piecewise":
-        points: dict[int, float] = {}
-        for argument in arguments:
-            if argument.key is None or not re.fullmatch(r"[0-9]+", argument.key) or int(argument.key) in points:
-                raise _wrong(expression, argument.at, "step=sparsity, each step once, as in piecewise:0=0.75,9=0.999")
-            points[int(argument.key)] = _number(expression, argument)
-        return _named(expression, lambda: piecewise(points))
-    first = None
+        return _piecewise(expression, arguments)
     if name == "dense_until":
-        if not arguments or arguments[0].key is not None or not re.fullmatch(r"[0-9]+", arguments[0].value):
-            raise _wrong(expression, at, "a step first, as in dense_until:1000,then=0.999")
-        first = int(arguments.pop(0).value)
+        return _dense_until(expression, arguments, at)
     values = _values(expression, arguments, ARGUMENTS[name])
-    if first is not None:
-        return _named(expression, lambda: dense_until(first, **values))
     if name == "adaptive":
         return _named(expression, lambda: adaptive(**values))
     if steps_per_epoch is None:
         raise ValueError(f"schedule {expression!r}: steps_per_epoch must be given for a warmup, which is counted in "
                          "epochs, got None")
     return _named(expression, lambda: warmup(**values, steps_per_epoch=steps_per_epoch))
+
+
+def _constant(expression: str, arguments: list[_Argument], at: int) -> Piecewise:
+    if len(arguments) != 1 or arguments[0].key is not None:
+        raise _wrong(expression, at, "one sparsity, as in constant:0.999")
+    return _named(expression, lambda: constant(_number(expression, arguments[0])))
+
+
+def _piecewise(expression: str, arguments: list[_Argument]) -> Piecewise:
+    points: dict[int, float] = {}
+    for argument in arguments:
+        if argument.key is None or not re.fullmatch(r"[0-9]+", argument.key) or int(argument.key) in points:
+            raise _wrong(expression, argument.at, "step=sparsity, each step once, as in piecewise:0=0.75,9=0.999")
+        points[int(argument.key)] = _number(expression, argument)
+    return _named(expression, lambda: piecewise(points))
+
+
+def _dense_until(expression: str, arguments: list[_Argument], at: int) -> Piecewise:
+    if not arguments or arguments[0].key is not None or not re.fullmatch(r"[0-9]+", arguments[0].value):
+        raise _wrong(expression, at, "a step first, as in dense_until:1000,then=0.999")
+    step = int(arguments[0].value)
+    values = _values(expression, arguments[1:], ARGUMENTS["dense_until"])
+    return _named(expression, lambda: dense_until(step, **values))
 
 
 class _Argument(NamedTuple):

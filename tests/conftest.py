@@ -22,8 +22,10 @@ from dgc.compression import kernels  # noqa: E402 (after what is set above)
 
 kernels.compile_ahead(torch.float32, torch.float64)  # tests are of these loops, not of what stands in for them
 
-TAKE_LONG = ("test_laws.py", "test_faults.py", "test_processes.py", "test_kernels_cuda.py", "test_asynchronous.py",
-             "test_files.py", "test_ptb.py", "test_cifar10.py", "test_cli.py", "test_beside_horovod.py",
+TAKE_LONG = ("test_peers.py", "test_cifar10.py", "test_ptb.py", "test_reproduce.py", "test_examples.py",  # make long
+             "test_stock.py", "test_laws.py", "test_owners_kernels.py", "test_kernels_cuda.py", "test_faults.py",
+             "test_horovod_contract.py", "test_asynchronous.py", "test_processes.py", "test_ddp.py", "test_paper.py",
+             "test_tune.py", "test_jit.py", "test_files.py", "test_cli.py", "test_beside_horovod.py",
              "test_adaptive.py")
 
 

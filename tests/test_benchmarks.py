@@ -13,6 +13,8 @@ from launch import launch
 import dgc
 from dgc.compression import sizes as messages
 
+pytestmark = pytest.mark.long
+
 
 def host_benchmark():
     """benchmarks/host.py, in small: seconds of the thread, by method."""
@@ -129,7 +131,6 @@ def test_masking_alone_shortens_the_way():
     assert (masked * mean).sum() / whole < 0.5
 
 
-@pytest.mark.long
 def test_the_reduce_exchange_stays_less_far_behind_with_more_entries():
     import noise
 

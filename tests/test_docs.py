@@ -84,6 +84,7 @@ def test_readme_and_quickstart_have_the_same_script():
     assert block(README, "import torch\n") == block(QUICKSTART, "import torch\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("column", "model", "compute", "optimizer"), [
     (1, "resnet50", 0.2, "sgd"), (2, "bert-large", 0.4, "adamw")])
 def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute, optimizer):
@@ -97,7 +98,6 @@ def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute, optimizer
         assert ("**no**" in row) == (not advice.pays) == ("training" not in row)
         if advice.pays:
             assert float(re.search(r"the training ([\d.]+)", row)[1]) == pytest.approx(advice.whole, rel=0.025)
-
 
 
 def blocks(page, language):

@@ -1,8 +1,7 @@
-"""The shape of the house: who may import whom, how large things may grow, and what importing brings along."""
+"""The shape of the house: who may import whom, how long a function may be, and what importing brings along."""
 
 import ast
 import importlib
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -88,35 +87,12 @@ def length(function):
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
-def attributes(cls):
-    """What instances of a class have."""
-    assigned = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"}
-    return assigned | {node.target.id for node in cls.body if isinstance(node, ast.AnnAssign)}
-
-
-def test_nothing_has_outgrown_its_room():
-    nodes = [(file, node) for file in FILES if not file.is_relative_to(KERNELS)
-             for node in ast.walk(ast.parse(file.read_text()))]
-    for file, node in nodes:
-        if isinstance(node, ast.ClassDef):
-            assert node.end_lineno - node.lineno + 1 <= 200, f"{file}: class {node.name} has more than 200 lines"
-            assert len(attributes(node)) <= 16, f"{file}: class {node.name} has more than 16 attributes"
-        if isinstance(node, ast.FunctionDef):
-            assert length(node) <= 40, f"{file}: the body of {node.name} has more than 40 lines"
-    lengths = sorted(length(node) for _, node in nodes if isinstance(node, ast.FunctionDef))
-    assert statistics.median(lengths) <= 5 and lengths[int(0.9 * len(lengths))] <= 15
-
-
-def test_no_test_file_is_longer_than_can_be_read():
-    for file in Path(__file__).parent.rglob("*.py"):
-        assert len(file.read_text().splitlines()) <= 600, file
-
-
-def test_a_method_of_others_can_be_read_in_a_sitting():
-    for file in (Path(__file__).parents[1] / "benchmarks" / "peers").glob("*.py"):
-        limit = 200 if file.stem in ("train", "table", "clock", "measure") else 120
-        assert len(file.read_text().splitlines()) <= limit, file
+def test_a_function_can_be_seen_at_once():
+    """How branched one is, and how many arguments it takes, ruff bounds (pyproject.toml)."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())) if not file.is_relative_to(KERNELS) else ():
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert length(node) <= 60, f"{file}: the body of {node.name} has more than 60 lines"
 
 
 def test_what_a_package_offers_is_there():

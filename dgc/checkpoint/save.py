@@ -50,10 +50,10 @@ def save_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     common = _common(ranks, path, model, optimizer, extras)
-    folder, buffers = Path(path), common["model"].keys() - parameter_names(model)
+    folder = Path(path)
     # All have arrived here: in lockstep, where they have the same generators, they save the same states.
     with _tidied() as written:
-        files = _write_own(ranks, folder, model, optimizer, common, buffers, written)
+        files = _write_own(ranks, folder, model, optimizer, common, written)
     # From here on rank 0 may publish when another rank fails, whose file would then be missed.
     with _tidied(ranks.world.rank == 0) as written:
         _collect(ranks, folder, files, written)
@@ -103,10 +103,11 @@ def _common(ranks: Ranks, path: str | os.PathLike[str], model: nn.Module, optimi
     return common
 
 
-def _write_own(ranks: Ranks, folder: Path, model: nn.Module, optimizer: Any, common: Tree, buffers: set[str],
+def _write_own(ranks: Ranks, folder: Path, model: nn.Module, optimizer: Any, common: Tree,
                written: list[Path]) -> dict[str, Any]:
     """Each rank writes its own file, and rank 0 what is alike. Returns name -> length and SHA-256 of all of them."""
     rank = ranks.world.rank
+    buffers = common["model"].keys() - parameter_names(model)
 
     def write_files() -> dict[str, Any]:
         own = {"residuals": own_residuals(optimizer), "buffers": {k: common["model"][k] for k in buffers},

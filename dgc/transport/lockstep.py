@@ -41,10 +41,7 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         Exception: what a rank raised; the others are ended.
         RuntimeError: the ranks wait for different things, or one returned while others wait for it.
     """
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"lockstep.run: size must be an integer >= 1, got {size!r}")
-    if not isinstance(node_size, int) or node_size < 1 or size % node_size:
-        raise ValueError(f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}")
+    _check_sizes(size, node_size)
     stage = _Stage(size)
     results: dict[int, T] = {}
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -77,6 +74,13 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
     if stage.error is not None:
         raise stage.error
     return [results[rank] for rank in range(size)]
+
+
+def _check_sizes(size: int, node_size: int) -> None:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"lockstep.run: size must be an integer >= 1, got {size!r}")
+    if not isinstance(node_size, int) or node_size < 1 or size % node_size:
+        raise ValueError(f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}")
 
 
 class Lockstep:

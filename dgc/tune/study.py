@@ -47,9 +47,10 @@ BEAT_S, SILENCE_S = 10, 60  # between a running trial's signs of life; and witho
 Objective = Callable[[Setting], "tuple[float, float] | None"]
 
 
-def search(objective: Objective | Sequence[str], *, epochs: int, maximize: bool, trials: int = 20,
-           study: str | Path = "tune.db", metric: str = "metric", clip_norm: float | None = None, jobs: int = 1,
-           tolerance: float = 0.0, seed: int = 0) -> dict[str, Any]:
+def search(  # noqa: PLR0913 (dgc tune's options)
+        objective: Objective | Sequence[str], *, epochs: int, maximize: bool, trials: int = 20,
+        study: str | Path = "tune.db", metric: str = "metric", clip_norm: float | None = None, jobs: int = 1,
+        tolerance: float = 0.0, seed: int = 0) -> dict[str, Any]:
     """Searches until the study has so many trials. Calling it again, after whatever ended it, goes on.
 
     Trials that were running when it was killed are run again; what is finished is kept and not repeated. The answer

@@ -16,6 +16,8 @@ import typer
 from hosts_there import skip_without_hosts
 from peers import clock, hidden, train
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -105,7 +107,6 @@ def test_it_needs_root_and_known_names(monkeypatch, capsys, tmp_path):
             clock.main(**{"methods": "dense", "rates": "1gbit", "results": tmp_path, option: wrong})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("method", "title", "launcher"), [
     ("stale-dgc", "DGC, one step late", "torch.distributed"),
     ("dgc-allgather-horovod", "DGC, allgather, over Horovod", "horovod")])
@@ -136,7 +137,6 @@ def test_what_training_waits_for_is_told_by_rate():
         "| DGC, allgather | 30.0 ms | 30.0 ms |", "| DGC, one step late | 40.0 ms | 40.0 ms |"]
 
 
-@pytest.mark.long
 def test_late_exchanges_are_timed_on_hosts(tmp_path):
     """Where the hosts cannot be made, the script says why with status 2."""
     command = [sys.executable, hidden.__file__, "--rates", "1gbit", "--computing", "0.01", "--steps", "2", "--repeats",

@@ -23,6 +23,8 @@ from crowd import table, train
 from crowd.exchange import Exchange, Momentum, Residuals
 from crowd.model import Crowd
 
+pytestmark = pytest.mark.long
+
 SHAPES = {"a": (40, 30), "b": (1000,), "c": (7, 90)}
 
 

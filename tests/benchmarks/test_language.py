@@ -19,6 +19,8 @@ from peers import all as everything
 from peers import clock, compose, measure, table, train
 from peers.words import Words
 
+pytestmark = pytest.mark.long
+
 METHODS = [name for name, entry in peers.METHODS.items() if not name.startswith("stale") and name != "async"]
 
 
@@ -157,7 +159,6 @@ def test_the_clock_stops_at_a_perplexity_that_is_low_enough(short, tmp_path):
     assert len(history) == 1 and history[0]["seconds"] > 0
 
 
-@pytest.mark.long
 def test_its_steps_are_measured_and_composed(tmp_path):
     with pytest.raises(SystemExit) as stop:
         measure.main("dense,diloco", "none", 2, 4, 2, tmp_path / "m.json", "ptb")

@@ -18,6 +18,8 @@ import peers
 from peers.parameter_server import ParameterServer
 from peers.stale import Stale
 
+pytestmark = pytest.mark.long
+
 LR, STEPS = 0.05, 7
 CONFIGS = {"dense": None, "dgc": dgc.Config(0.9, min_numel=1000, wire_dtype=torch.float32)}
 

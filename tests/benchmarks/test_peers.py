@@ -30,6 +30,8 @@ from peers import atomo, packing, predict, table, terngrad, train
 from peers.exchange import Exchanging
 from peers.interval import half_width
 
+pytestmark = pytest.mark.long
+
 SHAPES, N, LR = [(12, 5, 3, 3), (7,), (10, 16), (3,)], 3, 0.05
 
 

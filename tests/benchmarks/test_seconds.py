@@ -20,6 +20,8 @@ from peers import all as everything
 from peers import compose, measure, predict, steps, table
 from peers.stale import Stale
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SECONDS = {"compute float32": 0.2, "compute bfloat16": 0.1,
            "local dense": {"exchanging": 0.004, "alone": None}, "local stale": {"exchanging": 0.01, "alone": None},
@@ -173,7 +175,6 @@ def call(tmp_path, *words, limit=300):
                           capture_output=True, text=True, timeout=limit)
 
 
-@pytest.mark.long
 def test_it_measures_what_is_missing_also_on_hosts(tmp_path):
     """Where the hosts cannot be made, the script says why with status 2."""
     done = call(tmp_path, "--rates", "none")
@@ -254,7 +255,6 @@ def made(tmp_path, *words):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.long
 def test_a_run_that_is_missing_is_made_once(tmp_path):
     words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1", "--bf16")
     file, seen = tmp_path / "results" / "dense-0.json", []
@@ -269,7 +269,6 @@ def test_a_run_that_is_missing_is_made_once(tmp_path):
     assert done.returncode == 1 and "its bf16 is True, asked is False (move it away" in done.stderr
 
 
-@pytest.mark.long
 def test_all_methods_of_a_seed_come_first_and_failures_are_told(tmp_path):
     done = made(tmp_path, "--data", str(tmp_path), "--methods", "dense,qsgd", "--seeds", "0,1")
     assert done.returncode == 1 and "4 failed: dense-0, qsgd-0, dense-1, qsgd-1" in done.stderr

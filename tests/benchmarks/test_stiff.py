@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import stiff
 
+pytestmark = pytest.mark.long
+
 SHORT = 300  # steps
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "stiff.json"
 WARM_UPS = tuple(f"warm-up of 8 % to {end} %" for end in (90, 99, 99.9))

@@ -101,17 +101,17 @@ def attack(tmp_path, *arguments, limit):
 
 
 @pytest.mark.timeout(40_000 if SOAK else 500)
-def test_killed_while_it_saves(tmp_path):
+@pytest.mark.parametrize("places", [2_000] if SOAK else [16, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_while_it_saves(tmp_path, places):
     """By SIGKILL at many lines of the saving: the last checkpoint loads, and it is whole, either the old or the new."""
-    places = 2_000 if SOAK else 50
     outcomes = attack(tmp_path, "kill", places, tmp_path, limit=36_000 if SOAK else 200)
     assert outcomes["old"] > places / 3 and outcomes["new"] > places / 50 and outcomes["files"] == 4
 
 
 @pytest.mark.timeout(40_000 if SOAK else 500)
-def test_damaged_files_give_an_error_or_the_right_value(tmp_path):
+@pytest.mark.parametrize("count", [100_000] if SOAK else [140, pytest.param(350, marks=pytest.mark.long)])
+def test_damaged_files_give_an_error_or_the_right_value(tmp_path, count):
     """Bytes, records and leaves changed, also with all checksums made anew: never a crash, and nothing half loaded."""
-    count = 100_000 if SOAK else 350
     outcomes = attack(tmp_path, "mutate", count, tmp_path, 0, limit=36_000 if SOAK else 200)
     kinds = {kind: sum(outcomes.get(f"{kind}: {outcome}", 0) for outcome in ("error", "right", "another value"))
              for kind in ("file", "manifest", "sealed file", "record", "leaf")}

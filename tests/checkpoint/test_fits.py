@@ -69,7 +69,7 @@ def test_nothing_is_saved_within_a_step(tmp_path):
         loss(network, 0, 0, DOUBLE).backward()
         for _ in range(2):
             with pytest.raises(RuntimeError,
-                               match=r"must be called after step\(\), got a call between backward\(\) and step\(\)"):
+                               match=r"must be called after step\(\)"):
                 dgc.save_checkpoint(tmp_path, network, optimizer)
             optimizer.synchronize()
         with optimizer.skip_synchronize():
@@ -130,7 +130,7 @@ def test_ranks_that_differ_are_told(tmp_path):
         dgc.save_checkpoint(tmp_path, network, optimizer)
 
     with pytest.raises(ValueError,
-                       match=r"the optimizer's state must be those of rank 0 on all ranks, got others on ranks \[2\]"):
+                       match=r"the optimizer's state .* got others on ranks \[2\]"):
         in_lockstep(worker, 3)
 
 
@@ -186,7 +186,7 @@ def test_parameters_in_another_order_are_refused_with_adamw_too(tmp_path):
         dgc.save_checkpoint(tmp_path, network, optimizer)
         network, optimizer = built(-1)
         before = flat(network).clone()
-        with pytest.raises(ValueError, match=r"exp_avg of parameter 0 must have shape \(48,\), got \(32, 64\)"):
+        with pytest.raises(ValueError, match=r"exp_avg of parameter 0 .* \(48,\), got \(32, 64\)"):
             dgc.load_checkpoint(tmp_path, network, optimizer)
         return torch.equal(flat(network), before)
 

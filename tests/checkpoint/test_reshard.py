@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import current_rank, difference, flat, loss, model
+from pairwise import pairwise
 from shelves import DOUBLE, OPS, SCHEDULE, in_lockstep, made, pending, saved, trained
 from torch import nn
 
@@ -87,9 +88,7 @@ def test_a_frozen_parameter_is_not_moved_on_one_process(tmp_path):
     assert difference(loaded, flushed) < 1e-14
 
 
-@OPS
-@pytest.mark.parametrize("new", [1, 2, 3, 4])
-@pytest.mark.parametrize("old", [1, 2, 3, 4])
+@pairwise(old=[1, 2, 3, 4], new=[1, 2, 3, 4], op=[dgc.Average, dgc.Sum])
 def test_what_is_pending_is_conserved(shelf, old, new, op):
     """In u and in v; and so are the parameters, once it is all applied, and after more steps that have the same sum."""
     before = saved(old, op, f"{shelf}/{old}-{op}")

@@ -15,7 +15,7 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Gradient
 from dgc.compression.wire import seal
 from dgc.config import Config
-from dgc.engine import launch, parameters
+from dgc.engine import exchange, parameters
 from dgc.engine import step as steps
 from dgc.engine.engine import engine_of
 
@@ -57,8 +57,9 @@ SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  
 
 
 @pytest.mark.parametrize(("where", "sparsity", "options"), [
-    ("ab", 0.9, {}), ("ab", SHRINKS, {}), ("ab", 0.0, {}), ("ab", 0.3, {}), ("ac", 0.9, {}), ("c", 0.9, {}),
-    ("ab", 0.0, ROUNDED), ("ab", 0.3, ROUNDED), ("ac", 0.9, ROUNDED), ("c", 0.9, ROUNDED)])
+    ("ab", 0.9, {}), ("ab", 0.0, {}), ("ab", 0.0, ROUNDED), ("ab", 0.3, ROUNDED), ("c", 0.9, ROUNDED),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("ab", SHRINKS, {}), ("ab", 0.3, {}), ("ac", 0.9, {}), ("c", 0.9, {}), ("ac", 0.9, ROUNDED)))])
 def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, monkeypatch):
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
@@ -208,9 +209,9 @@ class Unasked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {}), (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}),
-    (SHRINKS, {"exchange": "reduce"}), (0.3, {}),
-    (0.0, {}), (0.3, ROUNDED), (0.0, ROUNDED)], ids=str)
+    (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}), (0.0, {}), (0.0, ROUNDED),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (0.99, {}), (SHRINKS, {"exchange": "reduce"}), (0.3, {}), (0.3, ROUNDED)))], ids=str)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.3 a dense sum is fewer
     bytes.
@@ -381,7 +382,7 @@ def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(o
 
     monkeypatch.setattr(steps.Step, "arrive", arriving)
     monkeypatch.setattr(steps, "join_streams", lambda streams: asked.append("joined"))
-    for module in (launch, parameters):
+    for module in (exchange, parameters):
         monkeypatch.setattr(module, "refuse_capture", lambda device, name=module.__name__: asked.append(name))
 
     def worker():
@@ -394,4 +395,4 @@ def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(o
     dgc.lockstep.run(worker, 4, 2)
     looks = "hierarchical" in options, "clip_norm" in options, "nonfinite" in options  # each at all gradients together
     assert asked.count("joined") == 4 * (2 + sum(looks))
-    assert asked.count(parameters.__name__) == asked.count(launch.__name__) == 4
+    assert asked.count(parameters.__name__) == asked.count(exchange.__name__) == 4

@@ -65,6 +65,7 @@ def test_processes_that_did_not_see_one_another_write_different_files(folder):
     assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
 
 
+@pytest.mark.long
 def test_what_is_damaged_is_compiled_again(folder):
     """Nothing is left of one, one is cut, one is garbage, and one is that of another signature."""
     dtypes = "float32", "float64", "int32", "int64"
@@ -84,6 +85,7 @@ def test_changed_source_is_compiled_again(folder):
     assert run(folder, "float32")[0] == [["0.75", "0"]]
 
 
+@pytest.mark.long
 def test_a_constant_of_another_file_is_compiled_in_anew(folder):
     (folder / "two.py").write_text("TWO = 2")
     (folder / "halves.py").write_text(MODULE.replace("import sys\n", "import sys\nimport two\n").replace(
@@ -117,6 +119,7 @@ caching.tempfile.TemporaryFile = refuse  # by which numba finds out, also for wh
 """
 
 
+@pytest.mark.long
 def test_what_is_in_a_folder_that_cannot_be_written_is_loaded(folder):
     run(folder, "float32")
     (folder / "halves.py").write_text(MODULE.replace("import numpy as np\n", "import numpy as np\n" + UNWRITABLE))
@@ -125,6 +128,7 @@ def test_what_is_in_a_folder_that_cannot_be_written_is_loaded(folder):
     assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
 
 
+@pytest.mark.long
 def test_the_package_s_own_folder_is_read_where_another_one_is_written(folder, tmp_path):
     run(folder, "float32")
     (tmp_path / "elsewhere").mkdir()

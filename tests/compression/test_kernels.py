@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import misleading
+from pairwise import pairwise
 
 from dgc.compression import kernels, select
 from dgc.compression.kernels import plain
@@ -63,10 +64,7 @@ def both(buckets, layout, **arguments):
     return messages[0]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sparsity", [0.5, 0.99, 0.999])
-@pytest.mark.parametrize("nesterov", [False, True])
+@pairwise(wire=WIRES, dtype=[torch.float32, torch.float64], sparsity=[0.5, 0.99, 0.999], nesterov=[False, True])
 @pytest.mark.usefixtures("two_threads")
 def test_steps(wire, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
@@ -196,7 +194,7 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
 def test_messages_of_another_size_are_refused():
     layout = Layout(pair()[0], [1] * len(SHAPES), torch.float16)
     for kernel in (cpu, plain):
-        with pytest.raises(ValueError, match=r"the message of rank 0 for bucket 0 must have \d+ bytes, got \d+"):
+        with pytest.raises(ValueError, match=r"rank 0 for bucket 0 must have \d+ bytes, got \d+"):
             kernel.Received(layout, torch.zeros(2, layout.nbytes - 4, dtype=torch.uint8), 2)
 
 

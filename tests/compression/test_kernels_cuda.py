@@ -33,9 +33,10 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
-    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float32, 0.8, True),
-    (torch.float32, torch.float32, 0.99, True), (torch.float16, torch.float64, 0.8, False),
-    (torch.bfloat16, torch.float64, 0.99, True), (torch.float32, torch.float64, 0.99, False)])
+    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float64, 0.99, True),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (torch.bfloat16, torch.float32, 0.8, True), (torch.float32, torch.float32, 0.99, True),
+        (torch.float16, torch.float64, 0.8, False), (torch.float32, torch.float64, 0.99, False)))])
 def test_steps(wire, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
     both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
@@ -117,7 +118,8 @@ def test_accumulate(velocity):
         both.agree()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [
+    float("nan"), *(pytest.param(bad, marks=pytest.mark.long) for bad in (float("inf"), -float("inf")))])
 def test_what_is_not_finite_is_confessed(bad):
     both, some = Pair(), gradients(0)
     some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
@@ -165,8 +167,11 @@ def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
     Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (5000, 5000), (8192, 8192), (1, 8192)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("ranks", "dtype"), [
+    ((1, 1), torch.float32), ((5000, 5000), torch.float64), ((8192, 8192), torch.float32), ((1, 8192), torch.float64),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ((1, 1), torch.float64), ((5000, 5000), torch.float32), ((8192, 8192), torch.float64),
+        ((1, 8192), torch.float32)))])
 def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
     monkeypatch.setattr(cuda, "_ranks", lambda numel, k: ranks)
     shapes = {"a": (9000,), "b": (66_000,)}
@@ -189,7 +194,7 @@ def test_a_message_that_was_changed_is_refused():
             wrong = seal(changed)
         error = both.received([message, wrong, message], 3)
         assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
-    with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 must have 2728 bytes, got 7"):
+    with pytest.raises(ValueError, match="rank 0 for bucket 0 must have 2728 bytes, got 7"):
         cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
 
 
@@ -273,6 +278,7 @@ def test_which_is_found():
     assert kernels.module_for("cuda", torch.bfloat16) is plain
 
 
+@pytest.mark.long
 def test_the_benchmark_runs(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--numel", "9000", "--warmup", "1", "--steps", "1", "--out",
                str(tmp_path / "gpu.json"), "--device", DEVICE, "--check-sync"]
@@ -282,6 +288,7 @@ def test_the_benchmark_runs(tmp_path):
     assert [(row["entries"], row["energy"]) for row in rows] == 3 * [(9, pytest.approx(1))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "kernels"), [("cuda", "32"), ("owners_cuda", "45"), ("denominator_cuda", "5")])
 def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from laws import misleading
 from pairs import DEVICE
+from pairwise import pairwise
 
 from dgc.compression import kernels, select
 from dgc.compression.kernels import owners_plain, plain
@@ -113,15 +114,25 @@ def gradients(step, n, shapes, dtype=torch.float32, nesterov=False):
             for _ in range(n)]
 
 
-EVERY = [(owners_cpu, *size, dtype, wire) for size in ((2, SHAPES), (3, SHAPES), (16, SMALL))
-         for dtype in (torch.float32, torch.float64) for wire in (torch.float16, torch.bfloat16, torch.float32)]
-SOME = [(owners_cuda, 2, SHAPES, torch.float32, torch.float16), (owners_cuda, 3, SMALL, torch.float64, torch.float32),
-        (owners_cuda, 5, SMALL, torch.float32, torch.bfloat16), (owners_cuda, 5, SMALL, torch.float64, torch.float16)]
+DTYPES, WIRES = (torch.float32, torch.float64), (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(("compiled", "n", "shapes", "dtype", "wire"), EVERY + SOME)
+@pairwise(size=((2, SHAPES), (3, SHAPES), (16, SMALL)), dtype=DTYPES, wire=WIRES)
 @pytest.mark.usefixtures("three_threads")
-def test_steps(compiled, n, shapes, dtype, wire):
+def test_steps(size, dtype, wire):
+    steps_alike(owners_cpu, *size, dtype, wire)
+
+
+@pytest.mark.parametrize(("n", "shapes", "dtype", "wire"), [
+    (2, SMALL, torch.float32, torch.float16), (3, SMALL, torch.float64, torch.float32),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (2, SHAPES, torch.float32, torch.float16), (5, SMALL, torch.float32, torch.bfloat16),
+        (5, SMALL, torch.float64, torch.float16)))])
+def test_steps_on_a_gpu(n, shapes, dtype, wire):
+    steps_alike(owners_cuda, n, shapes, dtype, wire)
+
+
+def steps_alike(compiled, n, shapes, dtype, wire):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and
     kept; rows of one worker that do not fit.
     """
@@ -142,9 +153,7 @@ def test_steps(compiled, n, shapes, dtype, wire):
     assert n == 2 or int(job.buckets[0][0].held_entries) > 0
 
 
-@pytest.mark.parametrize("pattern", ["random", "rows", "sorted", "few", "equal"])
-@pytest.mark.parametrize("zeros", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("velocity", [True, False])
+@pairwise(pattern=["random", "rows", "sorted", "few", "equal"], zeros=[0.0, 0.9, 1.0], velocity=[True, False])
 def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
     shapes = {"a": (200, 300), "b": (50, 100)}
     job = Job(owners_cpu, 3, shapes, velocity=velocity, sparsity=0.95)
@@ -154,7 +163,8 @@ def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
         job.step(some, step)
 
 
-@COMPILED
+@pytest.mark.parametrize("compiled", [owners_cpu, pytest.param(owners_cuda, marks=pytest.mark.long)],
+                         ids=["numba", "triton"])
 def test_workers_without_a_region(compiled):
     """So many that some own no block of 16."""
     job = Job(compiled, 20, {"a": (16, 16)}, sparsity=0.9)

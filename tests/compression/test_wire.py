@@ -71,7 +71,7 @@ def test_at_most_4_2_bytes_an_entry():
 
 
 def test_a_message_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"the message of rank 3 for bucket 0 must have \d+ bytes, got 8"):
+    with pytest.raises(ValueError, match=r"rank 3 for bucket 0 must have \d+ bytes, got 8"):
         Layout(bucket(), [1] * 5, torch.float16).decode(torch.zeros(8, dtype=torch.uint8), 3)
 
 

@@ -27,7 +27,7 @@ from laws import (
 from torch import nn
 
 import dgc
-from dgc.engine import adaptive as clocks
+from dgc.engine import progress as clocks
 from dgc.engine.engine import engine_of
 from dgc.schedule import FORGET, HIGH, LOW, Adaptive, Found
 from dgc.transport import find

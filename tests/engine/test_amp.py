@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from laws import CONFIGS, flat, loss, model, rank, train
+from pairwise import pairwise
 from torch import nn
 
 import dgc
@@ -187,7 +188,7 @@ def test_clipping_after_the_exchange_is_told():
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
         with pytest.warns(UserWarning, match=(
-                r"was changed between its exchange, in backward\(\) or synchronize\(\), and step\(\)")):
+                r"was changed between its exchange,.* and step\(\)")):
             scaler.step(optimizer)
 
     dgc.lockstep.run(worker, 2)
@@ -240,10 +241,7 @@ def test_float16_finds_its_scale(sparsity):
     assert torch.equal(one, other) and one.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-@pytest.mark.parametrize("parameter", ["6.weight", "8.bias"])
-@pytest.mark.parametrize("size", [1, 3])
+@pairwise(bad=[math.nan, math.inf], sparsity=[0.0, 0.9], parameter=["6.weight", "8.bias"], size=[1, 3])
 def test_a_step_that_is_skipped_never_was(bad, sparsity, parameter, size):
     """nonfinite="skip": one rank has a bad entry at step 2."""
     def worker():
@@ -286,7 +284,7 @@ def test_fewer_passes_than_said_are_an_error():
         scaler = scaler_of()
         network, optimizer = wrapped(SPARSE, scaler, backward_passes_per_step=2)
         scaler.scale(loss(network, rank(), 0)).backward()
-        with pytest.raises(RuntimeError, match=r"fewer backward passes than backward_passes_per_step; call "):
+        with pytest.raises(RuntimeError, match=r"fewer .* than backward_passes_per_step"):
             scaler.step(optimizer)
 
     dgc.lockstep.run(worker, 2)
@@ -314,7 +312,7 @@ def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_sync
         network, optimizer = wrapped(SPARSE, scaler)
         by_hand(network, scaler, 0)
         before = flat(network)
-        with pytest.raises(RuntimeError, match=r"were not exchanged yet, .*; call optimizer\.synchronize\(\) before"):
+        with pytest.raises(RuntimeError, match=r"not exchanged yet, .* optimizer\.synchronize\(\)"):
             scaler.step(optimizer)
         assert torch.equal(flat(network), before) and not residuals(optimizer).any()
         scaler = scaler_of()

@@ -100,7 +100,7 @@ def test_flush_between_backward_and_step_is_refused():
         network, optimizer = wrapped()
         backward(network)
         with pytest.raises(RuntimeError,
-                           match=r"flush\(\) must be called after step\(\), got a call between"):
+                           match=r"flush\(\) must be called after step\(\)"):
             optimizer.flush()
         optimizer.step()
 
@@ -190,6 +190,6 @@ def test_a_flush_that_applies_nothing_is_told():
         optimizer.flush()
         assert torch.equal(flat(network), before)
 
-    with pytest.warns(UserWarning, match=r"flush\(\) should be called at a learning rate above 0") as told:
+    with pytest.warns(UserWarning, match=r"flush\(\) .* learning rate above 0") as told:
         in_lockstep(worker)
     assert len(told) == 1

@@ -128,7 +128,7 @@ def test_a_step_left_out_is_left_out(to_none):
         expected.step()
         assert torch.equal(moved, flat(other)) and not torch.equal(moved, before)
 
-    with pytest.warns(UserWarning, match=r"step\(\) was not called after an exchange .*residual_state_dict") as told:
+    with pytest.warns(UserWarning, match=r"was not called after .*residual_state_dict") as told:
         in_lockstep(worker)
     assert len(told) == 2  # each rank
 
@@ -151,7 +151,7 @@ def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
         expected.step()
         return flat(network), flat(other)
 
-    with pytest.warns(UserWarning, match=r"step\(\) was not called after an exchange .*residual_state_dict") as told:
+    with pytest.warns(UserWarning, match=r"was not called after .*residual_state_dict") as told:
         ranks = in_lockstep(worker)
     assert len(told) == 2  # each rank; and none of a second synchronize() before the step
     for found, expected in ranks:
@@ -184,7 +184,7 @@ def test_changing_gradients_before_the_step_warns_once():
             nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
             if rank() == 0 and step == 0:
                 changed = pytest.warns(UserWarning, match=(
-                    r"changed between its exchange, in backward\(\) or synchronize\(\), and step\(\).*clip_norm"))
+                    r"changed between its exchange, .*clip_norm"))
                 with changed, optimizer.skip_synchronize():
                     optimizer.step()
             elif rank() == 0:

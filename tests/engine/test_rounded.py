@@ -62,5 +62,5 @@ def test_dense_dtype_keeps_what_a_frozen_parameter_has_pending(size):
 
 
 def test_dense_dtype_is_float16_bfloat16_or_none():
-    with pytest.raises(ValueError, match=r"dense_dtype must be one of None, torch.float16, .* got torch.float32"):
+    with pytest.raises(ValueError, match=r"dense_dtype must be .* got torch.float32"):
         dgc.Config(dense_dtype=torch.float32)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from laws import DENSE, SPARSE, difference, flat, in_lockstep, rank, wrapped
+from pairwise import pairwise
 from torch import nn
 
 import dgc
@@ -87,10 +88,8 @@ def embedding(sparse, settings):
     return table, torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"maximize": True}])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-@pytest.mark.parametrize("begins", ["a dense gradient", "a momentum"])
-@pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
+@pairwise(settings=[{}, {"nesterov": True}, {"maximize": True}], sparsity=[0.0, 0.9],
+          begins=["a dense gradient", "a momentum"], op=[dgc.Average, dgc.Sum])
 def test_momentum_goes_on_with_the_first_sparse_gradient(begins, sparsity, settings, op):
     """Against torch's SGD on dense gradients. Unmasked, what is pending makes good for what was not sent."""
     def begin(table, optimizer):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+from pairwise import pairwise
 
 import dgc
 from dgc.compression import kernels
@@ -12,12 +13,10 @@ from dgc.compression.kernels import plain
 from dgc.engine.engine import engine_of
 
 
-@pytest.mark.parametrize(("config", "node"), [
-    ({}, 1), ({"exchange": "reduce"}, 1), ({"dense_dtype": torch.float16}, 1),
-    ({"clip_norm": 0.5, "nonfinite": "skip"}, 1), ({"hierarchical": True}, 2)], ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_default_device_of_the_users_is_not_where_we_compute(config, node, kind, fused, monkeypatch):
+@pairwise(config=[{}, {"exchange": "reduce"}, {"dense_dtype": torch.float16},
+                  {"clip_norm": 0.5, "nonfinite": "skip"}, {"hierarchical": True}],
+          kind=[torch.optim.SGD, torch.optim.AdamW], fused=[True, False])
+def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fused, monkeypatch):
     """On "meta", where nothing can be computed."""
     if not fused:
         monkeypatch.setattr(kernels, "current", lambda *_: plain)
@@ -39,6 +38,7 @@ def test_a_default_device_of_the_users_is_not_where_we_compute(config, node, kin
             assert optimizer.report().steps == 4
         return flat(network)
 
+    node = 2 if "hierarchical" in config else 1
     here, there = (dgc.lockstep.run(lambda on=on: worker(on), 4, node) for on in ("cpu", "meta"))
     assert all(map(torch.equal, here, there))
 

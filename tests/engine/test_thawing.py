@@ -147,7 +147,7 @@ def test_a_model_that_was_moved_after_wrapping_is_refused():
         for p in network.parameters():
             p.grad = torch.zeros_like(p)
         with pytest.raises(RuntimeError,
-                           match=r"6\.weight must be \(40, 144\) on cpu, as when the DistributedOptimizer was made"):
+                           match=r"6\.weight must be \(40, 144\) on cpu, "):
             optimizer.step()
 
     in_lockstep(worker)

@@ -119,16 +119,19 @@ def steps_of_horovod():
     return compiled_steps(["the model"])
 
 
+IN_PROCESSES = {"torch": (steps_of_both, compiled_models), "horovod": (steps_of_horovod,)}
+
+
 @pytest.mark.parametrize(("launcher", "steps"), [("torch", steps_of_both), ("horovod", steps_of_horovod)])
 def test_a_compiled_step(launcher, steps):
     """Dynamo would trace what a gradient's hook calls, and step(): it fails at that."""
-    for results in ran(launcher, 2, (steps,))[steps]:
+    for results in ran(launcher, 2, IN_PROCESSES[launcher])[steps]:
         assert results and all(results.values()), results
 
 
 @pytest.mark.parametrize("manner", MANNERS)
 def test_as_without_compiling(manner):
     """Parameters and residuals, to the bit."""
-    for results in ran("torch", 2, (compiled_models,))[compiled_models]:
+    for results in ran("torch", 2, IN_PROCESSES["torch"])[compiled_models]:
         same, graphs = results[manner]
         assert same and graphs == MANNERS[manner]

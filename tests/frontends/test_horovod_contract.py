@@ -12,7 +12,7 @@ import pytest
 import torch
 from launch import ran
 
-SIZES = (1, 2)
+IN_PROCESSES = {1: (contract.observed,), 2: (contract.observed, differences.shown)}
 # What we say in addition, and why, is in docs/migrating.md. Behaviour -> the rank that is told (None: each), the words.
 SAID_BESIDES = {
     "other_values_and_settings_on_each_rank": (0, "the ranks differ in the optimizer's settings"),
@@ -23,17 +23,17 @@ SAID_BESIDES = {
 
 
 def observed(size):
-    return ran("horovod", size, [contract.observed])[contract.observed]
+    return ran("horovod", size, IN_PROCESSES[size])[contract.observed]
 
 
 @pytest.mark.parametrize("name", differences.DIFFERENCES)
 def test_ours_differs_from_stock_as_the_documentation_says(name):
     _, stock, ours = differences.DIFFERENCES[name]
-    for seen in ran("horovod", 2, [differences.shown])[differences.shown]:
+    for seen in ran("horovod", 2, IN_PROCESSES[2])[differences.shown]:
         assert seen[name] == (stock, ours)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", IN_PROCESSES)
 @pytest.mark.parametrize("mode", [mode for mode in contract.MODES if mode != "stock"])
 @pytest.mark.parametrize("name", contract.BEHAVIOURS)
 def test_as_on_stock(name, mode, size):

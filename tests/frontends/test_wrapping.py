@@ -219,12 +219,12 @@ def test_any_optimizer_without_momentum_correction(kind):
 def test_an_sgd_with_a_step_of_its_own():
     """It would take updates for gradients; without momentum correction it is given gradients."""
     def worker():
-        with pytest.raises(TypeError, match=r"must be torch\.optim\.SGD or AdamW for momentum correction, .* got Lars"):
+        with pytest.raises(TypeError, match=r"momentum correction, .* got Lars"):
             wrapped(SPARSE, kind=Lars)
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=Lars)
         train(range(4), None, network, optimizer)
         assert optimizer.param_groups[0]["steps"] == 4
-        with pytest.raises(TypeError, match=r"flush\(\) must be called on a torch\.optim\.SGD, .* got Lars"):
+        with pytest.raises(TypeError, match=r"flush\(\) must .* got Lars"):
             wrapped(dgc.Config(0.9, momentum_correction=False), kind=Lars)[1].flush()
         return flat(network)
 

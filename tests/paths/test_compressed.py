@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from laws import performed, walk, worlds
+from pairwise import pairwise
 
 import dgc
 from dgc.collective import AbandonedError, World, sent_bytes
@@ -27,10 +28,8 @@ def gradients(rank, step, dtype=torch.float32, m=0.9, nesterov=False):
             for i, (k, s) in enumerate(SHAPES.items())}
 
 
-@pytest.mark.parametrize("wire", DTYPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
-@pytest.mark.parametrize("masking", [True, False])
+@pairwise(wire=DTYPES, dtype=[torch.float16, torch.bfloat16, torch.float32, torch.float64], sparsity=[0.0, 0.5, 0.99],
+          masking=[True, False])
 def test_conservation(wire, dtype, sparsity, masking):
     """Law 1, to the bit: what rank 0 sent and what is in its v add up to what it had accumulated.
 
@@ -121,9 +120,7 @@ def test_a_parameter_without_gradient_sits_out():
     assert not b.views(update)["b"].any() and b.views(update)["a"].any()
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.75, 0.9375, 0.999])
-@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
+@pairwise(exchange=["allgather", "reduce"], n=[2, 4, 8, 16], sparsity=[0.0, 0.1, 0.3, 0.75, 0.9375, 0.999])
 def test_never_more_bytes_than_dense(exchange, n, sparsity):
     mine, asked, sent = buckets(n), [], 0.0
     paths = [reduce(b, gradients(r, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, w)

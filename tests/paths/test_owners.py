@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import performed, walk, worlds
+from pairwise import pairwise
 from test_compressed import buckets, gradients, refusals
 
 import dgc
@@ -141,9 +142,7 @@ def test_it_is_the_transcription(size, masking, nesterov):
         assert np.allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize("slack", [messages.SLACK, -20])
+@pairwise(n=[2, 3, 8], masking=[True, False], slack=[messages.SLACK, -20])
 def test_nothing_is_lost(n, masking, slack, monkeypatch):
     """What ranks have accumulated is what was applied and what they have pending, in sum; also where rows have no slots
     for most entries.

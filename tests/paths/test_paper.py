@@ -5,6 +5,7 @@ import pytest
 import torch
 from laws import walk, worlds
 from oracle import Network, Oracle
+from pairwise import pairwise
 
 import dgc
 from dgc.compression.residual import Bucket, Gradient
@@ -27,15 +28,14 @@ def config(variant, sparsity):
                       factor_masking=variant.get("masking", True), min_numel=0)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("sparsity", "dtype"), [(0.99, torch.float32), (0.99, torch.float64), (0.75, torch.float64)])
-def test_path(nodes, variant, sparsity, dtype):
+@pairwise(nodes=[1, 2, 4], variant=VARIANTS,
+          density=[(0.99, torch.float32), (0.99, torch.float64), (0.75, torch.float64)])
+def test_path(nodes, variant, density):
     """The path of a bucket, with the gradient that the weights reached so far give.
 
     At 75 % the entries around the threshold are dense, and float32 would now and then choose another one of two.
     """
-    variant = VARIANTS[variant]
+    variant, (sparsity, dtype) = VARIANTS[variant], density
     network, m = Network(), variant.get("momentum", 0.9)
     oracle = Oracle(network.start, network.gradient, nodes, lr=0.1, sparsity=sparsity, **{"momentum": m, **variant})
     settings = config(variant, sparsity)
@@ -65,7 +65,7 @@ def test_path(nodes, variant, sparsity, dtype):
         assert np.linalg.norm(got.numpy() - expected) / np.linalg.norm(expected) <= 1e-5
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("nodes", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_optimizer(nodes, variant):
     """The whole of it: a torch model in float64, backward passes, DistributedOptimizer around SGD."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from laws import walk
+from pairwise import pairwise
 
 import dgc
 from dgc.collective import World
@@ -68,9 +69,7 @@ def test_it_is_the_transcription(n):
         assert np.allclose(b.v, v, rtol=0, atol=1e-12) and b.v.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("residual", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1, 2, 4, 5, 16])
+@pairwise(dtype=[torch.float16, torch.bfloat16], residual=[torch.float32, torch.float64], n=[1, 2, 4, 5, 16])
 def test_nothing_is_lost(dtype, residual, n):
     """What has left the v of all ranks together is the update."""
     mine = [bucket(residual) for _ in range(n)]

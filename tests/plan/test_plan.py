@@ -35,6 +35,7 @@ def test_models_have_the_published_number_of_parameters(name):
     assert plan.load(name).numel == TOTALS[name]
 
 
+@pytest.mark.long
 def test_models_of_the_recipes_have_their_shapes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     import cifar10
@@ -72,6 +73,7 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
     assert predicted.message_bytes == report.message_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "model"), [("network-1gbit", "resnet50"), ("network-lstm", "lstm")])
 def test_bytes_are_those_that_were_measured(file, model):
     run = json.loads((RESULTS / f"{file}.json").read_text())
@@ -80,6 +82,7 @@ def test_bytes_are_those_that_were_measured(file, model):
     assert predicted.port_bytes == report["bytes_sent"] and predicted.message_bytes == report["message_bytes"]
 
 
+@pytest.mark.long
 def test_defaults_are_what_was_measured():
     rows = json.loads((RESULTS / "compress-1core.json").read_text())["rows"]
     row = next(r for r in rows if (r["numel"], r["method"], r["mode"]) == (
@@ -93,6 +96,7 @@ def test_defaults_are_what_was_measured():
     assert pytest.approx(machine["convert"], rel=0.05) == Local().convert and plan.LOCAL["gpu"].convert == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [4, 16, 64])
 def test_what_the_reduce_exchange_works_beyond_an_all_gather_is_what_was_measured(workers):
     """Within 15 % of the whole: for each entry, and each of an owner's; and messages of which fewer are received."""
@@ -104,6 +108,7 @@ def test_what_the_reduce_exchange_works_beyond_an_all_gather_is_what_was_measure
     assert more - fewer == pytest.approx(reduce - gather, abs=0.15 * gather)
 
 
+@pytest.mark.long
 def test_dense_float16_is_as_fast_as_the_best_that_is_offered():
     """By whose figures it is that DGC pays: as measured, DistributedDataParallel's hook, not Horovod's compression."""
     cases = json.loads((RESULTS / "network-1gbit.json").read_text())["cases"]
@@ -491,6 +496,7 @@ def test_refuses():
         plan.plan(plan.load("lstm"), cluster(2), 0)
 
 
+@pytest.mark.long
 def test_predictions_are_near_the_measurements():
     """The median error over all cells that were not fitted to is at most 20 %; else it ends with status 1."""
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")], text=True,

@@ -13,6 +13,8 @@ from launching import LAUNCHERS, flat, flattened, recipe, refused, saved
 
 from dgc.tune import trial
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
@@ -56,7 +58,6 @@ def test_the_same_file_runs_everywhere(launcher, launched):
     assert seen == pytest.approx(alone, rel=2e-4)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_demo(monkeypatch, tmp_path, capsys):
     """``make demo``, on digits and for one epoch of each method."""
@@ -70,7 +71,6 @@ def test_the_demo(monkeypatch, tmp_path, capsys):
     assert f"{tmp_path}/demo.png" in capsys.readouterr().out.replace("\n", "")
 
 
-@pytest.mark.long
 def test_resuming_is_bit_for_bit(images, tmp_path):
     """Two workers, killed after the first of two epochs; the residuals come along."""
     arguments = ("--epochs", "2", "--virtual-workers", "2", "--batch-size", "16", "--sparsity", "0.99", "--no-flush")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from launching import ROOT
 
+pytestmark = pytest.mark.long
+
 
 def test_the_official_binary_layout_is_read(tmp_path):
     from data import load

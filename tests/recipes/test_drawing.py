@@ -20,6 +20,8 @@ import report
 from dgc import cli, drawing
 from dgc.tune import draw
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 

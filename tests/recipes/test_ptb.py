@@ -10,6 +10,8 @@ import pytest
 import torch
 from launching import LAUNCHERS, flattened, recipe, saved
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -67,7 +69,6 @@ def test_the_language_model_runs_everywhere(launcher, launched):
     assert seen == pytest.approx(alone, rel=1e-3)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_float16_is_what_horovod_exchanges(text, tmp_path):
     """After one step at lr 1, a bias that was zero is the averaged gradient, which came in float16; but for that, it is

@@ -26,6 +26,8 @@ import reproduce  # noqa: E402
 
 import dgc  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 # In place of the recipes: waits, and writes a result with the settings that it was given.
 STUB = '''
 import json, os, sys, time
@@ -309,7 +311,6 @@ def test_the_list_gives_names_whole(tmp_path):
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment_nothing_is_lost_and_two_at_once_run_nothing_twice(stubs, tmp_path):
     folder, words = tmp_path / "runs" / "quick", ("--quick", "--only", "cifar10-d", "--jobs", "2")
@@ -341,7 +342,6 @@ def test_killed_at_any_moment_nothing_is_lost_and_two_at_once_run_nothing_twice(
     assert not [path for path in folder.iterdir() if path.is_dir() and path.name != "results"]  # checkpoints
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_that_was_cut_off_goes_on(tmp_path):
     """With the real recipe: killed between two epochs, together with it."""

@@ -11,6 +11,8 @@ from launching import LAUNCHERS, flattened, recipe, saved
 
 import dgc
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -39,8 +41,7 @@ def transformer(text):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", [
-    pytest.param(name, marks=() if name == "python" else pytest.mark.long) for name in LAUNCHERS])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_it_runs_everywhere(launcher, text, tmp_path):
     """Two workers each, compressed, with dropout."""
     virtual = ["--virtual-workers", "2"] if launcher == "python" else []

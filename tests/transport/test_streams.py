@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgc.collective import Collective
-from dgc.transport import Wait, streams
+from dgc.transport import Wait, run
 
 
 def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
@@ -23,10 +23,10 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
 
     def exchange():
         transport = type("Nowhere", (), {"start": lambda self, collective, name: Wait(fails)})()
-        return streams.StreamedRun(device, path(), transport, "x", lambda collective: None)
+        return run.StreamedRun(device, path(), transport, "x", lambda collective: None)
 
     main, own, device = Stream(), Stream(), torch.device("cuda", 0)
-    monkeypatch.setattr(streams, "_stream", lambda device: own)
+    monkeypatch.setattr(run, "_stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     under_way, other = exchange(), exchange()
@@ -41,7 +41,7 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     assert len(main) == 3
     branch = Stream()
     branch.device = device
-    streams.join_streams([branch])
+    run.join_streams([branch])
     assert main[-1] is branch
-    with streams.own_stream(device):
+    with run.own_stream(device):
         assert own[-1] is main
