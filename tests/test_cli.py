@@ -347,7 +347,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
     assert error in (shown := invoke("doctor", status=1)) and f"Problem: two processes: {error}" in shown
     loaded = plan.load("resnet110")._replace(name="[/model] [red]")
-    monkeypatch.setattr(plan, "load", lambda model: loaded)
+    monkeypatch.setattr(commands, "load", lambda model: loaded)
     assert loaded.name in invoke(*PLAN) and ": [/model]," in invoke("schedule", "0.9", "--model", "[/model]")
 
 

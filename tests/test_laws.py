@@ -213,7 +213,9 @@ def not_finite():
 
 COMMON = (trajectories, dense_equivalence, resume, unused_somewhere, sparse_gradients, broadcast, half_precision,
           scaled, not_finite)
-PLACES = [("lockstep", 2), ("lockstep", 3), ("lockstep", 8), ("horovod", 2), ("horovod", 3), ("torch", 2), ("torch", 3)]
+IN_PROCESSES = [("horovod", 2), ("torch", 3), *(
+    pytest.param(place, marks=pytest.mark.long) for place in (("horovod", 3), ("torch", 2)))]
+PLACES = [("lockstep", 2), ("lockstep", 3), ("lockstep", 8), *IN_PROCESSES]
 
 
 @functools.cache
@@ -240,7 +242,7 @@ def test_agreement(place, name):
     assert all(report.steps == 12 and report.residual_norm > 0 for _, report, _ in results)
 
 
-@pytest.mark.parametrize("place", PLACES[3:], ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.mark.parametrize("place", IN_PROCESSES, ids=lambda place: f"{place[0]}-{place[1]}")
 @pytest.mark.parametrize("name", [*CONFIGS, *ADAMW])
 def test_transports_give_the_same(place, name):
     """Law 7, beside lockstep. With two ranks to the bit; with three, the order in which a ring adds up is its own, and
