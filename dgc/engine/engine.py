@@ -253,13 +253,10 @@ class Engine:
             if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
                 warn(SYNCHRONIZED_TWICE + self.misuse.told_of_changed_update(self.step, " Also, "))
             self.source.synchronize(self)
-        error = self.found()
-        if error is not None and self.settings.waits:
-            self.parameters.optimizer.zero_grad()
-        elif error is not None:
+        if (error := self.found()) is not None:
             self._next_step()
             raise error
-        elif self.step.phase is Phase.SKIPPED:
+        if self.step.phase is Phase.SKIPPED:
             self.parameters.optimizer.zero_grad()
         else:
             self.source.before_update(self)
@@ -276,10 +273,12 @@ class Engine:
         asks = step.phase is Phase.EXCHANGED and (step.stock or step.hands_back) and self.nonfinite.is_error
         if not asks or not self.settings.exchanges:
             return step.error
-        error = self.nonfinite.take_found(self.settings.world.rank, self.ledger.counting(self.step))
-        if error is not None and self.settings.waits:
-            self.ledger.skip()
-        return error
+        error = self.nonfinite.take_found(self.settings.world.rank, self.ledger.counting(step))
+        if error is None or not self.settings.waits:
+            return error
+        self.ledger.skip()
+        self._next_step(Phase.SKIPPED, step)
+        return None
 
     def apply(self) -> None:
         """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was exchanged."""
