@@ -582,6 +582,10 @@ def test_errors_at_the_door(alone):
             ((parallel, foreign), ValueError, "must have a parameter of ddp_model that requires a gradient, got none")):
         with pytest.raises(error, match=message):
             dgc.register_comm_hook(*arguments)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        compiled = nn.parallel.DistributedDataParallel(model())
+    with pytest.raises(ValueError, match=r"ddp_model must have the reducer of C\+\+, .* 'python_reducer'"):
+        dgc.register_comm_hook(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
     assert type(optimizer) is torch.optim.SGD and not optimizer.state
     dgc.register_comm_hook(parallel, optimizer)
     with pytest.raises(RuntimeError, match="once for a model and an optimizer"):
