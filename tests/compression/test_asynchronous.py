@@ -63,6 +63,7 @@ SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  
 def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, monkeypatch):
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.3 a dense sum is fewer bytes.
+    At 0 steps are stock's: that step itself fails, and its gradients are dropped unless they are rounded, through v.
     """
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
@@ -85,7 +86,8 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
                 for name in where:
                     some[name].view(-1)[3] = torch.nan
             for name, g in some.items():
-                total[name] += torch.where(g.isfinite(), g, 0)
+                if sparsity != 0.0 or options or step != 1:
+                    total[name] += torch.where(g.isfinite(), g, 0)
             ends.append("")
             try:
                 sum((p * some[name].to(DEVICE)).sum() for name, p in weights.items()).backward()
@@ -101,8 +103,9 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
     ranks = dgc.lockstep.run(worker, 3)
     ends, weights, _ = ranks[0]
     assert all(others == ends for others, _, _ in ranks)
-    assert [bool(end) for end in ends] == [step == 2 for step in range(5)]
-    assert ends[2] == f"rank 1 has a gradient that is not finite, in: {where[0]}"
+    failed = 1 if sparsity == 0.0 else 2
+    assert [bool(end) for end in ends] == [step == failed for step in range(5)]
+    assert ends[failed] == f"rank 1 has a gradient that is not finite, in: {where[0]}"
     assert all(torch.equal(p, same[name]) for _, same, _ in ranks for name, p in weights.items())
     for name in "ab":
         assert weights[name].any()

@@ -10,11 +10,11 @@ from pairs import DEVICE
 from pairwise import pairwise
 
 from dgc.compression import kernels, select
+from dgc.compression import sizes as messages
 from dgc.compression.kernels import owners_plain, plain
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import CORRUPT, NONFINITE, Layout, seal
-from dgc.plan import cost
 
 owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="numba is not installed",
                                  exc_type=ImportError)
@@ -272,7 +272,7 @@ def test_places_that_do_not_ascend_are_refused(compiled):
 @COMPILED
 def test_no_slots_are_made_of_chance(compiled, monkeypatch):
     """Rows with one slot each: the largest entry of each, beside the mean of its parameter."""
-    monkeypatch.setattr(cost, "row_slots", lambda slots, n: 1)
+    monkeypatch.setattr(messages, "row_slots", lambda slots, n: 1)
     job = Job(compiled, 3, SMALL, sparsity=0.9)
     for step in range(3):
         job.step(gradients(step, 3, SMALL), step)
