@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from weakref import ref
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ SYNCHRONIZED_TWICE = (  # Horovod's words
     "optimizer.synchronize() in your code.")
 
 
+Seen = tuple[ref[Tensor], int]  # a gradient and its version; a weak reference, as the id of a freed tensor is reused
+
+
 class Misuse:
     """Notices where a gradient is changed when that is too late, or an update is dropped.
 
@@ -30,8 +34,8 @@ class Misuse:
 
     def __init__(self, settings: Settings, parameters: Parameters, applier: Applier):
         self._settings, self._parameters, self._applier = settings, parameters, applier
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # parameter -> identity and version of its gradient
-        self._updates: dict[Tensor, tuple[int, int]] = {}  # the same of an update to which a backward pass adds
+        self._versions: dict[Tensor, Seen] = {}  # parameter -> its gradient
+        self._updates: dict[Tensor, Seen] = {}  # the same of an update to which a backward pass adds
         self._holds: dict[Tensor, bool] = {}  # what DDP's hook has found of that
         self._warned = False
 
@@ -40,11 +44,11 @@ class Misuse:
         for p in parameters:
             if (g := p.grad) is not None:
                 alone = g._base is None or g._base.numel() == g.numel()
-                self._versions[p] = id(g), g._version if alone else -1
+                self._versions[p] = ref(g), g._version if alone else -1
 
     def note_copy(self, parameter: Tensor, gradient: Tensor, copies: int) -> None:
         """Remembers a gradient into which somebody will copy so many times."""
-        self._versions[parameter] = id(gradient), gradient._version + copies
+        self._versions[parameter] = ref(gradient), gradient._version + copies
 
     def forget(self, parameter: Tensor | None = None) -> None:
         """Forgets one gradient, or all."""
@@ -63,8 +67,13 @@ class Misuse:
 
     def changed(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is another, or was written into, since it was remembered."""
-        identity, version = (self._updates or self._versions).get(parameter, (0, 0))
-        return id(parameter.grad) != identity or parameter.grad is None or parameter.grad._version != version
+        gradient, version = self._seen(parameter)
+        return gradient is None or gradient is not parameter.grad or gradient._version != version
+
+    def _seen(self, parameter: Tensor) -> tuple[Tensor | None, int]:
+        """A parameter's gradient and its version when it was remembered. None if it is gone."""
+        seen = (self._updates or self._versions).get(parameter)
+        return (None, 0) if seen is None else (seen[0](), seen[1])
 
     def holds_update(self, parameter: Tensor, passes: int) -> bool:
         """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
@@ -77,11 +86,10 @@ class Misuse:
         """
         if parameter in self._holds:
             return self._holds[parameter]
-        identity, version = (self._updates or self._versions).get(parameter, (0, 0))
-        g = parameter.grad
-        if g is None or id(g) != identity:
+        gradient, version = self._seen(parameter)
+        if gradient is None or gradient is not parameter.grad:
             return False
-        if version < 0 or g._version != version + passes:
+        if version < 0 or gradient._version != version + passes:
             raise RuntimeError(f"the gradient of {self._parameters.names[parameter]} must be left as it is between the "
                                "exchange and one more backward() before step(), got one that was changed, so that "
                                "nobody can tell the new gradient in it (drop the update by optimizer.zero_grad())")
@@ -185,6 +193,6 @@ class Misuse:
 
     def _changed(self) -> Iterator[Tensor]:
         """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
-        for p, (identity, version) in self._versions.items():
-            if (g := p.grad) is None or id(g) != identity or version not in (-1, g._version):
+        for p, (gradient, version) in self._versions.items():
+            if (g := p.grad) is None or gradient() is not g or version not in (-1, g._version):
                 yield p

@@ -171,6 +171,26 @@ def test_a_pass_after_a_change_by_hand_is_refused():
     in_lockstep(worker)
 
 
+def test_a_new_gradient_at_the_address_of_a_dropped_one_is_a_new_one():
+    """Python gives the id of a tensor that is gone to one that is made after it."""
+    def worker():
+        (weight,), optimizer = made(0.9)
+        backward([weight], 0)
+        optimizer.synchronize()
+        address, others = id(weight.grad), []
+        weight.grad = None
+        while id(other := torch.zeros_like(weight)) != address:
+            others.append(other)
+        weight.grad = other.add_(1)
+        del other
+        backward([weight], 1)
+        optimizer.step()
+        return weight.detach().isfinite().all()
+
+    with pytest.warns(UserWarning, match="their update is dropped"):
+        assert all(in_lockstep(worker))
+
+
 def test_weights_may_change_where_a_step_is_dropped():
     """As where a critic's weights are clamped; but an optimizer whose step() is never called is the wrong one."""
     def worker(steps):

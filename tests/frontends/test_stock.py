@@ -20,7 +20,6 @@ from torch import nn
 
 import dgc
 
-pytestmark = pytest.mark.timeout(1500)  # of the first test, which launches for the others
 ROUNDING = {stock_optimizers.in_float64: 1e-12, stock_optimizers.in_float32: 1e-5}
 KINDS = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)
          and issubclass(kind, torch.optim.Optimizer)}
@@ -33,7 +32,7 @@ def results(over, function):
     """What a function has returned on each of two ranks. One launch, which takes long, runs all
     that ``make test`` looks at.
     """
-    return ran(over, 2, LONG if function in LONG else LAUNCHED, limit=1200)[function]
+    return ran(over, 2, LONG if function in LONG else LAUNCHED)[function]
 
 
 def same(a, b):
