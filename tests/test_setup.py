@@ -87,7 +87,7 @@ def test_the_version_is_one_everywhere():
 
 
 def test_what_is_loaded_late_is_listed_too():
-    assert {*dgc.__all__, "ddp", "elastic", "tune"} <= set(dir(dgc))
+    assert {*dgc.__all__, "elastic", "tune"} <= set(dir(dgc))
     assert all(hasattr(dgc, name) for name in dgc.__all__)
 
 

@@ -52,14 +52,14 @@ def ranges(events):
     return Counter(event.name for event in events if event.name.startswith("dgc::"))
 
 
-@pytest.mark.parametrize(("settings", "times"), [  # of a compressed bucket, in a step: select, exchange, read, take
-    ({"sparsity": 0.9}, (1, 1, 1, 1)),
-    ({"sparsity": 0.9, "exchange": "reduce"}, (1, 2, 2, 2)),  # two phases; owners choose as they take
-    ({"sparsity": 0.0}, (0, 1, 0, 1))])  # nothing to choose, and a sum needs no reading
+@pytest.mark.parametrize(("settings", "times"), [  # of a large bucket, in a step: accumulate, select, exchange, read, take
+    ({"sparsity": 0.9}, (1, 1, 1, 1, 1)),
+    ({"sparsity": 0.9, "exchange": "reduce"}, (1, 1, 2, 2, 2)),  # two phases; owners choose as they take
+    ({"sparsity": 0.0}, (0, 0, 1, 0, 0))])  # stock's step
 def test_each_stage_as_often_as_buckets_and_steps_say(settings, times):
     found = ranges(profiled(lambda: rank(range(STEPS), dgc.Config(min_numel=200, **settings))))
-    every, (select, exchange, read, take) = STEPS * len(compressed(model())), times
-    expected = {"accumulate": every, "select": select * every, "take": take * every, "read": read * every,
+    every, (accumulate, select, exchange, read, take) = STEPS * len(compressed(model())), times
+    expected = {"accumulate": accumulate * every, "select": select * every, "take": take * every, "read": read * every,
                 "exchange": exchange * every + STEPS, "add": every + STEPS,  # with the bucket of what travels dense
                 "step": STEPS}
     assert found == {f"dgc::{name}": count for name, count in expected.items() if count}
