@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from dgc.compression.sizes import SUM_BITS
 
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
@@ -16,8 +16,7 @@ ExchangeName = Literal["allgather", "reduce"]
 UNMASKED = 0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "wire_dtype": (torch.float16, torch.bfloat16, torch.float32),
-    "dense_dtype": (None, torch.float16, torch.bfloat16),
+    "value_bits": (1, 2, 4, 8, 16, 32),
     "exchange": ("allgather", "reduce"),
     "hierarchical": (True, False, "auto"),
     "nonfinite": ("error", "skip"),
@@ -45,13 +44,13 @@ class Config:
             clip_norm / sqrt(N) under Sum, before accumulating it. None, or infinity: no clipping.
         clip_per_tensor: bound each parameter's gradient on its own. The global norm is only known when the backward
             pass has ended; this one lets messages leave during it.
-        wire_dtype: dtype of the values in a message: float16, bfloat16 or float32. What rounding drops stays in v.
+        value_bits: bits of a value in a message: 32 (float32), 16 (float16), or 8, 4, 2, 1 (a sign and a level;
+            docs/concepts/wire-format.md). What rounding drops stays in v, to be sent later. With 8 bits or fewer, dense
+            sums travel in 8 bits from the first compressed step on: those of small parameters, and those of all where
+            a step is dense or a dense sum is fewer bytes. Each entry is rounded, added up by one rank, and the sum is
+            rounded; what rounding drops is sent with the next gradient. Sums of a few entries a rank, and what
+            ``flush()`` sends, are not rounded.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
-        dense_dtype: dtype of the values of dense sums: of these parameters, and of all where a step of the schedule is
-            dense or a dense sum is fewer bytes (AdamW's first steps, the start of a warm-up). None: their own, summed
-            by ring allreduce. float16 or bfloat16: half the bytes of float32. Each entry is rounded, added up in
-            float32 by one rank, and the sum is rounded; what rounding drops is sent with the next gradient. Sums of
-            fewer than some ten entries a rank travel as with None, and so does what ``flush()`` sends.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"reduce"``: every entry has an owner, a rank that
             adds it up. A rank chooses three times as many entries, and sends each to its owner; the owners send the
@@ -78,9 +77,8 @@ class Config:
     factor_masking: bool = True
     clip_norm: float | None = None
     clip_per_tensor: bool = False
-    wire_dtype: torch.dtype = torch.float16
+    value_bits: int = 16  # fewer => fewer bytes, more rounding
     min_numel: int = 1024
-    dense_dtype: torch.dtype | None = None
     exchange: ExchangeName = "allgather"
     hierarchical: bool | Literal["auto"] = False
     nonfinite: NonFinite = "error"
@@ -93,7 +91,7 @@ class Config:
                 raise TypeError(f"Config: {name} must be True or False, got {getattr(self, name)!r}")
         for name, accepted in ACCEPTED.items():
             value = getattr(self, name)
-            if not any(value is one or (value == one and isinstance(value, str)) for one in accepted):
+            if not any(type(value) is type(one) and value == one for one in accepted):
                 raise ValueError(f"Config: {name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
         if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 0:
             raise ValueError(f"Config: min_numel must be an integer >= 0, got {self.min_numel!r}")
@@ -110,6 +108,11 @@ class Config:
             raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
         if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
             object.__setattr__(self, "clip_norm", float(self.clip_norm))
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether dense sums are rounded, too, from the first compressed step on."""
+        return self.value_bits <= SUM_BITS
 
     @property
     def compresses(self) -> bool:

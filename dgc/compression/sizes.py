@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
-
 FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
 LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
-NEIGHBOURS = 256  # entries that share an exponent
+GROUP = 256  # slots of a row that share a scale
+SUM_BITS = 8  # of a value in a dense sum, where values of messages have as few or fewer
 # Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
 # on: the same number, as an entry waits at a worker and again at its owner. More => more bytes, shorter waits.
 WIDE = 3
@@ -20,14 +19,22 @@ SLACK = 4  # standard deviations above the mean, of entries dealt out at random,
 
 
 class Sizes(NamedTuple):
-    """Bytes of one bucket, on one worker."""
+    """What one worker sends of a bucket."""
 
-    dense: int  # all entries, as they are summed
-    message: int  # indices and values, as they are gathered
-    numel: int = 0  # entries of the bucket
-    slots: int = 0  # those that are chosen, of a worker
-    width: int = 2  # bytes of one of their values in a message
-    rounded: int = 0  # bytes of a value in a dense sum that is rounded (``Config(dense_dtype=...)``); 0: it is not
+    dense: int  # bytes of all entries, as they are summed
+    numel: int  # entries of the bucket
+    slots: int = 0  # those that are chosen, of a worker; 0: it always travels dense
+    bits: int = 16  # of one of their values in a message
+
+    @property
+    def message(self) -> int:
+        """Bytes of the chosen entries, as they are gathered."""
+        return row_bytes(self.slots, self.numel, self.bits)
+
+    @property
+    def sum_bits(self) -> int:
+        """Bits of a value in a dense sum that is rounded; 0: none is."""
+        return SUM_BITS if self.bits <= SUM_BITS else 0
 
 
 def sends_dense(exchange: str, sizes: Sizes, n: int) -> bool:
@@ -45,9 +52,29 @@ def sends_dense(exchange: str, sizes: Sizes, n: int) -> bool:
     return 2 * dense < n * sizes.message
 
 
-def sealed(nbytes: int) -> int:
-    """Bytes of a message with so many of content: padded to a multiple of 4, and the checksum."""
-    return nbytes + -nbytes % 4 + 8
+def low_bits(slots: int, size: int) -> int:
+    """The bits of a place that are written as they are, of k places among n (:mod:`dgc.compression.wire`)."""
+    return max(0, min(16, (max(1, size) // max(1, slots)).bit_length() - 1))
+
+
+def row_sections(slots: int, size: int, bits: int, all_entries: bool = False) -> tuple[int, list[int]]:
+    """The low bits of a place, and the bytes of a row's sections without its checksum.
+
+    Args:
+        slots: k.
+        size: n, entries of the interval.
+        bits: of a value.
+        all_entries: there are no places.
+    """
+    groups, low = -(-slots // GROUP), low_bits(slots, size)
+    scales = 16 * groups * (1 if bits > 8 else 2)
+    places = [0, 0] if all_entries else [slots * low, slots + (max(1, size) - 1 >> low)]
+    return low, [4 * -(-n // 32) for n in (32, scales, slots * bits, *places)]
+
+
+def row_bytes(slots: int, size: int, bits: int, all_entries: bool = False) -> int:
+    """Bytes of a row (:class:`dgc.compression.wire.Rows`)."""
+    return sum(row_sections(slots, size, bits, all_entries)[1]) + 8
 
 
 def region(numel: int, n: int) -> int:
@@ -73,53 +100,38 @@ def kept_slots(numel: int, slots: int, n: int) -> int:
     return min(region(numel, n), -(-slots // n))
 
 
-def row_bytes(slots: int, size: int, width: int) -> int:
-    """Bytes of a row of so many entries of a region (:class:`dgc.compression.regions.Rows`)."""
-    return sealed(4 * -(-size // (1 << 16)) + (width + 2) * slots + 2)
-
-
 def row(sizes: Sizes, n: int) -> int:
     """Bytes of what a worker sends to each of N owners."""
     slots = row_slots(wide(sizes.numel, sizes.slots), n)
-    return row_bytes(slots, region(sizes.numel, n), sizes.width)
+    return row_bytes(slots, region(sizes.numel, n), sizes.bits)
 
 
 def kept(sizes: Sizes, n: int) -> int:
     """Bytes of what each of N owners passes on."""
     slots = kept_slots(sizes.numel, wide(sizes.numel, sizes.slots), n)
-    return row_bytes(slots, region(sizes.numel, n), sizes.width)
+    return row_bytes(slots, region(sizes.numel, n), sizes.bits)
 
 
 def chunk(numel: int, n: int) -> int:
-    """Entries of each of the N parts of a bucket that one owner adds up, an even number."""
-    return -(-numel // (2 * n)) * 2
+    """Entries of each of the N parts of a bucket that one owner adds up, where all travel."""
+    return -(-numel // n)
 
 
-def chunk_bytes(numel: int, n: int, width: int) -> int:
-    """Bytes of such a part (:class:`dgc.compression.chunks.Chunks`)."""
-    return sealed(width * chunk(numel, n) + 2 * -(-chunk(numel, n) // NEIGHBOURS))
+def chunk_bytes(numel: int, n: int, bits: int) -> int:
+    """Bytes of such a part: a row of all entries."""
+    return row_bytes(chunk(numel, n), chunk(numel, n), bits, all_entries=True)
 
 
 def rounds(sizes: Sizes, n: int) -> bool:
     """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
-    return sizes.rounded > 0 and n > 1 and n * chunk_bytes(sizes.numel, n, sizes.rounded) < sizes.dense
-
-
-def always_dense(numel: int, dtype: torch.dtype | None, itemsize: int = FLOAT32) -> Sizes:
-    """The sizes of a bucket that always travels dense.
-
-    Args:
-        dtype: in which, as in :class:`dgc.Config`.
-        itemsize: bytes of an entry that is not rounded.
-    """
-    return Sizes(itemsize * numel, 0, numel, rounded=0 if dtype is None else dtype.itemsize)
+    return sizes.sum_bits > 0 and n > 1 and n * chunk_bytes(sizes.numel, n, sizes.sum_bits) < sizes.dense
 
 
 def summed_bytes(sizes: Sizes, n: int) -> int:
     """Bytes that one of N contributes to a dense sum: its entries; rounded, a part for each, and sums for all."""
-    return (n + 1) * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
+    return (n + 1) * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense
 
 
 def summed(sizes: Sizes, n: int) -> int:
     """M of a dense sum of N contributors, of which each sends 2 (N - 1) / N M."""
-    return n * chunk_bytes(sizes.numel, n, sizes.rounded) if rounds(sizes, n) else sizes.dense
+    return n * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense

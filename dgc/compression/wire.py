@@ -1,18 +1,26 @@
-"""The wire format: the entries of one bucket <-> one message of fixed size.
+"""The wire format: a message is rows of slots.
 
-A message has k slots for each parameter, whether they are all used or not, so that its size is known to every rank
-beforehand. Positions are counted within blocks of 65,536 entries of a parameter, so that 16 bits hold them. In bytes,
-with B blocks, K slots, P parameters, and w bytes a value:
+A row has k slots for entries of an interval of n entries, whether they are used or not, so that every rank knows its
+size. A slot that is used has its entry's place in the interval, and its value in b bits. A row of all n entries has no
+places. In bytes, with G = ceil(k / 256) groups of slots, each section filled up to a multiple of 4:
 
-    int32  (B)   how many entries each block has in this message
-    value  (K)   float16, bfloat16 or float32; the used slots of a parameter come first, block after block
-    int16  (K)   positions within the block, as unsigned numbers
-    int16  (P)   exponents: a value counts 2^exponent of its parameter
-    zeros        up to a multiple of 4
-    int32  (2)   checksum, the lower half first
+    int32   (1)                    status: 0; -1: a gradient was not finite; 1 + r: the row of contributor r was damaged
+    16 bits (G) or (2 G)           the scale of each group: an exponent e, or numbers a and d
+    bits    (k b)                  values, slot after slot
+    bits    (k l)                  places: the l lowest bits of each
+    bits    (k + ((n - 1) >> l))   places: the other bits h, in unary: bit h + slot is set for each slot that is used
+    int32   (2)                    checksum, the lower half first
 
-The exponent puts a parameter's largest value just below 2^15, so that float16 neither overflows nor loses its small
-values, whatever the scale of the gradient.
+Bit i of a section is bit i % 8 of its byte i // 8; numbers are little-endian.
+
+**Places** are ascending and coded as by Elias (1974) and Fano (1971): with l = floor(log2(n / k)) a place takes
+l + 1 + n / (k 2^l) bits, at most half a bit more than its information.
+
+**Values** of 32 and 16 bits are a float32 or float16, times 2^e; e puts the group's largest value just below 2^15. In b
+<= 8 bits a value is a sign and a level j of 2^(b-1): (a + j d)^2, with a and d in bfloat16. From 4 bits on, a^2 is the
+group's smallest magnitude and the last level its largest, so that small values are told apart better than large ones.
+With 2 bits the levels are the means of those below the mean magnitude and of the others, and with 1 bit the mean. A
+group that has a zero has a = 0.
 """
 
 from __future__ import annotations
@@ -27,56 +35,32 @@ from torch import Tensor
 
 from dgc.compression.device import tensor_of
 from dgc.compression.residual import Bucket
-from dgc.compression.sizes import Sizes, sealed
+from dgc.compression.sizes import GROUP, Sizes, row_sections
 
-BLOCK = 1 << 16  # entries of a parameter that share a count
-TOP = 15  # the largest value of a parameter is scaled to [2^(TOP - 1), 2^TOP)
-# Exponents from CORRUPT on tell of errors: a value of this parameter was not finite; an owner was sent a damaged row.
-NONFINITE = 32767
-CORRUPT = NONFINITE - 1
+NONFINITE = -1  # status of a row: a gradient was not finite. 1 + r: the row of contributor r was damaged
+TOP = 15  # the largest value of a group of float16 is scaled to [2^(TOP - 1), 2^TOP)
+EXACT = 24  # bits of a magnitude over the largest of its group, when means are computed: their sums are exact
 SLICE, LONG_SLICE = 1 << 19, 1 << 25  # entries that are worked on at a time, on a CPU and elsewhere
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
 
-class Sections(NamedTuple):
-    """A message as typed views: (B,), (K,), (K,), (P,)."""
-
-    counts: Tensor
-    values: Tensor
-    positions: Tensor
-    exponents: Tensor
-
-
 class Layout:
-    """The places of things in the messages of a bucket, for one count of entries per parameter.
+    """How many entries of each parameter of a bucket are chosen, and in which slots they are.
 
     Args:
-        bucket: whose messages.
+        bucket: the bucket.
         counts: k of each parameter, in the bucket's order.
-        dtype: of the values.
+        bits: b, of a value.
         node_size: how many ranks send one message together; errors name them.
-        dense_dtype: of the values where all entries are summed instead; None: the residual's.
     """
 
-    def __init__(self, bucket: Bucket, counts: Sequence[int], dtype: torch.dtype, node_size: int = 1,
-                 dense_dtype: torch.dtype | None = None):
-        self.bucket, self.names, self.counts, self.dtype = bucket.name, bucket.names, tuple(counts), dtype
-        self.node_size, self.dense_dtype = node_size, dense_dtype
+    def __init__(self, bucket: Bucket, counts: Sequence[int], bits: int, node_size: int = 1):
+        self.bucket, self.names, self.counts = bucket.name, bucket.names, tuple(counts)
+        self.bits, self.node_size = bits, node_size
         self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
-        blocks = [-(-numel // BLOCK) for numel in bucket.numels]
-        self.block_starts = tuple(accumulate(blocks, initial=0))  # the first block of each parameter, and B
         self.residual, self.device = bucket.v.dtype, bucket.v.device
-        sizes = 4 * self.block_starts[-1], dtype.itemsize * self.slots, 2 * self.slots, 2 * len(counts)
-        self.ends = tuple(accumulate(sizes))  # of the sections, in bytes
-        self.nbytes = sealed(self.ends[-1])
-
-    def sections(self, message: Tensor) -> Sections:
-        """Views into a message, uint8 (nbytes,)."""
-        a, b, c, d = self.ends
-        return Sections(message[:a].view(torch.int32), message[a:b].view(self.dtype),
-                        message[b:c].view(torch.int16), message[c:d].view(torch.int16))
 
     @cached_property
     def chosen(self) -> dict[str, int]:
@@ -87,8 +71,7 @@ class Layout:
     def owner(self) -> Tensor:
         """int64 (K,): the parameter that each slot belongs to."""
         repeats = tensor_of(self.counts, self.device)
-        return torch.arange(len(self.counts), device=self.device).repeat_interleave(
-            repeats, output_size=self.slots)
+        return torch.arange(len(self.counts), device=self.device).repeat_interleave(repeats, output_size=self.slots)
 
     @cached_property
     def base(self) -> Tensor:
@@ -98,136 +81,288 @@ class Layout:
     @cached_property
     def ordinal(self) -> Tensor:
         """int64 (K,): which of its parameter's slots each one is, from 0."""
-        starts = tensor_of(self.starts, self.device)
-        return torch.arange(self.slots, device=self.device) - starts[self.owner]
+        return torch.arange(self.slots, device=self.device) - tensor_of(self.starts, self.device)[self.owner]
+
+    def uses(self, used: Tensor) -> Tensor:
+        """bool (K,): which slots are used, of so many of each parameter, int64 (P,)."""
+        return self.ordinal < used[self.owner]
+
 
     @cached_property
-    def block_sizes(self) -> Tensor:
-        """int64 (B,): how many entries of its parameter each block covers."""
-        return tensor_of([min(BLOCK, numel - first) for numel in self.numels for first in range(0, numel, BLOCK)],
-                         self.device)
-
-    @cached_property
-    def block_bases(self) -> Tensor:
-        """int64 (B,): where each block begins in the bucket."""
-        return tensor_of([offset + first for numel, offset in zip(self.numels, self.offsets, strict=True)
-                          for first in range(0, numel, BLOCK)], self.device)
-
-    def encode(self, index: Tensor, used: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes a message.
-
-        Args:
-            index: int64 (K,), positions in the bucket, ascending within each parameter; any in unused slots.
-            used: int64 (P,), how many slots of each parameter are used; they are its first.
-            values: (K,) in the residual's dtype; what unused slots hold plays no part. Of a parameter with one that
-                is not finite nothing is sent but this fact.
-
-        Returns:
-            The message, uint8 (nbytes,), and what receivers will read, (K,) in the residual's dtype, 0 if unused.
-        """
-        valid = self.uses(used)
-        exponent = exponents(torch.where(valid, values, 0), self.owner, len(self.counts))
-        valid &= (exponent != NONFINITE)[self.owner]
-        coded = torch.where(valid, values.double() * power_of_two(-exponent)[self.owner], 0).to(self.dtype)
-        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-        into = self.sections(message)
-        self.write_places(into.counts, into.positions, index, valid)
-        into.values.copy_(coded)
-        into.exponents.copy_(exponent)
-        return seal(message), scaled(coded, exponent[self.owner], self.residual)
+    def rows(self) -> Rows:
+        """The format of a message: one row, in which places are those in the bucket."""
+        return Rows(self.slots, self.numel, self.bits, self.residual, self.device)
 
     @cached_property
     def sizes(self) -> Sizes:
         """What the messages of each exchange have in bytes."""
-        itemsize = self.residual.itemsize
-        return Sizes(itemsize * self.numel, self.nbytes, self.numel, self.slots, self.dtype.itemsize,
-                          0 if self.dense_dtype is None else self.dense_dtype.itemsize)
+        return Sizes(self.residual.itemsize * self.numel, self.numel, self.slots, self.bits)
 
-    def uses(self, used: Tensor) -> Tensor:
-        """bool (K,): which slots are used."""
-        return self.ordinal < used[self.owner]
 
-    def write_places(self, counts: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> None:
-        """Fills in the counts of blocks, which are zero, and the positions within them."""
-        local = torch.where(valid, index - self.base, 0)
-        first = tensor_of(self.block_starts[:-1], self.device)
-        counts.scatter_add_(0, first[self.owner] + local // BLOCK, valid.to(torch.int32))
-        positions.copy_(local % BLOCK)  # wraps to the unsigned number's bits
+class Entries(NamedTuple):
+    """What rows say."""
 
-    def nonfinite_message(self, bad: Iterable[str]) -> Tensor:
-        """A message of no entries, which says that the gradients of these parameters are not finite."""
-        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-        self.sections(message).exponents[[self.names.index(name) for name in bad]] = NONFINITE
+    status: Tensor  # int64 (R,)
+    places: Tensor  # int64 (R, k): places in the interval, ascending; 0 in slots that are not used
+    values: Tensor  # (R, k), in the residual's dtype; 0 in slots that are not used, and in rows that tell of errors
+
+
+class Rows:
+    """The format of rows of k slots.
+
+    Args:
+        slots: k.
+        size: n, entries of the interval.
+        bits: b, of a value: 1, 2, 4, 8, 16 or 32.
+        residual: the dtype in which values are read.
+        device: of the tensors.
+        all_entries: the rows have all n entries, and no places.
+    """
+
+    def __init__(self, slots: int, size: int, bits: int, residual: torch.dtype, device: torch.device,
+                 all_entries: bool = False):
+        self.slots, self.size, self.bits, self.residual, self.device = slots, size, bits, residual, device
+        self.all_entries = all_entries
+        self.groups = -(-slots // GROUP)
+        self.low, sections = row_sections(slots, size, bits, all_entries)
+        self.ends = tuple(accumulate(sections))  # of status, scales, values, low places, high places, in bytes
+        self.nbytes = self.ends[-1] + 8
+
+    def encode(self, row: Tensor, places: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Writes a message.
+
+        Args:
+            row: int64 (E,), each entry's row, or ``rows`` if it is not to be written. No row has more than k.
+            places: int64 (E,), in the interval of its row; ascending within each row.
+            values: (E,) in the residual's dtype.
+            rows: R.
+
+        Returns:
+            The message, uint8 (R, nbytes), and what receivers will read, (E,) in the residual's dtype, 0 where
+            nothing is written. A row with a value that is not finite has nothing but this fact.
+        """
+        order = row.sort(stable=True)
+        starts = torch.searchsorted(order.values, torch.arange(rows + 1, device=self.device))
+        slot = torch.arange(len(row), device=self.device) - starts[order.values]
+        where = torch.where(order.values < rows, order.values * self.slots + slot, rows * self.slots)
+        valid = torch.zeros(rows * self.slots + 1, dtype=torch.bool, device=self.device)
+        valid = valid.index_fill_(0, where, True)[:-1].view(rows, self.slots)
+        there, codes, scales, sent = self._code(_placed(values[order.indices], where, rows, self.slots), valid)
+        placed = _placed(places[order.indices], where, rows, self.slots)
+        message = self._sealed(there, scales, codes, placed, valid)
+        flat = torch.cat([sent.view(-1), sent.new_zeros(1)])
+        return message, torch.empty_like(values).index_copy_(0, order.indices, flat[where])
+
+    def encode_all(self, values: Tensor) -> Tensor:
+        """Writes rows of all entries, and leaves in ``values`` what rounding drops.
+
+        Args:
+            values: (R, n) in the residual's dtype. A row with one that is not finite says so, and keeps them.
+
+        Returns:
+            The message, uint8 (R, nbytes).
+        """
+        status, codes, scales, sent = self._code(values, torch.ones_like(values, dtype=torch.bool))
+        values -= sent
+        return self._sealed(status, scales, codes, None, None)
+
+    def telling(self, rows: int, status: Tensor | int) -> Tensor:
+        """A message without entries, of one status, uint8 (R, nbytes)."""
+        message = torch.zeros(rows, self.nbytes, dtype=torch.uint8, device=self.device)
+        message[:, :4].view(torch.int32)[:] = status
         return seal(message)
 
-    def decode(self, message: Tensor, sender: int) -> tuple[Tensor, Tensor]:
-        """Reads a message: positions in the bucket, int64 (E,), and the values there, of the E entries it has.
+    def decode(self, message: Tensor, sizes: Tensor | None = None) -> Entries:
+        """Reads a message, uint8 (R, nbytes), of one row from each contributor. A damaged row has the status 1 + r, and
+        nothing else in it.
 
-        Raises:
-            FloatingPointError: the sender's gradient was not finite. Every rank reads the same, so all raise it.
-            ValueError: it is not what a rank with this layout has written.
+        Args:
+            sizes: int64 (R,) or (1,): entries of the interval that each row is about; None: n.
         """
-        self.check(message, sender)
-        counts, _, positions, exponents = self.sections(message)
-        _check_finite(exponents, self.names, self.named(sender))
-        self.check_places(counts, positions, sender)
-        return self.read(message)
+        rows = len(message)
+        parts = [message[:, a:b] for a, b in zip((0, *self.ends), self.ends, strict=False)]
+        told = parts[0].view(torch.int32)[:, 0].to(torch.int64)
+        slot = torch.arange(self.slots, device=self.device).expand(rows, -1)
+        bad = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1)
+        if self.all_entries:
+            places, used = slot, slot.new_full((rows, 1), self.slots)
+        else:
+            places, used = self._places(parts[3], parts[4])
+            bad |= (used > self.slots)[:, 0]
+        valid = slot < used
+        limit = self.size if sizes is None else sizes[:, None]
+        bad |= (told == 0) & (valid & (places >= limit)).any(1)
+        scales = parts[1].view(torch.int16)[:, :self.groups * self._numbers].view(rows, self.groups, self._numbers)
+        values = self._values(unpack(parts[2], self.slots, self.bits), scales)
+        bad |= (told == 0) & (valid & ~values.isfinite()).any(1)  # of such a row its writer would have told
+        status = torch.where(bad, 1 + torch.arange(rows, device=self.device), told)
+        valid = valid & (status == 0)[:, None]
+        return Entries(status, torch.where(valid, places, 0), torch.where(valid, values, 0))
 
-    def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads a message of one's own, which needs no checks: positions, and values."""
-        counts, coded, positions, exponents = self.sections(message)
-        slot, index, _ = self.read_places(counts, positions)
-        return index, scaled(coded[slot], exponents[self.owner[slot]], self.residual)
+    @property
+    def _numbers(self) -> int:
+        """How many numbers a group's scale has."""
+        return 1 if self.bits > 8 else 2
 
-    def check_places(self, counts: Tensor, positions: Tensor, sender: int) -> None:
-        """Raises ValueError if one of them is outside its parameter, or there are more of them than slots."""
-        limit = tensor_of(self.counts, self.device)
-        if bool((counts < 0).any() | (counts > self.block_sizes).any() | (self.used(counts) > limit).any()) or bool(
-                (self.read_places(counts, positions)[2] < 0).any()):
-            raise self.corrupt(sender)
+    def _sealed(self, status: Tensor, scales: Tensor, codes: Tensor, places: Tensor | None,
+                valid: Tensor | None) -> Tensor:
+        """A message of these sections. Rows with a status are otherwise empty."""
+        rows = len(status)
+        message = torch.zeros(rows, self.nbytes, dtype=torch.uint8, device=self.device)
+        message[:, :4].view(torch.int32)[:] = status[:, None]
+        a, b, c, d, e = self.ends
+        numbers = self.groups * self._numbers
+        message[:, a:a + 2 * numbers].view(torch.int16)[:] = scales.view(rows, numbers)
+        message[:, b:c] = pack(codes, self.bits, c - b)
+        if places is not None and valid is not None:
+            valid = valid & (status == 0)[:, None]
+            message[:, c:d] = pack(torch.where(valid, places & (1 << self.low) - 1, 0), self.low, d - c)
+            at = (places >> self.low) + torch.arange(self.slots, device=self.device)
+            bits = torch.zeros(rows, 8 * (e - d) + 1, dtype=torch.uint8, device=self.device)
+            bits.scatter_(1, torch.where(valid, at, 8 * (e - d)), 1)
+            message[:, d:e] = pack(bits[:, :-1], 1, e - d)
+        return seal(message)
 
-    def read_places(self, counts: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each entry's slot, its position in the bucket, and how many entries of its block follow: int64 (E,) each."""
-        slot = self.uses(self.used(counts)).nonzero().flatten()
-        block = torch.arange(len(counts), device=self.device).repeat_interleave(counts.to(torch.int64))
-        local = positions[slot].to(torch.int64) & (BLOCK - 1)
-        return slot, local + self.block_bases[block], self.block_sizes[block] - 1 - local
+    def _places(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The places in rows, int64 (R, k), and how many of them are used, int64 (R, 1)."""
+        bits = unpack(high, 8 * high.shape[1], 1)
+        rank = bits.cumsum(1)
+        at = torch.arange(bits.shape[1], device=self.device) - rank + 1  # h, where the bit is set
+        slot = torch.where((bits == 1) & (rank <= self.slots), rank - 1, self.slots)
+        places = bits.new_zeros(len(bits), self.slots + 1).scatter_(1, slot, at)[:, :-1]
+        return (places << self.low) | unpack(low, self.slots, self.low), rank[:, -1:]
 
-    def used(self, counts: Tensor) -> Tensor:
-        """int64 (P,): the slots that each parameter uses, from the counts of its blocks."""
-        parameter = torch.arange(len(self.counts), device=self.device).repeat_interleave(
-            tensor_of(self.block_starts, self.device).diff())
-        used = torch.zeros(len(self.counts), dtype=torch.int64, device=self.device)
-        return used.scatter_add_(0, parameter, counts.to(torch.int64))
+    def _code(self, values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The status of rows, int64 (R,); the codes of values, int64 (R, k); the scales, int16 (R, G, 1 or 2); and what
+        receivers will read, (R, k).
+        """
+        size = torch.where(valid, values, 0).abs()
+        fine = size.isfinite().all(1)
+        valid = valid & fine[:, None]
+        if self.bits > 8:
+            largest = self._grouped(torch.where(valid, size, 0)).amax(-1)
+            exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
+            scales = torch.where(largest > 0, exponent, 0).to(torch.int16).unsqueeze(-1)
+            scaled = torch.where(valid, values, 0).double() * self._spread(power_of_two(-scales))
+            words = scaled.to(torch.float32 if self.bits == 32 else torch.float16)
+            kind = torch.int32 if self.bits == 32 else torch.int16
+            codes = words.view(kind).to(torch.int64) & (1 << self.bits) - 1
+        else:
+            scales, level = self._levels(size, valid)
+            codes = torch.where(valid, level | (values < 0).to(torch.int64) << self.bits - 1, 0)
+        sent = torch.where(valid, self._values(codes, scales), 0)
+        return torch.where(fine, 0, NONFINITE), codes, torch.where(fine[:, None, None], scales, 0), sent
 
-    def check(self, message: Tensor, sender: int) -> None:
-        """Raises ValueError unless a message has the bytes that this layout gives it and its checksum is right."""
-        check(message, self.nbytes, self.bucket, self.named(sender))
+    def _levels(self, size: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of groups, int16 (R, G, 2), and each magnitude's level, int64 (R, k)."""
+        levels = 1 << self.bits - 1
+        size = size.to(torch.float32).clamp(max=torch.finfo(torch.float32).max)
+        groups, there = self._grouped(size), self._grouped(valid)
+        largest = torch.where(there, groups, 0).amax(-1)
+        least = torch.where(there, groups, torch.inf).amin(-1)
+        if levels > 2:
+            first, last = torch.where(there.any(-1), least, 0), largest
+        else:
+            first, last = _means(groups, there, largest, levels)
+        first = torch.where((least == 0) & (levels > 1), 0, first)
+        a = _truncated(first.sqrt())
+        d = _truncated((last.sqrt() - a).clamp_(min=0) / max(1, levels - 1)) if levels > 1 else torch.zeros_like(a)
+        distance = (size.sqrt() - self._spread(a)) / self._spread(torch.where(d > 0, d, torch.inf))
+        level = (distance + 0.5).floor_().clamp_(0, levels - 1)
+        nearly_zero = (size > 0) & self._spread(a == 0) & self._spread(d > 0)
+        level = torch.where(nearly_zero & (level == 0), 1, level)
+        return torch.stack([_half_of(a), _half_of(d)], -1), level.to(torch.int64)
 
-    def named(self, sender: int) -> str:
-        """The sender's name in errors."""
-        return sender_name(sender, self.node_size)
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """What codes, int64 (R, k), say, in the residual's dtype."""
+        if self.bits > 8:
+            kind, real = (torch.int32, torch.float32) if self.bits == 32 else (torch.int16, torch.float16)
+            words = codes.to(kind).view(real).double()
+            return (words * self._spread(power_of_two(scales))).to(self.residual)
+        a, d = ((number.to(torch.int32) << 16).view(torch.float32) for number in scales.unbind(-1))
+        level = codes & (1 << self.bits - 1) - 1
+        root = self._spread(a) + level.to(torch.float32) * self._spread(d)
+        negative = (codes >> self.bits - 1) & 1
+        return torch.where(negative == 1, -(root * root), root * root).to(self.residual)
 
-    def not_finite(self, sender: int, parameters: Iterable[int]) -> FloatingPointError:
-        return not_finite(self.named(sender), [self.names[i] for i in parameters])
+    def _grouped(self, values: Tensor) -> Tensor:
+        """(R, k) as groups, (R, G, 256), the last one filled up with zeros."""
+        short = self.groups * GROUP - self.slots
+        return torch.nn.functional.pad(values, (0, short)).view(len(values), self.groups, GROUP)
 
-    def corrupt(self, sender: int) -> ValueError:
-        return corrupt(self.named(sender), self.bucket)
+    def _spread(self, of_group: Tensor) -> Tensor:
+        """(R, G) or (R, G, 1), a number of each group, as that of each slot: (R, k)."""
+        flat = of_group.reshape(len(of_group), self.groups, 1)
+        return flat.expand(-1, -1, GROUP).reshape(len(flat), -1)[:, :self.slots]
+
+
+def _placed(values: Tensor, where: Tensor, rows: int, slots: int) -> Tensor:
+    """(R, k) with these values at these places of it, counted through all rows, and zeros elsewhere."""
+    return values.new_zeros(rows * slots + 1).index_copy_(0, where, values)[:-1].view(rows, slots)
+
+
+def _means(groups: Tensor, there: Tensor, largest: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """The mean magnitude of a group, twice; or with two levels those of what is below it and of what is not."""
+    unit = torch.where(largest > 0, largest, 1).unsqueeze(-1)
+    whole = torch.where(there, (groups / unit * (1 << EXACT)).floor(), 0).to(torch.int64)  # their sums are exact
+    total, count = whole.sum(-1), there.sum(-1)
+    above = there & (whole * count.unsqueeze(-1) >= total.unsqueeze(-1))
+    if levels == 1:
+        above = there
+    upper, number = torch.where(above, whole, 0).sum(-1), above.sum(-1)
+    last = _mean(upper, number, largest)
+    first = torch.where(count > number, _mean(total - upper, count - number, largest), last)
+    return first, last
+
+
+def _mean(total: Tensor, count: Tensor, largest: Tensor) -> Tensor:
+    """float32, of so many whole numbers, as :func:`_means` has them."""
+    return (total.double() / count.clamp(min=1) / (1 << EXACT) * largest.double()).to(torch.float32)
+
+
+def _truncated(x: Tensor) -> Tensor:
+    """float32, with the fraction of a bfloat16, rounded towards 0."""
+    return (x.view(torch.int32) & -65536).view(torch.float32)
+
+
+def _half_of(x: Tensor) -> Tensor:
+    """int16: the bits of such a bfloat16."""
+    return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
+
+
+def pack(codes: Tensor, width: int, nbytes: int) -> Tensor:
+    """Whole numbers below 2^width, (R, k), as bits one after the other: uint8 (R, nbytes)."""
+    if width in (8, 16, 32):
+        kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]
+        packed = codes.to(kind).view(torch.uint8)
+    else:
+        places = torch.arange(width, device=codes.device)
+        bits = (codes.to(torch.int32).unsqueeze(-1) >> places & 1).to(torch.uint8).flatten(1)
+        bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8)).view(len(codes), -1, 8)
+        packed = (bits << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
+    return torch.nn.functional.pad(packed, (0, nbytes - packed.shape[1]))
+
+
+def unpack(packed: Tensor, count: int, width: int) -> Tensor:
+    """The first so many numbers of :func:`pack`: int64 (R, count)."""
+    rows = len(packed)
+    if width in (8, 16, 32):
+        kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]
+        return packed.contiguous().view(kind)[:, :count].to(torch.int64) & (1 << width) - 1
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    bits = bits.view(rows, -1)[:, :count * width].view(rows, count, width)
+    return (bits.to(torch.int64) << torch.arange(width, device=packed.device)).sum(-1)
+
+
+def worst(status: Tensor) -> Tensor:
+    """int64 (): what rows of these statuses, int64 (R,), tell of together."""
+    return torch.where((status == NONFINITE).any(), NONFINITE, status.max())
 
 
 def seal(message: Tensor) -> Tensor:
-    """Writes the checksum into a message, or into each of several, (..., nbytes), and returns it."""
+    """Writes the checksum into each row of a message, (..., nbytes), and returns it."""
     message.view(torch.int32)[..., -2:] = checksums(message)
     return message
-
-
-def check(message: Tensor, nbytes: int, bucket: str, sender: str) -> None:
-    """Raises ValueError unless a message has so many bytes and its checksum is right."""
-    if message.numel() != nbytes:
-        raise ValueError(f"the message of {sender} for {bucket} must have {nbytes} bytes, got {message.numel()} (do "
-                         "all ranks have the same model, Config and schedule?)")
-    if not torch.equal(message.view(torch.int32)[-2:], checksums(message)):
-        raise corrupt(sender, bucket)
 
 
 def sender_name(sender: int, node_size: int = 1) -> str:
@@ -237,19 +372,13 @@ def sender_name(sender: int, node_size: int = 1) -> str:
 
 
 def not_finite(sender: str, names: Iterable[str]) -> FloatingPointError:
+    """The error about a gradient of a sender, as :func:`sender_name` calls it."""
     verb = "have" if sender.startswith("ranks") else "has"
     error = FloatingPointError(f"{sender} {verb} a gradient that is not finite, in: {', '.join(names)}")
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note("(a warm-up of the sparsity, a lower learning rate or Config(clip_norm=...) may keep it finite; "
                        "Config(nonfinite='skip') leaves such steps out)")
     return error
-
-
-def _check_finite(exponents: Tensor, names: Sequence[str], sender: str) -> None:
-    """Raises FloatingPointError where the exponents say that a gradient is not finite."""
-    wrong = (exponents == NONFINITE).nonzero().flatten().tolist()
-    if wrong:
-        raise not_finite(sender, [names[i] for i in wrong])
 
 
 def corrupt(sender: str, bucket: str) -> ValueError:
@@ -273,29 +402,13 @@ def checksums(messages: Tensor) -> Tensor:
     return total.view(torch.int32)
 
 
-def slices(length: int, like: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+def slices(length: int, like: Tensor) -> Iterator[tuple[int, int]]:
     """Ranges that cover ``length`` places of the last dimension of a tensor, to be worked on one after the other, so
     that intermediate results stay in a CPU's cache, and leave a GPU's memory for others.
-
-    Args:
-        multiple: all but the last are of a multiple of so many.
     """
     rows = max(1, like.numel() // max(1, like.shape[-1]))
-    most = SLICE if like.device.type == "cpu" else LONG_SLICE
-    step = max(multiple, most // rows // multiple * multiple)
+    step = max(1, (SLICE if like.device.type == "cpu" else LONG_SLICE) // rows)
     return ((first, min(first + step, length)) for first in range(0, length, step))
-
-
-def exponents(values: Tensor, owner: Tensor, parameters: int) -> Tensor:
-    """int16 (P,): of each parameter's largest value, scaled to TOP; NONFINITE where one is not finite."""
-    largest = values.new_zeros(parameters).scatter_reduce_(0, owner, values.abs(), "amax")
-    exponent = (torch.frexp(largest).exponent - TOP).clamp_(min=-1022)
-    return torch.where(torch.isfinite(largest), exponent, NONFINITE).to(torch.int16)
-
-
-def scaled(coded: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """``coded``, any shape, times 2^exponent, of the same shape, rounded once to ``dtype``."""
-    return (coded.double() * power_of_two(exponent)).to(dtype)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

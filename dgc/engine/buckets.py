@@ -24,14 +24,12 @@ class ParameterBucket:
         parameters: in the order in which a backward pass completes them.
         compressed: whether they travel compressed; else dense.
         kept: u and v of compressed ones, v of dense ones that travel rounded, None of others.
-        rounds: whether they are rounded where they travel dense.
     """
 
     name: str
     parameters: list[Tensor]
     compressed: bool
     kept: Bucket | None
-    rounds: bool = False
 
     def accumulates(self, stock: bool) -> bool:
         """Whether their gradients pass through v.
@@ -39,7 +37,7 @@ class ParameterBucket:
         Args:
             stock: nothing is compressed in this step.
         """
-        return self.kept is not None and (self.rounds or not stock)
+        return self.kept is not None and not stock
 
     def dtype(self, stock: bool) -> torch.dtype:
         """The dtype of their update."""

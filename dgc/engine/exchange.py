@@ -12,6 +12,7 @@ from torch import Tensor
 from dgc.collective import Path, World
 from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Gradient
+from dgc.compression.sizes import SUM_BITS
 from dgc.config import Config
 from dgc.engine.adam import Denominators, moves, share
 from dgc.engine.buckets import ParameterBucket
@@ -163,16 +164,16 @@ class Outgoing:
     def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
         """The path of a bucket that travels dense."""
         kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
-        rounded = bucket.rounds and step.world.size > 1
+        rounded = not bucket.compressed and bucket.accumulates(step.stock) and step.world.size > 1
         addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
                    for p in (parameters if rounded else bucket.parameters)}
         if bucket.compressed and kept is not None:
             kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
                           if not bucket.accumulates(step.stock) else None)
         if rounded:
-            assert kept is not None and config.dense_dtype is not None
+            assert kept is not None
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
-            return reduce_rounded(kept, gradients, config.dense_dtype, step.world.flat, average=self._settings.average)
+            return reduce_rounded(kept, gradients, SUM_BITS, step.world.flat, average=self._settings.average)
         gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
                      for i, (p, g) in enumerate(addends.items())}
         return reduce_dense(gradients, step.world.flat, average=self._settings.average,

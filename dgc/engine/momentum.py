@@ -52,13 +52,11 @@ class Momentum:
         for bucket in self._parameters.buckets:
             if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
                 continue
-            u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
+            u = bucket.kept.views(bucket.kept.u)
             for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
                 momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
                 if momentum is None or momentum.is_sparse:
                     continue
-                if bucket.rounds:  # what rounding has left in v is of gradients, which momentum is to take in as well
-                    u[name].add_(v[name])
                 u[name].add_(local(momentum), alpha=sign(group) * share)
 
     @torch.no_grad()

@@ -14,7 +14,6 @@ from dgc.engine.parameters import Parameters
 from dgc.engine.settings import Settings
 from dgc.engine.shards import sum_of_shards
 from dgc.engine.step import Step
-from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict
 from dgc.trace import stage
 from dgc.transport.run import PathRun, wait_for_own_stream
@@ -83,13 +82,9 @@ class NonFinite:
         self._pending.append((name, verdict))
 
     def look(self) -> None:
-        """Notes what a GPU, which runs asynchronously, has found in the last step's messages. What was taken out of v
-        for bad ones is then back there.
-        """
-        buckets = self._parameters.compressed()
-        for device in {bucket.v.device for bucket in buckets}:
+        """Notes what a GPU, which runs asynchronously, has found in the last step's messages."""
+        for device in {bucket.v.device for bucket in self._parameters.compressed()}:
             wait_for_own_stream(device)  # which may be using v
-        self._found += [error for bucket in buckets if (error := settle(bucket)) is not None]
         self._found += [error for _, verdict in self._pending if (error := verdict.damaged) is not None]
         self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
 

@@ -104,13 +104,13 @@ class Parameters:
         config = self._settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
-            kept, rounds = None, config.dense_dtype is not None and not together[0].is_complex()
+            kept, rounds = None, config.rounds_sums and not together[0].is_complex()
             if compressed or rounds:
                 members = dict(zip(names, map(local, together), strict=True))
                 kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)
             if kept is not None and compressed:  # what it takes to run its loops begins now
                 kernels.current(kept.v.device.type, kept.v.dtype)
-            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept, rounds)
+            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(together, bucket))
         self.numels.update({p: local(p).numel() for p in parameters})

@@ -17,7 +17,7 @@ from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.nodes import among_nodes
 from dgc.paths.owners import add_at_owners
-from dgc.paths.task import Task, clipping, in_force, kernel_of, layout_of
+from dgc.paths.task import Moves, Task, clipping, concluded, in_force, layout_of, refused
 from dgc.trace import stage
 
 
@@ -32,17 +32,17 @@ def sends_dense(exchange: str, sizes: messages.Sizes, nodes: int) -> bool:
 def gather(task: Task) -> Path[Update]:
     """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and 4)."""
     bad, index, used = task.select()
-    bucket, layout, kernel = task.bucket, task.layout, task.kernel
-    message = layout.nonfinite_message(bad) if bad else task.encode(index, used)
+    bucket, layout, world, moves = task.bucket, task.layout, task.world, Moves(task.bucket)
+    is_refused, names = refused(bucket, bad)
+    message, taken = task.encode(index, used, is_refused)
+    moves.note(taken)
     try:
-        messages = yield from among_nodes("gather", message, task.world)
+        messages = yield from among_nodes("gather", message.view(-1), world)
         with stage("dgc::read"):
-            received = kernel.Received(layout, messages, task.world.divisor(task.average))
-        received.own(bucket, message)  # on an asynchronous device they may still prove to be bad
-        update: Update = received
-        return update
+            received = task.kernel.Received(layout, layout.rows, messages, world.divisor(task.average))
+        return (yield from concluded(moves, received, names, world))
     except (Exception, KeyboardInterrupt):
-        bucket.v.index_add_(0, *layout.read(message))
+        moves.undo()
         raise
 
 
@@ -99,7 +99,7 @@ def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
         total = yield from among_nodes("sum", bucket.u.clone(), world)
         velocity = total.div_(world.divisor(task.average))
     taken = task.take_all(() if verdict.names else task.gradients)
-    update = yield from summed(bucket, None, taken, world, task.average, verdict, task.config.dense_dtype)
+    update = yield from summed(bucket, None, taken, world, task.average, verdict, task.layout.sizes.sum_bits)
     update.velocity = velocity
     return update
 
@@ -112,7 +112,7 @@ def _sum_chosen(task: Task) -> Path[Update]:
     valid = task.layout.uses(used) & fine
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     values = task.take(index, valid)
-    return (yield from summed(bucket, index, values, task.world, task.average, verdict, task.config.dense_dtype))
+    return (yield from summed(bucket, index, values, task.world, task.average, verdict, task.layout.sizes.sum_bits))
 
 
 def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path[Update]:
@@ -121,10 +121,3 @@ def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool =
     with stage("dgc::take"):
         taken = bucket.take_all(names)
     return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))  # entries_sent: the last step's
-
-
-def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
-    """The error that the last exchange gave reason to, as :func:`reduce` raises it, where the device is asynchronous
-    and the host did not know it then: the same on all ranks, and told once. What was taken out of v is back there.
-    """
-    return kernel_of(bucket).settle(bucket)

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective, Path, World
-from dgc.compression import device
+from dgc.compression import device, kernels
 from dgc.compression import sizes as messages
-from dgc.compression.chunks import Chunks
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import CORRUPT
+from dgc.compression.wire import Rows, worst
 from dgc.paths.averaged import DenseUpdate
-from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite, verdict_of_owners
+from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite, verdict_of_rows
 from dgc.paths.nodes import among_nodes
 from dgc.trace import stage
 
@@ -54,14 +53,14 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
     return DenseUpdate(total.mul_(predivide / world.size) if average else total, numels, verdict, blame)
 
 
-def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World, *,
+def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], bits: int, world: World, *,
                    average: bool = True) -> Path[DenseUpdate]:
-    """The path of parameters that always travel dense, rounded to ``dtype``; v of the bucket keeps what that drops.
+    """The path of parameters that always travel dense, in few bits; v of the bucket keeps what that drops.
 
     Args:
         bucket: has v and no u.
         gradients: parameter -> gradient, already clipped. A parameter without one sits this step out.
-        dtype: float16 or bfloat16.
+        bits: of a value.
         world: this rank and how many there are.
         average: divide the sum by N.
 
@@ -75,7 +74,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], dtype: torch
         verdict = _accumulate(bucket, gradients)
     with stage("dgc::take"):
         taken = bucket.take_all(() if verdict.names else gradients)
-    return (yield from summed(bucket, None, taken, world, average, verdict, dtype))
+    return (yield from summed(bucket, None, taken, world, average, verdict, bits))
 
 
 def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict:
@@ -95,7 +94,7 @@ def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict
 
 
 def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool, verdict: LocalVerdict,
-           dtype: torch.dtype | None = None) -> Path[DenseUpdate]:
+           bits: int = 0) -> Path[DenseUpdate]:
     """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad gradient takes part to say
     so. On failure what was taken is back in v.
 
@@ -103,7 +102,7 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
         index: int64 (E,), the positions of what was taken; None: all of them.
         taken: (E,), or flat, of all parameters.
         verdict: on this rank's gradients.
-        dtype: rounds to it, where that is fewer bytes; v keeps what that drops.
+        bits: of a value, where that is fewer bytes; v keeps what rounding drops. 0: the sum is not rounded.
     """
     flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
     own = None
@@ -112,10 +111,10 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
         own = first_not_finite(flat.index_add_(0, bucket.beginnings, marks))
     for name in verdict.names:
         flat[bucket.offsets[bucket.names.index(name)]] = torch.nan
-    chunks = _chunks(bucket, dtype, world)
+    rows = _rows(bucket, bits, world)
     try:
-        if chunks:
-            total, pending = yield from _sum_rounded(bucket, flat, chunks, world, verdict, own)
+        if rows:
+            total, pending = yield from _sum_rounded(bucket, flat, rows, world, verdict, own)
         else:
             total = yield from among_nodes("sum", flat, world)
             total, pending = yield from checked_sum(total, own, bucket.names, bucket.numels, lambda: verdict.names,
@@ -129,42 +128,43 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
     return DenseUpdate(total if divisor == 1 else total.div_(divisor), bucket.numels, pending)
 
 
-def _chunks(bucket: Bucket, dtype: torch.dtype | None, world: World) -> Chunks | None:
-    """The format in which a bucket's sum travels; None: it is not rounded."""
-    sizes = messages.always_dense(bucket.numel, dtype, bucket.v.itemsize)
-    if dtype is None or not messages.rounds(sizes, world.nodes):
+def _rows(bucket: Bucket, bits: int, world: World) -> Rows | None:
+    """The format in which a bucket's sum travels, a row for each contributor; None: it is not rounded."""
+    sizes = messages.Sizes(bucket.v.itemsize * bucket.numel, bucket.numel, bits=bits)
+    if not bits or not messages.rounds(sizes, world.nodes):
         return None
-    return Chunks(bucket.numel, world.nodes, dtype, bucket.v.dtype)
+    size = messages.chunk(bucket.numel, world.nodes)
+    return Rows(size, size, bits, bucket.v.dtype, bucket.v.device, all_entries=True)
 
 
-def _sum_rounded(bucket: Bucket, flat: Tensor, chunks: Chunks, world: World, verdict: LocalVerdict,
+def _sum_rounded(bucket: Bucket, flat: Tensor, rows: Rows, world: World, verdict: LocalVerdict,
                  own: Tensor | None) -> Path[tuple[Tensor, PendingVerdict | None]]:
-    """A sum in two rounds: to each contributor its chunk of all others' entries, rounded; then its sums to all, rounded
-    again. What the first drops goes into v of its sender, and what the second drops into v of the chunk's owner.
+    """A sum in two rounds: to each contributor its part of all others' entries, rounded; then its sums to all, rounded
+    again. What the first drops goes into v of its sender, and what the second drops into v of the part's owner.
     """
-    mine = chunks.split(flat)
+    kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
+    short = world.nodes * rows.size - bucket.numel
+    mine = torch.nn.functional.pad(flat, (0, short)).view(world.nodes, rows.size)
     total = mine[world.node:world.node + 1].clone()  # what is one's own need not be rounded
     with stage("dgc::take"):
-        rows = chunks.encode(mine)
-    rows = yield from among_nodes("alltoall", rows, world)
+        message = kernel.encode_all(rows, mine)
+    message = yield from among_nodes("alltoall", message, world)
     with stage("dgc::read"):
-        told = chunks.read(rows)
-        chunks.add(rows, told, world.node, total)
+        status, values = kernel.decode_all(rows, message)
+        values[world.node] = 0
+        total += values.sum(0, keepdim=True)
     with stage("dgc::take"):
-        damaged = told.status == CORRUPT
-        message = torch.where(damaged.any(), chunks.telling(told.whose.take(damaged.to(torch.uint8).argmax())),
-                              chunks.encode(total))
+        told = worst(status)
+        message = torch.where(told == 0, kernel.encode_all(rows, total), rows.telling(1, told))
     messages = yield from among_nodes("gather", message.view(-1), world)
     with stage("dgc::read"):
-        told = chunks.read(messages)
-    pending = yield from verdict_of_owners(bucket, verdict.names, told.status, told.whose, world.node_size, own)
-    with stage("dgc::read"):
-        values = chunks.values(messages, told)
+        status, values = kernel.decode_all(rows, messages)
+    pending = yield from verdict_of_rows(bucket, verdict.names, status, world.node_size, own)
     mine[world.node] = total
     if pending is not None:
         mine, values = torch.where(pending.fine, mine, 0), torch.where(pending.fine, values, 0)
-    bucket.v += chunks.join(mine)
-    return chunks.join(values), pending
+    bucket.v += mine.view(-1)[:bucket.numel]
+    return values.view(-1)[:bucket.numel], pending
 
 
 def put_back(bucket: Bucket, index: Tensor | None, taken: Tensor) -> None:

@@ -15,7 +15,7 @@ from dgc.collective import Collective
 from dgc.compression import device
 from dgc.compression.device import HostCopy
 from dgc.compression.residual import Bucket
-from dgc.compression.wire import CORRUPT, NONFINITE, corrupt, not_finite, sender_name
+from dgc.compression.wire import NONFINITE, corrupt, not_finite, sender_name, worst
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,13 @@ class PendingVerdict:
         return self._names[bisect(list(accumulate(self._numels)), entry)]  # in the first part that ends beyond it
 
 
-def verdict_of_owners(bucket: Bucket, bad: Sequence[str], status: Tensor, whose: Tensor, each: int = 1,
-                      own: Tensor | None = None) -> Generator[Collective, Tensor, PendingVerdict | None]:
-    """Raises what the messages of owners tell of, alike on all ranks; where a device is asynchronous, later.
+def verdict_of_rows(bucket: Bucket, bad: Sequence[str], status: Tensor, each: int = 1,
+                    own: Tensor | None = None) -> Generator[Collective, Tensor, PendingVerdict | None]:
+    """Raises what rows tell of, alike on all ranks; where a device is asynchronous, later.
 
     Args:
         bad: this rank's parameters whose gradient is not finite.
-        status: int64 (N,), of each owner's message: ``NONFINITE``, ``CORRUPT`` or something else.
-        whose: int64 (N,): the contributor whose message is damaged, where the status says that one is.
+        status: int64 (N,), of the rows that all ranks have received (:mod:`dgc.compression.wire`).
         each: how many ranks have the same gradient.
         own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's flags mark, if there
             are flags.
@@ -105,20 +104,20 @@ def verdict_of_owners(bucket: Bucket, bad: Sequence[str], status: Tensor, whose:
 
     Raises:
         FloatingPointError: a gradient is not finite.
-        ValueError: a message is damaged.
+        ValueError: a row is damaged.
     """
+    found = worst(status)
     if device.is_asynchronous(bucket.v.device) and (own is not None or bucket.flags is not None):
         if own is None:
             own = torch.where(bucket.marked.any(), bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()), -1)
-        total, telling = torch.where((status == NONFINITE).any(), 0, -1), status == CORRUPT
-        damaged = torch.where(telling.any() & (total < 0), whose.take(telling.to(torch.uint8).argmax()), -1)
+        total, damaged = torch.where(found == NONFINITE, 0, -1), torch.where(found > 0, found - 1, -1)
         return PendingVerdict(bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name)
-    told = status.tolist()
-    if NONFINITE in told:
+    told = int(found)
+    if told == NONFINITE:
         blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)
         raise FloatingPointError(blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}")
-    if CORRUPT in told:
-        raise corrupt(sender_name(int(whose[told.index(CORRUPT)]), each), bucket.name)
+    if told:
+        raise corrupt(sender_name(told - 1, each), bucket.name)
     return None
 
 

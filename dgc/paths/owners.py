@@ -20,17 +20,13 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from dgc.collective import Path
 from dgc.compression import kernels
-from dgc.compression.regions import Arrived, Plan, Taken
+from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket
-from dgc.paths.averaged import DenseUpdate, Update
-from dgc.paths.finite import local_verdict, verdict_of_owners
+from dgc.paths.averaged import Update
 from dgc.paths.nodes import among_nodes
-from dgc.paths.task import Task
+from dgc.paths.task import Moves, Task, concluded, refused
 from dgc.trace import stage
 
 _plans: WeakKeyDictionary[Bucket, Plan] = WeakKeyDictionary()
@@ -45,36 +41,16 @@ def plan_of(task: Task) -> Plan:
     return plan
 
 
-class _Moves:
-    """What a step takes out of v and what it adds to it, one after the other, until the exchange has succeeded."""
-
-    def __init__(self, bucket: Bucket):
-        self.bucket, self._moves = bucket, list[Taken | Arrived]()
-
-    def note(self, move: Taken | Arrived) -> None:
-        self._moves.append(move)
-
-    def count(self) -> None:
-        """Tells the bucket how many entries were sent."""
-        self.bucket.entries_sent = torch.stack([
-            torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]).sum()
-
-    def undo(self, where: Tensor) -> None:
-        """Makes v what it was, if ``where``, bool ()."""
-        v = self.bucket.v
-        for move in reversed(self._moves):
-            index, sent = move.added if isinstance(move, Arrived) else move
-            v.index_add_(0, index, torch.where(where, sent, 0))
-            if isinstance(move, Arrived):  # from a sum that was too large for its dtype, nothing can be taken away
-                now = v[index]
-                v[index] = torch.where(where & ~now.isfinite(), move.before, now)
-
-
 def add_at_owners(task: Task) -> Path[Update]:
     """Both phases; on failure what was taken out of v is back there, and what was added to it is gone."""
     plan, bucket, world, masking = plan_of(task), task.bucket, task.world, task.config.factor_masking
-    kernel, moves = kernels.owners(bucket.v.device.type, bucket.v.dtype), _Moves(bucket)
-    bad, rows = _to_owners(task, plan, kernel, moves)
+    kernel, moves = kernels.owners(bucket.v.device.type, bucket.v.dtype), Moves(bucket)
+    with stage("dgc::select"):
+        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, task.step)
+    is_refused, names = refused(bucket, bad)
+    with stage("dgc::take"):
+        rows, sent = kernel.send(bucket, plan, index, used, is_refused, masking)
+    moves.note(sent)
     try:
         rows = yield from among_nodes("alltoall", rows, world)
         with stage("dgc::read"):
@@ -85,30 +61,9 @@ def add_at_owners(task: Task) -> Path[Update]:
         moves.count()
         messages = yield from among_nodes("gather", message.view(-1), world)
         with stage("dgc::read"):
-            received = kernel.Received(plan, messages, world.divisor(task.average))
-        verdict = yield from verdict_of_owners(bucket, bad, received.status, received.whose, world.node_size)
-        if verdict is None:
-            update: Update = received
-            return update
-        flat = torch.empty_like(bucket.v)
-        received.write(flat.split(bucket.numels))
+            divisor = world.divisor(task.average)
+            received = task.kernel.Received(plan.layout, plan.to_all, messages, divisor, plan.regions)
+        return (yield from concluded(moves, received, names, world))
     except (Exception, KeyboardInterrupt):
-        moves.undo(torch.ones((), dtype=torch.bool, device=bucket.v.device))
+        moves.undo()
         raise
-    moves.undo(~verdict.fine)
-    return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
-
-
-def _to_owners(task: Task, plan: Plan, kernel: kernels.OwnersKernel, moves: _Moves) -> tuple[tuple[str, ...], Tensor]:
-    """Accumulates, and takes the largest entries outside the own region. Returns the names of gradients that are not
-    finite, and the rows, uint8 (N, nbytes).
-    """
-    bucket = task.bucket
-    with stage("dgc::select"):
-        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, task.step)
-    verdict = local_verdict(bucket, bad)
-    refused = bucket.marked.any() if verdict.on_device else torch.tensor(bool(verdict.names), device=bucket.v.device)
-    with stage("dgc::take"):
-        rows, sent = kernel.send(bucket, plan, index, used, refused, task.config.factor_masking)
-    moves.note(sent)
-    return verdict.names, rows

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from dgc.collective import World
+from dgc.collective import Path, World
 from dgc.compression import kernels, select
 from dgc.compression import sizes as messages
-from dgc.compression.kernels import Kernel
+from dgc.compression.kernels import Kernel, ReceivedEntries
+from dgc.compression.regions import Arrived, Taken
 from dgc.compression.residual import Bucket, Gradient, clip_scale, norm
 from dgc.compression.wire import Layout
 from dgc.config import Config
+from dgc.paths.averaged import DenseUpdate, Update
+from dgc.paths.finite import local_verdict, verdict_of_rows
 from dgc.trace import stage
 
-Key = tuple[float, torch.dtype, torch.dtype | None, int]
+Key = tuple[float, int, int]
 _layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
 in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the layout of a bucket's last step
 
@@ -61,10 +64,10 @@ class Task:
         with stage("dgc::select"):
             return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout, self.step)
 
-    def encode(self, index: Tensor, used: Tensor) -> Tensor:
+    def encode(self, index: Tensor, used: Tensor, refused: Tensor) -> tuple[Tensor, Taken]:
         """Takes the chosen entries out of v, into a message: see :func:`dgc.compression.kernels.plain.encode`."""
         with stage("dgc::take"):
-            return self.kernel.encode(self.bucket, self.layout, index, used, self.config.factor_masking)
+            return self.kernel.encode(self.bucket, self.layout, index, used, refused, self.config.factor_masking)
 
     def take(self, index: Tensor, valid: Tensor) -> Tensor:
         """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is sent, 0 elsewhere."""
@@ -79,6 +82,54 @@ class Task:
             return self.bucket.take_all(names)
 
 
+class Moves:
+    """What a step takes out of v and what it adds to it, one after the other, until the exchange has succeeded."""
+
+    def __init__(self, bucket: Bucket):
+        self.bucket, self._moves = bucket, list[Taken | Arrived]()
+
+    def note(self, move: Taken | Arrived) -> None:
+        self._moves.append(move)
+
+    def count(self) -> None:
+        """Tells the bucket how many entries were sent."""
+        self.bucket.entries_sent = torch.stack([
+            torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]).sum()
+
+    def undo(self, where: Tensor | bool = True) -> None:
+        """Makes v what it was, if ``where``, bool ()."""
+        v = self.bucket.v
+        where = torch.as_tensor(where, device=v.device)
+        for move in reversed(self._moves):
+            index, sent = move.added if isinstance(move, Arrived) else move
+            v.index_add_(0, index, torch.where(where, sent, 0))
+            if isinstance(move, Arrived):  # from a sum that was too large for its dtype, nothing can be taken away
+                now = v[index]
+                v[index] = torch.where(where & ~now.isfinite(), move.before, now)
+
+
+def refused(bucket: Bucket, bad: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
+    """Whether a gradient of this rank is not finite, bool (); and of which parameters, where the host knows."""
+    verdict = local_verdict(bucket, bad)
+    if verdict.on_device:
+        return bucket.marked.any(), ()
+    return torch.tensor(bool(verdict.names), device=bucket.v.device), verdict.names
+
+
+def concluded(moves: Moves, received: ReceivedEntries, bad: Sequence[str], world: World) -> Path[Update]:
+    """The update that was received, if no row tells of an error. On an asynchronous device that is known later: then it
+    is zero, and what was taken out of v is back there.
+    """
+    bucket = moves.bucket
+    verdict = yield from verdict_of_rows(bucket, bad, received.status, world.node_size)
+    if verdict is None:
+        return received
+    flat = torch.empty_like(bucket.v)
+    received.write(flat.split(bucket.numels))
+    moves.undo(~verdict.fine)
+    return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
+
+
 def kernel_of(bucket: Bucket) -> Kernel:
     """The loops that run over a bucket now."""
     return kernels.current(bucket.v.device.type, bucket.v.dtype)
@@ -90,13 +141,12 @@ def layout_of(bucket: Bucket, sparsity: float, config: Config, node_size: int = 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
     """
-    dtype, dense = config.wire_dtype, config.dense_dtype
-    key, known = (sparsity, dtype, dense, node_size), _layouts.setdefault(bucket, {})
+    key, known = (sparsity, config.value_bits, node_size), _layouts.setdefault(bucket, {})
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in bucket.numels]
         if wide:
             counts = [messages.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
-        known[wide] = key, Layout(bucket, counts, dtype, node_size, dense)
+        known[wide] = key, Layout(bucket, counts, config.value_bits, node_size)
     return known[wide][1]
 
 

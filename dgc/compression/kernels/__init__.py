@@ -1,6 +1,7 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
-Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``settle`` and ``decay``.
+Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``encode_all``,
+``decode_all`` and ``decay``.
 ``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do those of the
 exchange that adds up at owners (``owners_plain``), and those of AdamW's denominator (``denominator_plain``).
 """
@@ -8,7 +9,7 @@ exchange that adds up at owners (``owners_plain``), and those of AdamW's denomin
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Protocol, cast
@@ -17,19 +18,18 @@ import torch
 from torch import Tensor
 
 from dgc.compression.denominator import Denominator
-from dgc.compression.regions import Arrived, Plan, Taken
+from dgc.compression.regions import Arrived, Plan, Regions, Taken
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import Layout
+from dgc.compression.wire import Layout, Rows
 from dgc.warn import warn
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
 
 
-class ReceivedMessages(Protocol):
-    """All ranks' messages, checked, as ``Received`` makes them: an update."""
+class ReceivedEntries(Protocol):
+    """What rows that all ranks have received say in sum, as ``Received`` makes it: an update."""
 
-    def own(self, bucket: Bucket, message: Tensor) -> None:
-        """Tells which message is this rank's."""
+    status: Tensor
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """Overwrites the targets with the update."""
@@ -42,7 +42,9 @@ class Kernel(Protocol):
     """A module of kernels; :mod:`dgc.compression.kernels.plain` says what the functions do."""
 
     __name__: str
-    Received: Callable[[Layout, Tensor, float], ReceivedMessages]
+
+    def Received(self, layout: Layout, rows: Rows, messages: Tensor, divisor: float,  # noqa: N802
+                 regions: Regions | None = None) -> ReceivedEntries: ...
 
     def accumulate(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                    layout: Layout) -> list[str]: ...
@@ -50,30 +52,18 @@ class Kernel(Protocol):
     def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor: ...
+    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+               masking: bool) -> tuple[Tensor, Taken]: ...
 
-    def settle(self, bucket: Bucket) -> FloatingPointError | ValueError | None: ...
+    def encode_all(self, rows: Rows, values: Tensor) -> Tensor: ...
+
+    def decode_all(self, rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def decay(self, parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None: ...
 
 
-class ReceivedSums(Protocol):
-    """What all owners passed on: an update."""
-
-    status: Tensor
-    whose: Tensor
-
-    def write(self, targets: Sequence[Tensor | None]) -> None:
-        """Overwrites the targets with the update."""
-
-    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        """Adds the update, times each parameter's rate, to the targets."""
-
-
 class OwnersKernel(Protocol):
     """A module of kernels of owners; :mod:`dgc.compression.kernels.owners_plain` says what the functions do."""
-
-    Received: Callable[[Plan, Tensor, float], ReceivedSums]
 
     def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
                plan: Plan, step: int) -> tuple[list[str], Tensor, Tensor]: ...
@@ -129,7 +119,8 @@ def current(kind: str, dtype: torch.dtype) -> Kernel:
 
 def owners(kind: str, dtype: torch.dtype) -> OwnersKernel:
     """The module of owners to call now."""
-    return cast(OwnersKernel, import_module(current(kind, dtype).__name__.replace("kernels.", "kernels.owners_")))
+    fused = current(kind, dtype).__name__ == "dgc.compression.kernels.cpu"
+    return cast(OwnersKernel, import_module(f"dgc.compression.kernels.owners_{'cpu' if fused else 'plain'}"))
 
 
 def denominators(x: Tensor, of: Denominator) -> DenominatorKernel:

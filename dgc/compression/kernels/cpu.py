@@ -8,11 +8,9 @@ threads are not used, as they compete with torch's and must not be entered from 
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,19 +20,21 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from dgc.compression.kernels import rows_cpu
 from dgc.compression.kernels.jit import jit
+from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer, prefetch
+from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
-from dgc.compression.wire import BLOCK, MIXER, NONFINITE, TOP, Layout
+from dgc.compression.wire import MIXER, NONFINITE, Layout, Rows
 from dgc.trace import stage
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
-POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
+BLOCK = 1 << 16  # entries of the update that are added up together
 BINS = 4096  # of a histogram over the leading bits of a magnitude
 PANEL = 1024  # entries whose squares are added up in the bucket's own precision
 STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
@@ -47,28 +47,6 @@ NO_BLOCKS = np.empty(0, np.int64)
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
-
-
-# -- numba cannot point ------------------------------------------------------------------------------------------------
-
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer, for ``numba.carray``."""
-    return types.voidptr(types.int64), lambda context, builder, signature, arguments: builder.inttoptr(
-        arguments[0], context.get_value_type(types.voidptr))
-
-
-@intrinsic
-def _prefetch(typing_context, address):
-    """Asks for the cache line at an address, which is going to be read and written."""
-    def generate(context, builder, signature, arguments):
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, word, word, word]), "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(arguments[0], byte), word(1), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 # -- numba has no vectors ----------------------------------------------------------------------------------------------
@@ -168,13 +146,6 @@ def _add_line_back(typing_context, x, by, like):
 _plain, _heavy, _nesterov = _adds(PLAIN), _adds(HEAVY), _adds(NESTEROV)
 
 
-@intrinsic
-def _lowest(typing_context, bits):
-    """The number of the lowest bit that is set; there must be one."""
-    return types.int64(types.int64), lambda context, builder, signature, arguments: builder.cttz(
-        arguments[0], ir.IntType(1)(1))
-
-
 # -- the k-th largest --------------------------------------------------------------------------------------------------
 
 @_jit
@@ -243,7 +214,7 @@ def _aside(v, low, high, blocks, at, ahead, kept):
         if first >= high:
             break
         if j + ahead < len(blocks):
-            _prefetch(v.ctypes.data + blocks[j + ahead] * (LINE * size))
+            prefetch(v.ctypes.data + blocks[j + ahead] * (LINE * size))
         if low <= first and first + LINE <= high:
             _set_line_aside(v.ctypes.data + first * size, kept.ctypes.data + place * size, v.dtype.type(0))
         else:
@@ -272,7 +243,7 @@ def _back(v, low, high, blocks, at, kept):
 @_jit
 def _without(kind, offset, n, blocks, u, v, g, s, m):
     """A copy of a parameter's v as it would be, had there been zeros in these blocks before the gradient was added."""
-    seen, raw = v[offset:offset + n].copy(), numba.carray(_pointer(g), n, v.dtype)
+    seen, raw = v[offset:offset + n].copy(), numba.carray(pointer(g), n, v.dtype)
     for j in range(np.searchsorted(blocks, offset // LINE), len(blocks)):
         if blocks[j] * LINE >= offset + n:
             break
@@ -293,8 +264,8 @@ def _without(kind, offset, n, blocks, u, v, g, s, m):
 @_jit
 def _look(kind, u, v, g, s, m, threshold, line):
     """Computes a line's |v| as it will be. Returns how many reach the threshold."""
-    us, vs = numba.carray(_pointer(u), LINE, line.dtype), numba.carray(_pointer(v), LINE, line.dtype)
-    gs = numba.carray(_pointer(g), LINE, line.dtype)
+    us, vs = numba.carray(pointer(u), LINE, line.dtype), numba.carray(pointer(v), LINE, line.dtype)
+    gs = numba.carray(pointer(g), LINE, line.dtype)
     reached = 0
     if kind == PLAIN:
         for i in range(LINE):
@@ -349,9 +320,9 @@ def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numel
             a = j * LINE
             if j + AHEAD * every < lines:
                 ahead = (a + AHEAD * every * LINE) * v.itemsize
-                _prefetch(grads[p] + ahead)
-                _prefetch(v.ctypes.data + offset * v.itemsize + ahead)
-                _prefetch(u.ctypes.data + offset * v.itemsize + ahead)
+                prefetch(grads[p] + ahead)
+                prefetch(v.ctypes.data + offset * v.itemsize + ahead)
+                prefetch(u.ctypes.data + offset * v.itemsize + ahead)
             size, there = v.itemsize, offset + a
             at_v = np.int64(v.ctypes.data + there * size)
             if len(blocks):
@@ -415,10 +386,10 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
                 if width < STRIP:  # the last one: with zeros as long as others
                     short[:] = 0
                     short[0, :width], short[1, :width] = u[here:here + width], v[here:here + width]
-                    short[2, :width] = numba.carray(_pointer(g), width, v.dtype)
+                    short[2, :width] = numba.carray(pointer(g), width, v.dtype)
                     us, vs, g = at_short, at_short + STRIP * size, at_short + 2 * STRIP * size
                 if not _finite(g, s):
-                    raw = numba.carray(_pointer(g), STRIP, v.dtype)
+                    raw = numba.carray(pointer(g), STRIP, v.dtype)
                     for i in range(STRIP):
                         x = s * raw[i]
                         if not abs(x) < np.inf:
@@ -432,7 +403,7 @@ def _accumulate(start, end, chunk, grads, kinds, momenta, scales, offsets, numel
                         u[here:here + width] = short[0, :width]
                     v[here:here + width] = short[1, :width]
                 while bits:
-                    i = here + _lowest(bits)
+                    i = here + lowest(bits)
                     bits &= bits - 1
                     if count < most:
                         found[at + count] = i
@@ -515,180 +486,13 @@ def _choose(first, last, grads, kinds, momenta, scales, offsets, numels, counts,
         used[p] = _keep(candidates, magnitudes, _kth(magnitudes.copy(), k), k, index, starts[p])
 
 
-# -- take and write down -----------------------------------------------------------------------------------------------
-
-@_jit
-def _round_to_half(x, word, word_bits):
-    """float32 -> the bits of the nearest float16, ties to even."""
-    word[0] = x
-    b = np.int64(word_bits[0])
-    sign, magnitude = (b >> 16) & 0x8000, b & 0x7FFFFFFF
-    if magnitude < 0x38800000:  # below 2^-14: a multiple of 2^-24
-        word[0] = abs(x) * np.float32(2.0**24)
-        whole = np.int64(np.floor(word[0]))
-        rest = word[0] - np.float32(whole)
-        whole += rest > 0.5 or (rest == 0.5 and whole & 1)
-        return sign | whole
-    rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1)
-    return sign | ((rounded - 0x38000000) >> 13)
-
-
-@_jit
-def _round_to_bfloat(x, word, word_bits):
-    """float32 -> the bits of the nearest bfloat16, ties to even."""
-    word[0] = x
-    b = np.int64(word_bits[0])
-    return (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-
-
-@_jit
-def _value(r, i, singles, words, half, word, word_bits):
-    """What a slot of message r says, before its exponent."""
-    if singles.shape[1]:
-        return np.float64(singles[r, i])
-    b = np.int64(words[r, i])
-    if not half:
-        word_bits[0] = b << 16
-        return np.float64(word[0])
-    exponent, fraction = (b >> 10) & 31, b & 1023
-    magnitude = (fraction if exponent == 0 else fraction + 1024) * POWERS[max(exponent, 1)]
-    return -magnitude if b & 0x8000 else magnitude
-
-
-@_jit
-def _greatest(index, begin, end, u, v, masking):
-    """The largest |v| of these entries, infinity where one is not a number; they are fetched for what is done next."""
-    largest = v.dtype.type(0)
-    for j in range(begin, end):
-        if j + AHEAD < end:
-            _prefetch(v.ctypes.data + index[j + AHEAD] * v.itemsize)
-            if masking:
-                _prefetch(u.ctypes.data + index[j + AHEAD] * v.itemsize)
-        x = abs(v[index[j]])
-        largest = max(largest, x if x <= np.inf else v.dtype.type(np.inf))  # of NaN, which max() would lose
-    return largest
-
-
-@_jit
-def _encode(first, last, offsets, starts, block_starts, index, used, u, v, masking, half, block_counts,
-            singles, words, positions, exponents):
-    """Takes the chosen entries of parameters first to last out of v, and writes their part of the message.
-
-    Returns how many were sent. A parameter whose v is not finite says so and keeps it.
-    """
-    word = np.empty(1, np.float32)
-    word_bits = word.view(np.uint32)
-    sent_entries = 0
-    for p in range(first, last):
-        start, m = starts[p], used[p]
-        largest = _greatest(index, start, start + m, u, v, masking)
-        if not largest < np.inf:
-            exponents[0, p] = NONFINITE
-            continue
-        exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022)
-        exponents[0, p] = exponent
-        up, down = math.ldexp(1.0, -exponent), math.ldexp(1.0, exponent)
-        for j in range(start, start + m):
-            i = index[j]
-            y = np.float32(v[i] * up)
-            if singles.shape[1]:
-                singles[0, j] = y
-            else:
-                words[0, j] = _round_to_half(y, word, word_bits) if half else _round_to_bfloat(y, word, word_bits)
-            sent = v.dtype.type(_value(0, j, singles, words, half, word, word_bits) * down)
-            v[i] -= sent
-            if sent != 0:
-                sent_entries += 1
-                if masking:
-                    u[i] = 0
-            local = i - offsets[p]
-            block_counts[0, block_starts[p] + local // BLOCK] += 1
-            positions[0, j] = local % BLOCK
-    return sent_entries
-
-
-@_jit
-def _checksum(words):
-    """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last two, where it belongs."""
-    total = np.int64(0)
-    for i in range(len(words) - 2):
-        mixed = np.int64(i + 1) * MIXER
-        total += (np.int64(words[i]) & 0xFFFFFFFF) * (mixed ^ mixed >> 32 | 1)
-    return total
-
-
-@_jit
-def _seal(words):
-    digest = _checksum(words)
-    words[-2], words[-1] = np.int32(digest & 0xFFFFFFFF), np.int32(digest >> 32)
-
-
-# -- receive -----------------------------------------------------------------------------------------------------------
-
-@_jit
-def _check(messages, numels, counts, starts, block_starts, block_counts, positions, exponents, slots):
-    """Looks for the first message that is corrupt: its sender and -1; or says that a gradient is not finite: its sender
-    and 1 + the parameter; else 0, 0. Fills in the slot at which each block begins.
-    """
-    for r in range(len(messages)):
-        low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
-        if _checksum(messages[r]) != high << 32 | low:
-            return r, -1
-        for p in range(len(numels)):
-            if exponents[r, p] == NONFINITE:
-                return r, 1 + p
-            slot, end = starts[p], starts[p] + counts[p]
-            for c in range(block_starts[p], block_starts[p + 1]):
-                n, size = block_counts[r, c], min(BLOCK, numels[p] - (c - block_starts[p]) * BLOCK)
-                if n < 0 or n > min(size, end - slot):
-                    return r, -1
-                slots[r, c] = slot
-                for j in range(slot, slot + n):
-                    if positions[r, j] >= size:
-                        return r, -1
-                slot += n
-    return 0, 0
-
-
-@_jit
-def _receive(first, last, owners, numels, block_starts, block_counts, slots, singles, words, positions, exponents,
-             half, divisor, targets, rates, like):
-    """Blocks first to last: adds up what all messages say and divides. Without ``rates`` the targets, one address for
-    each parameter (0: skip it), are overwritten with it; else its product with the parameter's rate is added to them.
-    """
-    word = np.empty(1, np.float32)
-    word_bits = word.view(np.uint32)
-    total = np.zeros(BLOCK, like.dtype)  # zero again after each block
-    for b in range(first, last):
-        p = owners[b]
-        begin = (b - block_starts[p]) * BLOCK
-        n = min(BLOCK, numels[p] - begin)
-        if targets[p] == 0:
-            continue
-        target = numba.carray(_pointer(targets[p] + begin * like.itemsize), n, like.dtype)
-        if not len(rates):
-            target[:] = 0
-        for r in range(len(slots)):
-            down = math.ldexp(1.0, np.int64(exponents[r, p]))
-            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
-                _prefetch(target.ctypes.data + positions[r, j] * like.itemsize)
-                total[positions[r, j]] += like.dtype.type(
-                    _value(r, j, singles, words, half, word, word_bits) * down)
-        for r in range(len(slots)):
-            for j in range(slots[r, b], slots[r, b] + block_counts[r, b]):
-                i = positions[r, j]
-                x = total[i]
-                if x != 0:  # not yet, by an earlier message
-                    x /= divisor
-                    target[i] = target[i] + rates[p] * x if len(rates) else x
-                    total[i] = 0
-
+# -- weight decay -----------------------------------------------------------------------------------------------------
 
 @_jit
 def _decay(start, end, p, w, m, decay, lr, nesterov, like):
     n = end - start
-    ps = numba.carray(_pointer(p + start * like.itemsize), n, like.dtype)
-    ws = numba.carray(_pointer(w + start * like.itemsize), n, like.dtype)
+    ps = numba.carray(pointer(p + start * like.itemsize), n, like.dtype)
+    ws = numba.carray(pointer(w + start * like.itemsize), n, like.dtype)
     for i in range(n):
         term = ps[i] * decay
         y = m * ws[i] + term
@@ -698,6 +502,80 @@ def _decay(start, end, p, w, m, decay, lr, nesterov, like):
         ps[i] -= lr * y
 
 
+# -- the update --------------------------------------------------------------------------------------------------------
+
+@_jit
+def owner_of(i, n):
+    """The owner of an entry of a bucket (:class:`dgc.compression.regions.Regions`)."""
+    return (i // LINE % n + turn(i // (LINE * n), n)) % n
+
+
+@_jit
+def turn(rounds, n):
+    """The owner with which a round begins."""
+    return ((np.int64(rounds) * MIXER & 0xFFFFFFFF) >> 12) % n
+
+
+@_jit
+def index_of(owner, local, n):
+    """Where an entry of an owner's region is in the bucket."""
+    rounds = local // LINE
+    return (rounds * n + (owner - turn(rounds, n)) % n) * LINE + local % LINE
+
+
+@_jit
+def index_of_owners(places, used, n):
+    """Puts the places of row r, in owner r's region, in terms of the bucket."""
+    for r in range(len(used)):
+        for j in range(used[r]):
+            places[r, j] = index_of(r, places[r, j], n)
+
+
+@_jit
+def _scatter(begin, end, index, values, used, offsets, numels, divisor, targets, rates):
+    """Entries begin to end of the bucket: adds up what all rows say and divides. Without ``rates`` the targets, one
+    address for each parameter (0: skip it), are overwritten with it; else its product with the parameter's rate is
+    added to them.
+    """
+    dtype = values.dtype
+    like = np.empty(0, dtype)
+    total, at = np.zeros(BLOCK, dtype), np.empty(len(used), np.int64)  # total is zero again after each block
+    for r in range(len(used)):
+        at[r] = np.searchsorted(index[r, :used[r]], begin)
+    p, parameters = 0, len(numels)
+    for low in range(begin, end, BLOCK):
+        high = min(low + BLOCK, end)
+        while p < parameters - 1 and offsets[p] + numels[p] <= low:
+            p += 1
+        q = p
+        while not len(rates) and q < parameters and offsets[q] < high:
+            a, b = max(low, offsets[q]) - offsets[q], min(high, offsets[q] + numels[q]) - offsets[q]
+            if targets[q] and a < b:
+                numba.carray(pointer(targets[q] + a * like.itemsize), b - a, dtype)[:] = 0
+            q += 1
+        for r in range(len(used)):
+            for j in range(at[r], used[r]):
+                if index[r, j] >= high:
+                    break
+                total[index[r, j] - low] += values[r, j]
+        for r in range(len(used)):
+            q = p
+            target = numba.carray(pointer(targets[q]), numels[q], dtype)
+            while at[r] < used[r] and index[r, at[r]] < high:
+                i = index[r, at[r]]
+                at[r] += 1
+                x = total[i - low]
+                if x != 0:  # not yet, by an earlier row
+                    total[i - low] = 0
+                    while i >= offsets[q] + numels[q]:
+                        q += 1
+                        target = numba.carray(pointer(targets[q]), numels[q], dtype)
+                    if targets[q]:
+                        x /= divisor
+                        i -= offsets[q]
+                        target[i] = target[i] + rates[q] * x if len(rates) else x
+
+
 # -- the doors ---------------------------------------------------------------------------------------------------------
 
 class _Tables:
@@ -705,13 +583,8 @@ class _Tables:
 
     def __init__(self, layout: Layout, threads: int):
         self.threads = threads
-        self.numels, self.offsets, self.counts, self.starts, self.block_starts = (
-            np.array(x, np.int64) for x in (layout.numels, layout.offsets, layout.counts, layout.starts,
-                                            layout.block_starts))
-        self.owners = np.repeat(np.arange(len(self.numels)), np.diff(self.block_starts))
-        self.real = np.dtype(np.float32 if layout.residual == torch.float32 else np.float64)
-        self.word = np.dtype(np.float32 if layout.dtype == torch.float32 else np.uint16)
-        self.ends = layout.ends
+        self.numels, self.offsets, self.counts, self.starts = (
+            np.array(x, np.int64) for x in (layout.numels, layout.offsets, layout.counts, layout.starts))
         self.strides = np.array([stride(k) for k in layout.counts], np.int64)
         chunks = 1 if threads == 1 else -(-layout.numel // CHUNK)
         cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
@@ -720,7 +593,8 @@ class _Tables:
         shares = max(1, min(threads, layout.slots // SLOTS))
         cuts = [layout.numel * w // shares for w in range(shares + 1)]
         self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
-        self.blocks = list(pairwise(len(self.owners) * w // shares for w in range(shares + 1)))
+        blocks = -(-layout.numel // BLOCK)
+        self.blocks = list(pairwise(min(layout.numel, blocks * w // shares * BLOCK) for w in range(shares + 1)))
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -732,35 +606,6 @@ def _table(layout: Layout) -> _Tables:
     if table is None or table.threads != threads:
         table = _tables[layout] = _Tables(layout, threads)
     return table
-
-
-@cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Helpers of the calling thread; a forked process has none of its parent's."""
-    return ThreadPoolExecutor(threads - 1, "dgc")
-
-
-def _in_threads(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> list[Any]:
-    """``work(*task)`` for all tasks, by this thread and others, each taking the next one as it is done with the last.
-
-    Waking a thread takes about as long as reading a megabyte; one that comes too late is not waited for.
-    """
-    if len(tasks) == 1:
-        return [work(*tasks[0])]
-    results: list[Any] = [None] * len(tasks)
-    waiting = iter(range(len(tasks)))  # whose next() is atomic
-
-    def drain() -> None:
-        for i in waiting:
-            results[i] = work(*tasks[i])
-
-    helpers = min(threads, len(tasks)) - 1
-    futures = [_pool(os.getpid(), threads).submit(drain) for _ in range(helpers)]
-    drain()
-    for future in futures:
-        if not future.cancel():
-            future.result()
-    return results
 
 
 class _Gradients:
@@ -800,7 +645,7 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
 
 def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
           blocks: Any) -> tuple[list[str], Any, Any, Any, Any]:
-    u, v = _arrays(bucket)
+    u, v = arrays(bucket)
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
     threads = min(table.threads, len(table.chunks))
     whole = threads * room >= bucket.numel  # a chunk has no more to note than its own entries
@@ -824,12 +669,12 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
             thresholds, table.limits, blocks, at, end_of_room, u, v, found, sizes, firsts, founds, bad)
         return square
 
-    squares = _in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
+    squares = in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
     bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype, device="cpu")
     return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
 
 
-def _arrays(bucket: Bucket) -> tuple[Any, Any]:
+def arrays(bucket: Bucket) -> tuple[Any, Any]:
     v = bucket.v.numpy()
     return v if bucket.u is None else bucket.u.numpy(), v
 
@@ -841,92 +686,80 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     Args:
         blocks: int64, ascending, numbers of LINE entries each, where only what this step adds to v counts.
     """
-    table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), _arrays(bucket)
+    table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), arrays(bucket)
     single = v.itemsize == 4
     bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
     tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
     thresholds = np.empty(len(table.numels), v.dtype)
-    _in_threads(lambda first, last: _thresholds(
+    in_threads(lambda first, last: _thresholds(
         first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
         table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
     with stage("dgc::accumulate"):
         bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
     index, used = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (layout.slots, len(table.numels)))
     positions, numbers = index.numpy(), used.numpy()
-    _in_threads(lambda first, last: _choose(
+    in_threads(lambda first, last: _choose(
         first, last, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
         table.counts, table.starts, thresholds, blocks, found, sizes, firsts, founds, u, v, bits, shift, positions,
         numbers), table.parameters, table.threads)
     return bad, index, used
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+           masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`plain.encode`."""
-    table, (u, v) = _table(layout), _arrays(bucket)
-    message = np.zeros(layout.nbytes, np.uint8)  # for which torch would wake its own threads
-    block_counts, singles, words, slots, exponents = _sections(table, message[None])
-    chosen, numbers = index.numpy(), used.numpy()
-    bucket.count(torch.tensor(sum(_in_threads(lambda first, last: _encode(
-        first, last, table.offsets, table.starts, table.block_starts, chosen, numbers, u, v,
-        masking and bucket.u is not None, layout.dtype == torch.float16, block_counts, singles, words, slots,
-        exponents), table.parameters, table.threads)), device="cpu"))
-    _seal(message.view(np.int32))
-    return torch.from_numpy(message)
+    if refused:
+        bucket.count(torch.tensor(0, device="cpu"))
+        return layout.rows.telling(1, NONFINITE), Taken(index[:0], bucket.v[:0])
+    chosen, numbers = index, used.tolist()
+    if sum(numbers) < layout.slots:
+        chosen = torch.cat([index[start:start + n] for start, n in zip(layout.starts, numbers, strict=True)])
+    u, v = arrays(bucket)
+    message, sent, entries = rows_cpu.written(layout.rows, np.array([0, len(chosen)]), chosen.numpy(), 1, u, v,
+                                              masking and bucket.u is not None)
+    bucket.count(torch.tensor(entries, device="cpu"))
+    return message, Taken(chosen, torch.from_numpy(sent))
 
 
-def _sections(table: _Tables, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """The parts of messages (N, nbytes): counts of blocks, values if float32, values if not, positions, exponents."""
-    a, b, c, d = table.ends
-    values = messages[:, a:b].view(table.word)
-    nothing = np.empty((len(messages), 0), np.float32)
-    single = table.word == np.float32
-    return (messages[:, :a].view(np.int32), values if single else nothing,
-            nothing.view(np.uint16) if single else values, messages[:, b:c].view(np.uint16),
-            messages[:, c:d].view(np.int16))
+def encode_all(rows: Rows, values: Tensor) -> Tensor:
+    """As :func:`plain.encode_all`."""
+    return rows_cpu.write_all(rows, values)
+
+
+def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`plain.decode_all`."""
+    status, _, _, values = rows_cpu.read(rows, message, np.array([rows.size]), LIKE[rows.residual].dtype)
+    values[status != 0] = 0
+    return torch.from_numpy(status), torch.from_numpy(values)
 
 
 class Received:
     """As :class:`plain.Received`."""
 
-    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
-        self.layout, self._divisor, messages = layout, divisor, messages.contiguous()
-        if messages.shape[1] != layout.nbytes:
-            layout.check(messages[0], 0)  # raises
-        table = _table(layout)
-        self._sections = sections = _sections(table, messages.numpy())
-        self._slots = np.empty((len(messages), len(table.owners)), np.int64)
-        sender, what = _check(messages.view(torch.int32).numpy(), table.numels, table.counts, table.starts,
-                              table.block_starts, sections[0], sections[3], sections[4], self._slots)
-        if what < 0:
-            raise layout.corrupt(sender)
-        if what > 0:
-            wrong = np.flatnonzero(sections[4][sender] == NONFINITE).tolist()
-            raise layout.not_finite(sender, wrong)
-
-    def own(self, bucket: Bucket, message: Tensor) -> None:
-        """As plain."""
+    def __init__(self, layout: Layout, rows: Rows, messages: Tensor, divisor: float, regions: Regions | None = None):
+        self.layout, self._divisor = layout, divisor
+        sizes = np.array([layout.numel]) if regions is None else regions.sizes.numpy()
+        status, self._used, self._index, self._values = rows_cpu.read(
+            rows, messages, sizes, LIKE[layout.residual].dtype)
+        self.status = torch.from_numpy(status)
+        if regions is not None:
+            index_of_owners(self._index, self._used, regions.owners)
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
-        self._receive(targets, ())
+        """Overwrites the targets with it."""
+        self._scatter(targets, ())
 
     def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        self._receive(targets, rates)
+        """Adds it, times each parameter's rate, to the targets."""
+        self._scatter(targets, rates)
 
-    def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        layout, table = self.layout, _table(self.layout)
-        like = np.empty(0, table.real)
-        block_counts, singles, words, positions, exponents = self._sections
+    def _scatter(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
+        table, like = _table(self.layout), LIKE[self.layout.residual]
         addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
-        factors = np.array(rates, like.dtype)
-        _in_threads(lambda first, last: _receive(
-            first, last, table.owners, table.numels, table.block_starts, block_counts, self._slots, singles, words,
-            positions, exponents, layout.dtype == torch.float16, like.dtype.type(self._divisor), addresses, factors,
-            like), table.blocks, table.threads)
-
-
-def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
-    """As :func:`plain.settle`."""
-    return None
+        factors, divisor = np.array(rates, like.dtype), like.dtype.type(self._divisor)
+        in_threads(lambda begin, end: _scatter(
+            begin, end, self._index, self._values, self._used, table.offsets, table.numels, divisor, addresses,
+            factors), table.blocks, table.threads)
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:
@@ -935,5 +768,5 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
     p, w, n = parameter.data_ptr(), buffer.data_ptr(), parameter.numel()
     threads, real = torch.get_num_threads(), like.dtype.type
     chunks = 1 if threads == 1 else -(-n // CHUNK)
-    _in_threads(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
+    in_threads(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
            list(pairwise(n * c // chunks for c in range(chunks + 1))), threads)

@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgc.compression import device, wire
-from dgc.compression.device import HostCopy, tensor_of
+from dgc.compression.device import tensor_of
 from dgc.compression.kernels import plain
+from dgc.compression.kernels.plain import Received, decode_all, encode, encode_all  # noqa: F401  # as they are
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
@@ -48,17 +48,14 @@ PLAIN = tl.constexpr(1)
 HEAVY = tl.constexpr(2)
 NESTEROV = tl.constexpr(3)
 
-BLOCK = tl.constexpr(wire.BLOCK)
+BLOCK = tl.constexpr(1 << 16)
 TILE = tl.constexpr(4096)  # entries that a program accumulates; a block is 16 of them
-TILES = tl.constexpr(wire.BLOCK // 4096)
+TILES = tl.constexpr((1 << 16) // 4096)
 SAMPLE = tl.constexpr(8192)  # entries of a parameter that are sampled; all, if it has no more
 LINE = tl.constexpr(8)  # neighbours sampled together: a sector of memory
 BITS = tl.constexpr(12)  # by which a round narrows the interval
 BINS = tl.constexpr(4096)  # 2^BITS
 LEADING = tl.constexpr(20)  # bits of a magnitude that the sampled interval is told apart by
-SLOTS = tl.constexpr(1024)  # slots of a message that one program writes
-WORDS = tl.constexpr(4096)  # 32-bit words of a message that one program adds up
-ENTRIES = tl.constexpr(256)  # of a block and message, that are added in together
 MOST_ROOM = 512  # places to note in a tile; where more are needed, v is read again
 
 # What is known of a parameter, int64, one row of PARAMETER each.
@@ -77,9 +74,6 @@ PARAMETER = tl.constexpr(8)
 # Wide: what was noted does not reach down to the interval.
 STATE = tl.constexpr(5)  # first, last, shift, need, wide
 
-NONFINITE = tl.constexpr(wire.NONFINITE)
-MIXER = tl.constexpr(wire.MIXER)
-TOP = tl.constexpr(wire.TOP)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -442,240 +436,7 @@ def _choose(v, parameters, blocks, state, crowded, marks, places, found, larger,
             tl.store(index + slot, offset + slot * 0, mask=slot < end)
 
 
-# -- take and write down -----------------------------------------------------------------------------------------------
-
-@triton.jit
-def _slots(parameters, chunks, used, index):
-    """The parameter of one chunk of slots, the slots, which are used, and the positions that they are for."""
-    c = tl.program_id(0)
-    p, begin = tl.load(chunks + 2 * c), tl.load(chunks + 2 * c + 1)
-    here = parameters + p * PARAMETER
-    local = begin + tl.arange(0, SLOTS)
-    valid = local < tl.minimum(tl.load(used + p), tl.load(here + K))
-    slot = tl.load(here + START) + local
-    return p, here, begin, slot, valid, tl.load(index + slot, mask=valid, other=0)
-
-
-@triton.jit
-def _largest(v, parameters, chunks, used, index, work):
-    """One program a chunk of slots: the largest magnitude of each parameter's entries."""
-    p, _, _, _, valid, position = _slots(parameters, chunks, used, index)
-    x = tl.load(v + position, mask=valid, other=0)
-    bits = tl.where(valid, _magnitude(x), 0)
-    tl.atomic_max(work + 1 + p, tl.max(bits, 0).to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _exponent(largest, v):
-    """The exponent that goes with a parameter's largest magnitude."""
-    if v.dtype.element_ty == tl.float32:
-        double = largest.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
-    else:
-        double = largest
-    exponent = tl.maximum(tl.where(largest == 0, 0, (double >> 52) - 1022) - TOP, -1022)
-    return tl.where((double >> 52) == 2047, NONFINITE, exponent)  # infinite, or not a number
-
-
-@triton.jit
-def _code(y, WIRE: tl.constexpr):
-    """float32 -> the nearest number of the wire's dtype, ties to even: its bits, and itself as float64."""
-    if tl.float32 == WIRE:
-        return y.to(tl.int32, bitcast=True).to(tl.int64), y.to(tl.float64)
-    elif tl.float16 == WIRE:
-        half = y.to(tl.float16)
-        return half.to(tl.int16, bitcast=True).to(tl.int64), half.to(tl.float64)
-    else:
-        bits = y.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return bits.to(tl.int64), (bits << 16).to(tl.float32, bitcast=True).to(tl.float64)
-
-
-@triton.jit
-def _checksum_of(bits, half, WIDE: tl.constexpr):
-    """What 16 bits, at such a place counted in 16 bits, add to the checksum; WIDE: 32 bits."""
-    if WIDE:
-        word = bits & 0xFFFFFFFF
-    else:
-        word = (bits & 0xFFFF) << (16 * (half % 2))
-    return tl.sum(word * _weight(half // 2))
-
-
-@triton.jit
-def _weight(place):
-    """What a word at such a place counts in the checksum."""
-    mixed = (place + 1).to(tl.int64) * MIXER
-    return mixed ^ mixed >> 32 | 1
-
-
-@triton.jit(do_not_specialize=["count", "values_at", "positions_at", "exponents_at"])
-def _write(u, v, parameters, chunks, used, index, work, flags, message16, message32, checksum, count, values_at,
-           positions_at, exponents_at, MASKING: tl.constexpr, FLAGS: tl.constexpr, WIRE: tl.constexpr):
-    """One program a chunk of slots: takes the entries out of v and writes their part of the message.
-
-    Where a gradient was not finite, the message says which, and nothing is taken.
-    """
-    p, here, begin, slot, valid, position = _slots(parameters, chunks, used, index)
-    exponent = _exponent(tl.load(work + 1 + p), v)
-    valid = valid & (exponent != NONFINITE)
-    if FLAGS:
-        silent = tl.load(flags + count) != 0
-        valid = valid & (silent == 0)
-        exponent = tl.where(silent, tl.where(tl.load(flags + p) != 0, NONFINITE, 0), exponent)
-    power = tl.where(exponent == NONFINITE, 0, exponent)
-    x = tl.load(v + position, mask=valid, other=0)
-    bits, value = _code((x.to(tl.float64) * _power_of_two(-power)).to(tl.float32), WIRE)
-    bits = tl.where(valid, bits, 0)
-    sent = tl.where(valid, (value * _power_of_two(power)).to(x.dtype), 0)
-    tl.store(v + position, x - sent, mask=valid)
-    if MASKING:
-        tl.store(u + position, tl.zeros_like(sent), mask=valid & (sent != 0))
-    tl.atomic_add(work, tl.sum((sent != 0).to(tl.int64)), sem="relaxed")
-
-    local = position - tl.load(here + OFFSET)
-    block = tl.load(here + FIRST_BLOCK) + local // BLOCK
-    one = valid.to(tl.int32)
-    tl.atomic_add(message32 + block, one, mask=valid, sem="relaxed")
-    digest = tl.sum(one * _weight(block))
-    if tl.float32 == WIRE:
-        half = values_at + 2 * slot
-        tl.store(message32 + half // 2, bits.to(tl.int32), mask=valid)
-        digest += _checksum_of(bits, half, True)
-    else:
-        half = values_at + slot
-        tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-        digest += _checksum_of(bits, half, False)
-    half, bits = positions_at + slot, tl.where(valid, local % BLOCK, 0)
-    tl.store(message16 + half, bits.to(tl.int16), mask=valid)
-    digest += _checksum_of(bits, half, False)
-    if begin == 0:
-        place = exponents_at + p
-        tl.store(message16 + place, exponent.to(tl.int16))
-        word = (exponent & 0xFFFF) << (16 * (place % 2))
-        digest += word * _weight(place // 2)
-    tl.atomic_add(checksum, digest, sem="relaxed")
-
-
-# -- receive -----------------------------------------------------------------------------------------------------------
-
-@triton.jit(do_not_specialize=["words"])
-def _sums(messages, sums, words):
-    """Each message's checksum: one program for a part of a message."""
-    r = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-    word = tl.load(messages + r * (words + 2) + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_add(sums + r, tl.sum(word * _weight(i)), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["count", "blocks_count", "positions_at", "exponents_at", "words"])
-def _check(message16, message32, sums, verdict, slots, parameters, blocks, count, blocks_count, positions_at,
-           exponents_at, words):
-    """One program for each block and message, and one for each parameter and message: looks for what no rank with this
-    layout writes, and notes the slot at which the block begins. Reads nothing outside the message, whatever it says.
-    """
-    b, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    message16 += r * (2 * words + 4)
-    message32 += r * (words + 2)
-    mine = verdict + 1 + r * (count + 2)  # checksum, counts and positions, then the parameters
-    if b >= blocks_count:
-        p = b - blocks_count
-        if tl.load(message16 + exponents_at + p) == NONFINITE:
-            tl.store(mine + 2 + p, 1)
-            tl.store(verdict, 1)
-        if p == 0:
-            low, high = tl.load(message32 + words).to(tl.int64), tl.load(message32 + words + 1).to(tl.int64)
-            if tl.load(sums + r) != (high << 32 | low & 0xFFFFFFFF):
-                tl.store(mine, 1)
-                tl.store(verdict, 1)
-        return
-    _, here, first_block, _, size = _block(parameters, blocks, b)
-    n, before = tl.load(message32 + b).to(tl.int64), tl.full([], 0, tl.int64)
-    for c in range(first_block, b, 1024):
-        i = c + tl.arange(0, 1024)
-        before += tl.sum(tl.load(message32 + i, mask=i < b, other=0).to(tl.int64))
-    start = tl.load(here + START) + before
-    sound = (n >= 0) & (n <= size) & (before >= 0) & (before + n <= tl.load(here + K))
-    tl.store(slots + r * blocks_count + b, start)
-    worst = tl.full([], 0, tl.int32)
-    for c in range(0, tl.where(sound, n, 0), ENTRIES):
-        i = c + tl.arange(0, ENTRIES)
-        position = tl.load(message16 + positions_at + start + i, mask=i < n, other=0).to(tl.int32) & (BLOCK - 1)
-        worst = tl.maximum(worst, tl.max(position, 0))
-    if (sound & (worst < size)) == 0:
-        tl.store(mine + 1, 1)
-        tl.store(verdict, 1)
-
-
-@triton.jit
-def _values(message16, message32, slot, mask, values_at, power, dtype: tl.constexpr, WIRE: tl.constexpr):
-    """What slots say, in the residual's dtype."""
-    if tl.float32 == WIRE:
-        value = tl.load(message32 + values_at // 2 + slot, mask=mask, other=0).to(tl.float32, bitcast=True)
-    elif tl.float16 == WIRE:
-        value = tl.load(message16 + values_at + slot, mask=mask, other=0).to(tl.float16, bitcast=True)
-    else:
-        bits = tl.load(message16 + values_at + slot, mask=mask, other=0).to(tl.int32)
-        value = (bits << 16).to(tl.float32, bitcast=True)
-    return (value.to(tl.float64) * power).to(dtype)
-
-
-@triton.jit(do_not_specialize=["senders", "count", "blocks_count", "values_at", "positions_at", "exponents_at",
-                               "words"])
-def _receive(message16, message32, slots, verdict, parameters, blocks, table, total, senders, count, blocks_count,
-             values_at, positions_at, exponents_at, words, ADD: tl.constexpr, WIRE: tl.constexpr):
-    """One program a block: adds up what all messages say there, in the order of ranks, and divides.
-
-    ``total`` need not hold anything before; only where there are entries it is looked at. The threads of a program
-    meet at a barrier before one reads what another wrote.
-    """
-    b = tl.program_id(0)
-    p, here, _, begin, size = _block(parameters, blocks, b)
-    address = tl.load(table + p)
-    if address == 0:
-        return
-    dtype: tl.constexpr = total.dtype.element_ty
-    target = address.to(total.dtype) + begin
-    if not ADD:
-        for z in range(0, size, TILE):
-            local = z + tl.arange(0, TILE)
-            tl.store(target + local, tl.zeros([TILE], dtype), mask=local < size)
-    if tl.load(verdict) != 0:
-        return
-    total += tl.load(here + OFFSET) + begin
-    rate = tl.load(table + count + p).to(tl.float64, bitcast=True).to(dtype)
-    divisor = tl.load(table + 2 * count).to(tl.float64, bitcast=True).to(dtype)
-    row = (words + 2).to(tl.int64)
-    for r in range(0, senders):
-        n, start = tl.load(message32 + r * row + b), tl.load(slots + r * blocks_count + b)
-        for c in range(0, n, ENTRIES):
-            i = c + tl.arange(0, ENTRIES)
-            at = tl.load(message16 + r * 2 * row + positions_at + start + i, mask=i < n, other=0).to(tl.int32)
-            tl.store(total + (at & (BLOCK - 1)), tl.zeros([ENTRIES], dtype), mask=i < n)
-    for r in range(0, senders):
-        tl.debug_barrier()
-        n, start = tl.load(message32 + r * row + b), tl.load(slots + r * blocks_count + b)
-        power = _power_of_two(tl.load(message16 + r * 2 * row + exponents_at + p))
-        for c in range(0, n, ENTRIES):
-            i = c + tl.arange(0, ENTRIES)
-            at = tl.load(message16 + r * 2 * row + positions_at + start + i, mask=i < n, other=0).to(tl.int32)
-            at = at & (BLOCK - 1)
-            value = _values(message16 + r * 2 * row, message32 + r * row, start + i, i < n, values_at, power, dtype,
-                            WIRE)
-            tl.store(total + at, tl.load(total + at, mask=i < n, other=0) + value, mask=i < n)
-    for r in range(0, senders):
-        tl.debug_barrier()
-        n, start = tl.load(message32 + r * row + b), tl.load(slots + r * blocks_count + b)
-        for c in range(0, n, ENTRIES):
-            i = c + tl.arange(0, ENTRIES)
-            at = tl.load(message16 + r * 2 * row + positions_at + start + i, mask=i < n, other=0).to(tl.int32)
-            at = at & (BLOCK - 1)
-            x = tl.load(total + at, mask=i < n, other=0)
-            fresh = (i < n) & (x != 0)  # not yet, by an earlier message
-            x = _divided(x, divisor)
-            if ADD:
-                x = tl.load(target + at, mask=fresh, other=0) + rate * x
-            tl.store(target + at, x, mask=fresh)
-            tl.store(total + at, tl.zeros([ENTRIES], dtype), mask=fresh)  # x * 0 is no zero where x is infinite
-
+# -- weight decay -----------------------------------------------------------------------------------------------------
 
 @triton.jit(do_not_specialize=["n"])
 def _decay(p, w, n, m, decay, lr, LOOKS_AHEAD: tl.constexpr):
@@ -701,18 +462,16 @@ class _Tables:
     def __init__(self, layout: Layout):
         rows: list[list[int]] = []
         tiles: list[tuple[int, int]] = []  # parameter, and where it begins there
-        chunks: list[tuple[int, int]] = []  # of slots
         blocks: list[int] = []  # parameter
         for p, (numel, slots) in enumerate(zip(layout.numels, layout.counts, strict=True)):
             k, first_tile = min(slots, numel), len(tiles)
-            rows.append([layout.offsets[p], numel, k, layout.starts[p], layout.block_starts[p], first_tile,
+            rows.append([layout.offsets[p], numel, k, layout.starts[p], len(blocks), first_tile,
                          *_ranks(numel, k)])
             tiles += [(p, begin) for begin in range(0, numel, TILE.value)]
-            chunks += [(p, begin) for begin in range(0, max(1, k), SLOTS.value)]
-            blocks += [p] * (layout.block_starts[p + 1] - layout.block_starts[p])
-        self.tiles_count, self.chunks_count, self.blocks_count = len(tiles), len(chunks), len(blocks)
-        self.parameters, self.tiles, self.chunks, self.blocks = (
-            tensor_of(numbers, layout.device) for numbers in (rows, tiles, chunks, blocks))
+            blocks += [p] * -(-numel // BLOCK.value)
+        self.tiles_count, self.blocks_count = len(tiles), len(blocks)
+        self.parameters, self.tiles, self.blocks = (
+            tensor_of(numbers, layout.device) for numbers in (rows, tiles, blocks))
         expected = TILE.value * layout.slots / max(1, layout.numel)
         self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
         self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
@@ -859,122 +618,6 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         selection.choose()
         bucket.gradient_square, bucket.flags = selection.squares.sum(), selection.flags
     return [], selection.index, selection.used
-
-
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
-    """As :func:`plain.encode`. Where :func:`select` found a gradient that is not finite, this takes nothing
-    and the message is the :meth:`dgc.compression.wire.Layout.nonfinite_message`.
-    """
-    table, (values, positions, exponents, _) = _table(layout), _places(layout)
-    u, flags = bucket.v if bucket.u is None else bucket.u, bucket.flags
-    before = -layout.nbytes % 8  # so that the checksum, at the end, is at a multiple of 8
-    message = torch.zeros(before + layout.nbytes, dtype=torch.uint8, device=bucket.v.device)[before:]
-    work = torch.zeros(1 + len(bucket.names), dtype=torch.int64, device=bucket.v.device)  # entries sent, and largest
-    with torch.cuda.device_of(bucket.v):
-        grid = table.chunks_count,
-        _largest[grid](bucket.v, table.parameters, table.chunks, used, index, work)
-        _write[grid](u, bucket.v, table.parameters, table.chunks, used, index, work, work if flags is None else flags,
-                     message.view(torch.int16), message.view(torch.int32), message[-8:].view(torch.int64),
-                     len(bucket.names), values, positions, exponents, MASKING=masking and bucket.u is not None,
-                     FLAGS=flags is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
-        bucket.count(work[0])
-    return message
-
-
-def _places(layout: Layout) -> tuple[int, int, int, int]:
-    """The places where the sections of a message begin, in units of 16 bits, and the checksum, in words."""
-    values, positions, exponents, _ = layout.ends
-    return values // 2, positions // 2, exponents // 2, layout.nbytes // 4 - 2
-
-
-class _Verdict:
-    """What the device found in the messages of a step, on its way to the host."""
-
-    def __init__(self, layout: Layout, found: Tensor, senders: int):
-        self.layout, self._senders, self._found = layout, senders, HostCopy(found)
-
-    def error(self) -> FloatingPointError | ValueError | None:
-        """Waits for the verdict: what is wrong with the messages."""
-        found = self._found.get()
-        if not found[0]:
-            return None
-        for sender, row in enumerate(found[1:].view(self._senders, -1).tolist()):
-            wrong = [p for p, flag in enumerate(row[2:]) if flag]
-            if wrong and not row[0]:
-                return self.layout.not_finite(sender, wrong)
-            if row[0] or row[1]:
-                return self.layout.corrupt(sender)
-        return None
-
-
-# That nobody has asked for yet, each with this rank's message.
-_verdicts: WeakKeyDictionary[Bucket, list[tuple[_Verdict, Tensor]]] = WeakKeyDictionary()
-
-
-def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
-    """As :func:`plain.settle`."""
-    first = None
-    for verdict, message in _verdicts.pop(bucket, []):
-        if (error := verdict.error()) is not None:
-            bucket.v.index_add_(0, *verdict.layout.read(message))
-            first = first or error
-    return first
-
-
-class Received:
-    """As :class:`plain.Received`, except that it raises nothing: the messages are checked on the device,
-    and the verdict reaches the host while that goes on. :func:`settle` tells it, the same on all ranks, as they all had
-    the same messages; bad ones are an update of zero.
-
-    While it writes or adds, it holds as many entries as the bucket has, of which it touches those that were sent; they
-    come from torch's allocator and go back there.
-    """
-
-    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
-        if messages.shape[1] != layout.nbytes:
-            layout.check(messages[0], 0)  # raises
-        self.layout, self._messages, self._divisor = layout, messages.contiguous(), divisor
-        table, (self._senders, count) = _table(layout), (len(messages), len(layout.names))
-        _, positions, exponents, words = _places(layout)
-        new, senders = messages.new_zeros, self._senders
-        sums = new(senders, dtype=torch.int64)
-        self._found = new(1 + senders * (count + 2), dtype=torch.int32)
-        self._slots = messages.new_empty(senders * table.blocks_count, dtype=torch.int64)
-        self._message16, self._message32 = self._messages.view(torch.int16), self._messages.view(torch.int32)
-        with torch.cuda.device_of(messages):
-            _sums[(triton.cdiv(words, WORDS.value), senders)](self._message32, sums, words)
-            _check[(table.blocks_count + count, senders)](
-                self._message16, self._message32, sums, self._found, self._slots, table.parameters, table.blocks, count,
-                table.blocks_count, positions, exponents, words)
-            self._verdict = _Verdict(layout, self._found, senders)
-        if not device.is_asynchronous(layout.device) and (error := self._verdict.error()) is not None:
-            raise error
-
-    def own(self, bucket: Bucket, message: Tensor) -> None:
-        """Has what this rank took out of v for its message put back, should the messages prove to be bad."""
-        if device.is_asynchronous(self.layout.device):
-            _verdicts.setdefault(bucket, []).append((self._verdict, message))
-
-    def write(self, targets: Sequence[Tensor | None]) -> None:
-        self._receive(targets, None)
-
-    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        self._receive(targets, rates)
-
-    def _receive(self, targets: Sequence[Tensor | None], rates: Sequence[float] | None) -> None:
-        layout, table, count = self.layout, _table(self.layout), len(self.layout.names)
-        values, positions, exponents, words = _places(layout)
-        addresses = [0 if target is None else target.data_ptr() for target in targets]
-        factors = [0.0] * count if rates is None else [float(rate) for rate in rates]
-        numbers = tensor_of(addresses + _doubles([*factors, float(self._divisor)]), layout.device)
-        total = torch.empty(layout.numel, dtype=layout.residual, device=layout.device)
-        if not table.blocks_count:
-            return
-        with torch.cuda.device_of(total):
-            _receive[(table.blocks_count,)](
-                self._message16, self._message32, self._slots, self._found, table.parameters, table.blocks,
-                numbers, total, self._senders, count, table.blocks_count, values, positions, exponents, words,
-                ADD=rates is not None, WIRE=_TYPES[layout.dtype], enable_fp_fusion=False)
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

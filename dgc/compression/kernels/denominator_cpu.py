@@ -17,8 +17,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dgc.compression.denominator import PARTS, Denominator
-from dgc.compression.kernels.cpu import CHUNK, LANES, LIKE, STRIP, _in_threads, _lowest, _parts, _pointer
+from dgc.compression.kernels.cpu import CHUNK, LANES, LIKE, STRIP, _parts
 from dgc.compression.kernels.jit import jit
+from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -47,7 +48,7 @@ def _ones(typing_context, bits):
 @_jit
 def _note(first, last, n, x, marks, like):
     """Marks what is not 0 of the strips first to last of x, at an address; how many there are."""
-    size, entries, total = like.itemsize, numba.carray(_pointer(x), n, like.dtype), 0
+    size, entries, total = like.itemsize, numba.carray(pointer(x), n, like.dtype), 0
     for strip in range(first, last):
         start = strip * STRIP
         if start + STRIP <= n:
@@ -72,15 +73,15 @@ def _follow(first, last, n, x, square, largest, received, factor, marks, rarity,
         scale: of the squares of gradients, ``unbiased``; its ``inverse``.
     """
     real, one = like.dtype.type, like.dtype.type(1)
-    xs, squares = numba.carray(_pointer(x), n, like.dtype), numba.carray(_pointer(square), n, like.dtype)
-    factors, counts = numba.carray(_pointer(factor), n, like.dtype), numba.carray(_pointer(received), n, np.int32)
-    most = numba.carray(_pointer(largest), n if largest else 0, like.dtype)
+    xs, squares = numba.carray(pointer(x), n, like.dtype), numba.carray(pointer(square), n, like.dtype)
+    factors, counts = numba.carray(pointer(factor), n, like.dtype), numba.carray(pointer(received), n, np.int32)
+    most = numba.carray(pointer(largest), n if largest else 0, like.dtype)
     repeats, last_deficit, last_weight = real(real(rarity) / real(PARTS)), len(deficits) - 1, len(weights) - 1
     last_rate = len(rates) - 1
     for strip in range(first, last):
         bits = marks[strip]
         while bits:
-            i = strip * STRIP + _lowest(bits)
+            i = strip * STRIP + lowest(bits)
             bits &= bits - 1
             w = max(now - np.int64(counts[i]), 1)
             deficit = deficits[min(w * rarity, last_deficit)] / repeats
@@ -103,10 +104,10 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     marks = np.empty(strips, np.int64)
     chunks = 1 if threads == 1 else -(-n // CHUNK)
     tasks = list(pairwise(strips * c // chunks for c in range(chunks + 1)))
-    total = sum(_in_threads(lambda first, last: _note(first, last, n, x.data_ptr(), marks, like), tasks, threads))
+    total = sum(in_threads(lambda first, last: _note(first, last, n, x.data_ptr(), marks, like), tasks, threads))
     rarity = max((2 * PARTS * total + k) // (2 * k), PARTS)
     largest = 0 if of.largest is None else of.largest.data_ptr()
-    _in_threads(lambda first, last: _follow(
+    in_threads(lambda first, last: _follow(
         first, last, n, x.data_ptr(), of.square.data_ptr(), largest, of.received.data_ptr(), of.factor.data_ptr(),
         marks, rarity, of.deficits.numpy(), of.weights.numpy(), of.rates.numpy(), real(1 / of.share), real(of.most),
         real(of.unbiased), real(1 / of.unbiased), real(of.eps), now, like), tasks, threads)

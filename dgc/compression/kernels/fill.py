@@ -25,7 +25,7 @@ from dgc.compression.denominator import Denominator
 from dgc.compression.kernels import cpu, denominator_cpu, owners_cpu
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import Layout
+from dgc.compression.wire import Layout, Rows
 from dgc.warn import warn
 
 LIMIT = 600  # seconds, after which a process that fills is ended
@@ -133,13 +133,15 @@ def run_all(dtype: torch.dtype) -> None:
     """Calls each loop, with what it is called with in training."""
     parameter = torch.zeros(64, 64, dtype=dtype, device="cpu")
     bucket, gradients = Bucket("fill", {"a": parameter}), {"a": Gradient(torch.ones_like(parameter), 0.9)}
-    layout = Layout(bucket, [40], torch.float16)
+    layout, no = Layout(bucket, [40], 16), torch.tensor(False, device="cpu")
     cpu.accumulate(bucket, gradients, None, layout)
     _, index, used = cpu.select(bucket, gradients, None, layout, 0)
-    message = cpu.encode(bucket, layout, index, used, True)
-    received = cpu.Received(layout, torch.stack([message, message]), 2.0)  # of one alone the parts are contiguous
+    message, _ = cpu.encode(bucket, layout, index, used, no, True)
+    received = cpu.Received(layout, layout.rows, message.expand(2, -1), 2.0)
     received.write([parameter])
     received.add([parameter], [1.0])
+    rows = Rows(64, 64, 8, dtype, parameter.device, all_entries=True)
+    cpu.decode_all(rows, cpu.encode_all(rows, torch.ones_like(parameter)))
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
     _run_owners(bucket, gradients, Plan(layout, 3, 1), parameter)
     one = torch.ones_like(parameter)
@@ -153,9 +155,7 @@ def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, para
     arrived = owners_cpu.add(bucket, plan, rows[1:2].expand(3, -1))
     message, _ = owners_cpu.pass_on(bucket, gradients, plan, arrived, 0, True)
     owners_cpu._among_all(owners_cpu._table(plan), bucket.v.numpy(), bucket.v.numpy()[:1])
-    received = owners_cpu.Received(plan, message.expand(3, -1), 3.0)
-    received.write([parameter])
-    received.add([parameter], [1.0])
+    cpu.Received(plan.layout, plan.to_all, message.expand(3, -1), 3.0, plan.regions).write([parameter])
 
 
 def main() -> None:

@@ -7,12 +7,11 @@ largest entry of each block; then only blocks with a large one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -21,59 +20,30 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import cpu
+from dgc.compression.kernels import cpu, rows_cpu
 from dgc.compression.kernels.cpu import (
     AHEAD,
     LANES,
     PANEL,
-    SLOTS,
     _everywhere,
-    _greatest,
-    _in_threads,
     _keep,
     _kth,
     _largest,
-    _lowest,
-    _pointer,
-    _prefetch,
-    _round_to_bfloat,
-    _round_to_half,
-    _seal,
-    _value,
+    index_of,
+    owner_of,
 )
 from dgc.compression.kernels.jit import jit
-from dgc.compression.regions import Arrived, Plan, Rows, Taken
+from dgc.compression.kernels.numba_tools import in_threads, lowest, prefetch
+from dgc.compression.regions import STRETCH, Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
-from dgc.compression.wire import BLOCK, CORRUPT, MIXER, NONFINITE, TOP
+from dgc.compression.wire import NONFINITE, Rows, worst
 
-SPREAD = 1 << 16  # entries of the update that are written together
 PIECES = 4  # of a region, that are worth another thread
 ROOM = 1 - 2.0**-16  # what a product and a quotient may be off by, and more
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
-
-
-# -- who adds up what --------------------------------------------------------------------------------------------------
-
-@_jit
-def _turn(rounds, n):
-    """See ``dgc.compression.regions.Regions``, as for the next two."""
-    return (((rounds * MIXER) & 0xFFFFFFFF) >> 12) % n
-
-
-@_jit
-def _owner(i, n):
-    block = i // LINE
-    return (block + _turn(block // n, n)) % n
-
-
-@_jit
-def _index(owner, local, n):
-    rounds = local // LINE
-    place = owner - _turn(rounds, n)
-    return (rounds * n + (place + n if place < 0 else place)) * LINE + local % LINE
 
 
 # -- to owners ---------------------------------------------------------------------------------------------------------
@@ -90,7 +60,7 @@ def _deal(starts, index, used, n, own, slots, v, tiny, places, begins):
     begins[:] = 0
     for p in range(len(starts)):
         for j in range(starts[p], starts[p] + used[p]):
-            row = _owner(index[j], n)
+            row = owner_of(index[j], n)
             if row != own:
                 chosen[total], of[total], rows[total] = index[j], p, row
                 begins[row + 1] += 1
@@ -153,118 +123,22 @@ def _fit(n, slots, keys, places, begins):
     begins[n] = at
 
 
-@_jit
-def _write(first, last, begins, places, n, u, v, masking, half, counts, singles, words, positions, exponents, messages,
-           sent):
-    """Rows first to last: takes their entries out of v, writes them down, and what receivers will read to ``sent``.
-
-    Returns how many were sent. A row with an entry that is not finite has nothing but this fact.
-    """
-    word = np.empty(1, np.float32)
-    word_bits = word.view(np.uint32)
-    sent_entries = 0
-    for r in range(first, last):
-        begin, end = begins[r], begins[r + 1]
-        largest = _greatest(places, begin, end, u, v, masking)
-        if not largest < np.inf:
-            exponents[r, 0] = NONFINITE
-            sent[begin:end] = 0
-            _seal(messages[r])
-            continue
-        exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022)
-        exponents[r, 0] = exponent
-        up, down = math.ldexp(1.0, -exponent), math.ldexp(1.0, exponent)
-        for j in range(begin, end):
-            i, slot = places[j], j - begin
-            y = np.float32(v[i] * up)
-            if singles.shape[1]:
-                singles[r, slot] = y
-            else:
-                words[r, slot] = _round_to_half(y, word, word_bits) if half else _round_to_bfloat(y, word, word_bits)
-            sent[j] = v.dtype.type(_value(r, slot, singles, words, half, word, word_bits) * down)
-            v[i] -= sent[j]
-            if sent[j] != 0:
-                sent_entries += 1
-                if masking:
-                    u[i] = 0
-            local = i // (LINE * n) * LINE + i % LINE
-            counts[r, local // BLOCK] += 1
-            positions[r, slot] = local % BLOCK
-        _seal(messages[r])
-    return sent_entries
-
-
 # -- what rows say -----------------------------------------------------------------------------------------------------
 
 @_jit
-def _finite(r, slot, singles, words, half):
-    """Whether a slot's value is."""
-    if singles.shape[1]:
-        return abs(singles[r, slot]) < np.inf
-    mask = 0x7C00 if half else 0x7F80
-    return np.int64(words[r, slot]) & mask != mask
-
-
-@_jit
-def _check(messages, counts, singles, words, positions, exponents, half, slots, largest, sizes, status, whose, used):
-    """Fills in each row's status, whose row is damaged where it says that one is, and how many slots it uses.
-
-    Args:
-        largest: entries of the largest region.
-        sizes: of each row's; or one, of all.
-    """
-    for r in range(len(messages)):
-        low, high = np.int64(messages[r, -2]) & 0xFFFFFFFF, np.int64(messages[r, -1])
-        status[r], whose[r], used[r] = exponents[r, 0], counts[r, 0], 0
-        bad = cpu._checksum(messages[r]) != high << 32 | low
-        if status[r] < CORRUPT and not bad:
-            size, slot = sizes[min(r, len(sizes) - 1)], np.int64(0)
-            for c in range(counts.shape[1]):
-                m = np.int64(counts[r, c])
-                if m < 0 or m > min(BLOCK, largest - c * BLOCK) or m > slots - slot:
-                    bad = True
-                    break
-                before = np.int64(-1)
-                for j in range(slot, slot + m):
-                    at = np.int64(positions[r, j])
-                    bad |= (c * BLOCK + at >= size) | (at <= before) | (not _finite(r, j, singles, words, half))
-                    before = at
-                slot += m
-            used[r] = slot
-        if bad:
-            status[r], whose[r], used[r] = CORRUPT, r, 0
-
-
-@_jit
-def _power(exponent):
-    return math.ldexp(1.0, min(max(np.int64(exponent), -1022), 1023))
-
-
-@_jit
-def _add(own, n, v, half, counts, singles, words, positions, exponents, used, places, values, before):
-    """Adds to v what rows say of the own region. ``places`` has where, ``values`` what, ``before`` what was there.
-
-    Returns how many entries there are.
-    """
-    word = np.empty(1, np.float32)
-    word_bits = word.view(np.uint32)
+def _add(own, n, v, used, found, amounts, places, values, before):
+    """Adds to v what rows say of the own region. ``places`` has where, ``values`` what, ``before`` what was there."""
     total = 0
     for r in range(len(used)):
-        down, slot = _power(exponents[r, 0]), 0
-        for c in range(counts.shape[1]):
-            if used[r]:
-                for _ in range(counts[r, c]):
-                    places[total] = _index(own, c * BLOCK + np.int64(positions[r, slot]), n)
-                    values[total] = v.dtype.type(_value(r, slot, singles, words, half, word, word_bits) * down)
-                    slot += 1
-                    total += 1
+        for j in range(used[r]):
+            places[total], values[total] = index_of(own, found[r, j], n), amounts[r, j]
+            total += 1
     for e in range(total):  # all of them before any is added to, as an entry may be in several rows
         if e + AHEAD < total:
-            _prefetch(v.ctypes.data + places[e + AHEAD] * v.itemsize)
+            prefetch(v.ctypes.data + places[e + AHEAD] * v.itemsize)
         before[e] = v[places[e]]
     for e in range(total):
         v[places[e]] += values[e]
-    return total
 
 
 # -- the largest sums --------------------------------------------------------------------------------------------------
@@ -319,7 +193,7 @@ def _sum(first, last, firsts, ends, blocks, v, tiny, lanes, largest):
     for q in range(first, last):
         for j in range(firsts[q] // LINE, (ends[q] - 1) // LINE + 1):
             if j + AHEAD < len(blocks):
-                _prefetch(at_v + blocks[j + AHEAD] * (LINE * size))
+                prefetch(at_v + blocks[j + AHEAD] * (LINE * size))
             a, b, place = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE), blocks[j] * LINE
             if b - a == LINE:
                 largest[j] = _add_line(at_v + place * size, tiny, at_lanes + q * (LINE * 8))
@@ -360,7 +234,7 @@ def _threshold(step, every, k, length, ends, of, blocks, v, means):
     sample = np.empty(taken, v.dtype)
     for j in range(begin, lines, every):
         if j + AHEAD * every < lines:
-            _prefetch(v.ctypes.data + blocks[j + AHEAD * every] * (LINE * v.itemsize))
+            prefetch(v.ctypes.data + blocks[j + AHEAD * every] * (LINE * v.itemsize))
         for i in range(LINE):
             while ends[q] <= j * LINE + i:
                 q += 1
@@ -375,7 +249,7 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
     the end of ``found``, too many for it are not written down. Returns how many, and how many reach the threshold.
     """
     at_v, size, count, reach = np.int64(v.ctypes.data), v.itemsize, 0, 0
-    hit = np.empty(BLOCK // LINE + 2, np.int64)  # of a piece
+    hit = np.empty(STRETCH // LINE + 2, np.int64)  # of a piece
     for q in range(first, last):
         mean = means[of[q]]
         bound = v.dtype.type(threshold * mean * ROOM)
@@ -390,7 +264,7 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
             hits += largest[j] >= bound or not whole
         for h in range(hits):
             if h + AHEAD < hits:
-                _prefetch(at_v + blocks[hit[h + AHEAD]] * (LINE * size))
+                prefetch(at_v + blocks[hit[h + AHEAD]] * (LINE * size))
             j = hit[h]
             place = blocks[j] * LINE
             a, b = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE)
@@ -401,7 +275,7 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
                 for i in range(a, b):
                     bits |= np.int64(abs(v[place + i]) >= bound) << i
             while bits:
-                i = place + _lowest(bits)
+                i = place + lowest(bits)
                 bits &= bits - 1
                 score = abs(v[i]) / mean
                 if score > 0:
@@ -437,54 +311,6 @@ def _held(places, values, gone, sent):
     return held
 
 
-# -- the update --------------------------------------------------------------------------------------------------------
-
-@_jit
-def _spread(first, last, n, numel, offsets, numels, half, counts, singles, words, positions, exponents, used, divisor,
-            targets, rates, like):
-    """Rounds first to last of all regions: what rows say, over the divisor. Without ``rates`` the targets, one address
-    for each parameter (0: skip it), are overwritten with it; else its product with the parameter's rate is added.
-    """
-    word = np.empty(1, np.float32)
-    word_bits = word.view(np.uint32)
-    slots, stretches = np.zeros(len(used), np.int64), np.zeros(len(used), np.int64)
-    ends = counts[:, 0].astype(np.int64)  # of the stretches
-    together = max(1, SPREAD // (LINE * n))
-    p, count = 0, len(numels)
-    for begin in range(first, last, together):
-        stop = min(begin + together, last)
-        low, high = begin * n * LINE, min(stop * n * LINE, numel)
-        while p < count - 1 and offsets[p] + numels[p] <= low:
-            p += 1
-        q = p
-        while not len(rates) and q < count and offsets[q] < high:
-            a, b = max(low, offsets[q]) - offsets[q], min(high, offsets[q] + numels[q]) - offsets[q]
-            if targets[q] and a < b:
-                numba.carray(_pointer(targets[q] + a * like.itemsize), b - a, like.dtype)[:] = 0
-            q += 1
-        for r in range(len(used)):
-            down, q = _power(exponents[r, 0]), p
-            while slots[r] < used[r]:
-                slot = slots[r]
-                while slot == ends[r]:
-                    stretches[r] += 1
-                    ends[r] += counts[r, stretches[r]]
-                local = stretches[r] * BLOCK + np.int64(positions[r, slot])
-                if local >= stop * LINE:
-                    break
-                slots[r] += 1
-                if local < begin * LINE:  # before the first round
-                    continue
-                i = _index(r, local, n)
-                while i >= offsets[q] + numels[q]:
-                    q += 1
-                x = like.dtype.type(_value(r, slot, singles, words, half, word, word_bits) * down) / divisor
-                if targets[q] and x != 0:
-                    target = numba.carray(_pointer(targets[q]), numels[q], like.dtype)
-                    i -= offsets[q]
-                    target[i] = target[i] + rates[q] * x if len(rates) else x
-
-
 # -- the doors ---------------------------------------------------------------------------------------------------------
 
 class _Tables:
@@ -512,16 +338,6 @@ def _table(plan: Plan) -> _Tables:
     if table is None:
         table = _tables[plan] = _Tables(plan)
     return table
-
-
-def _sections(rows: Rows, messages: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """The parts of messages (R, nbytes): counts, values if float32, values if not, positions, exponents (R, 1)."""
-    a, b, c = rows.ends
-    single = rows.dtype == torch.float32
-    values, nothing = messages[:, a:b], np.empty((len(messages), 0), np.uint8)
-    return (messages[:, :a].view(np.int32), (values if single else nothing).view(np.float32),
-            (nothing if single else values).view(np.uint16), messages[:, b:c].view(np.uint16),
-            messages[:, c:c + 2].view(np.int16))
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
@@ -552,60 +368,31 @@ def _nothing(bucket: Bucket) -> Taken:
 def _written(bucket: Bucket, plan: Plan, rows: Rows, begins: Any, places: Any, masking: bool) -> tuple[
         Tensor, Taken, int]:
     """Entries, sorted by row, as a message; what was taken out of v for it; and how many entries that are not zero."""
-    u, v = cpu._arrays(bucket)
-    count, threads = len(begins) - 1, torch.get_num_threads()
-    message = np.zeros((max(2, count), rows.nbytes), np.uint8)  # the parts of one row alone were contiguous: other code
-    counts, singles, words, positions, exponents = _sections(rows, message)
-    sent, numbers = np.empty(begins[-1], v.dtype), message.view(np.int32)
-    shares = max(1, min(threads, count, len(places) // SLOTS))
-    entries = sum(_in_threads(lambda first, last: _write(
-        first, last, begins, places, plan.regions.owners, u, v, masking and bucket.u is not None,
-        rows.dtype == torch.float16, counts, singles, words, positions, exponents, numbers, sent),
-        list(pairwise(count * w // shares for w in range(shares + 1))), threads))
+    u, v = cpu.arrays(bucket)
+    message, sent, entries = rows_cpu.written(rows, begins, places, plan.regions.owners, u, v,
+                                              masking and bucket.u is not None)
     bucket.count(torch.tensor(entries, device="cpu"))
-    taken = Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent))
-    return torch.from_numpy(message[:count]), taken, entries
+    return message, Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent)), entries
 
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     """As :func:`owners_plain.add`."""
-    said, v = _Said(plan.to_owners, rows, plan.size.numpy()), bucket.v.numpy()
-    if said.status.max() >= CORRUPT:
-        return Arrived(torch.from_numpy(said.status), torch.from_numpy(said.whose), _nothing(bucket), bucket.v[:0])
-    total = said.used.sum()
-    places, (values, before) = np.empty(total, np.int64), np.empty((2, total), v.dtype)
-    counts, singles, words, positions, exponents = said.sections
-    _add(plan.own, plan.regions.owners, v, said.half, counts, singles, words, positions, exponents, said.used, places,
-         values, before)
-    added = Taken(torch.from_numpy(places), torch.from_numpy(-values))
-    return Arrived(torch.from_numpy(said.status), torch.from_numpy(said.whose), added, torch.from_numpy(before))
-
-
-class _Said:
-    """What rows say, looked through: as arrays.
-
-    Args:
-        rows: their format.
-        messages: uint8 (R, nbytes).
-        sizes: int64 (R,) or (1,): entries of the region that each row is about.
-    """
-
-    def __init__(self, rows: Rows, messages: Tensor, sizes: Any):
-        array = messages.contiguous().numpy()
-        self.half, self.sections = rows.dtype == torch.float16, _sections(rows, array)
-        self.status, self.whose, self.used = np.empty((3, len(array)), np.int64)
-        counts, singles, words, positions, exponents = self.sections
-        _check(array.view(np.int32), counts, singles, words, positions, exponents, self.half, rows.slots, rows.size,
-               sizes, self.status, self.whose, self.used)
+    v = bucket.v.numpy()
+    found, used, at, amounts = rows_cpu.read(plan.to_owners, rows, plan.size.numpy(), v.dtype)
+    status = torch.from_numpy(found)
+    if found.any():
+        return Arrived(status, _nothing(bucket), bucket.v[:0])
+    places, (values, before) = np.empty(used.sum(), np.int64), np.empty((2, used.sum()), v.dtype)
+    _add(plan.own, plan.regions.owners, v, used, at, amounts, places, values, before)
+    return Arrived(status, Taken(torch.from_numpy(places), torch.from_numpy(-values)), torch.from_numpy(before))
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
             masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`owners_plain.pass_on`."""
-    if arrived.status.max() >= CORRUPT:
+    if told := int(worst(arrived.status)):
         bucket.count(torch.tensor(0, device="cpu"))
-        return plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax())), _nothing(
-            bucket)
+        return plan.to_all.telling(1, told), _nothing(bucket)
     index = _largest_sums(bucket, gradients, plan, step)
     begins = np.array([0, len(index)])
     message, taken, _ = _written(bucket, plan, plan.to_all, begins, index, masking)
@@ -620,14 +407,14 @@ def _largest_sums(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan,
     table, v, threads = _table(plan), bucket.v.numpy(), torch.get_num_threads()
     lanes, means, tiny = np.zeros((len(table.of), LINE)), np.empty(len(bucket.names), v.dtype), np.finfo(v.dtype).tiny
     shares, k, largest = table.shares(threads), table.kept, np.empty(len(table.blocks), v.dtype)
-    _in_threads(lambda first, last: _sum(first, last, table.firsts, table.ends, table.blocks, v, tiny, lanes, largest),
+    in_threads(lambda first, last: _sum(first, last, table.firsts, table.ends, table.blocks, v, tiny, lanes, largest),
                 shares, threads)
     absent = np.array([name not in gradients for name in bucket.names])
     fine = _average(table.of, lanes, table.lengths, absent, tiny, means)
     threshold = _threshold(step, table.every, k, table.length, table.ends, table.of, table.blocks, v, means)
     least = np.finfo(v.dtype).smallest_subnormal
     found, scores = np.empty((len(shares), 4 * k + PANEL), np.int64), np.empty((len(shares), 4 * k + PANEL), v.dtype)
-    counts = _in_threads(lambda share, first, last: _find(
+    counts = in_threads(lambda share, first, last: _find(
         first, last, table.firsts, table.ends, table.of, table.blocks, largest, v, least, threshold, means,
         found[share], scores[share]), [(w, *share) for w, share in enumerate(shares)], threads)
     if not fine or sum(reach for _, reach in counts) < k or any(count > found.shape[1] for count, _ in counts):
@@ -647,31 +434,3 @@ def _among_all(table: _Tables, v: Any, means: Any) -> Any:
     bits, shift = scores.view(np.uint32 if v.itemsize == 4 else np.uint64), 19 if v.itemsize == 4 else 51
     local = index[:_largest(0, len(scores), table.kept, scores, bits, shift, index, 0)] if table.kept else index
     return table.blocks[local // LINE] * LINE + local % LINE
-
-
-class Received:
-    """As :class:`owners_plain.Received`."""
-
-    def __init__(self, plan: Plan, messages: Tensor, divisor: float):
-        self.layout, self._plan, self._divisor = plan.layout, plan, divisor
-        self._said = _Said(plan.to_all, messages, _table(plan).sizes)
-        self.status, self.whose = torch.from_numpy(self._said.status), torch.from_numpy(self._said.whose)
-
-    def write(self, targets: Sequence[Tensor | None]) -> None:
-        self._spread(targets, ())
-
-    def add(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        self._spread(targets, rates)
-
-    def _spread(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        layout, said, n, threads = self.layout, self._said, self._plan.regions.owners, torch.get_num_threads()
-        table, like = cpu._table(layout), cpu.LIKE[layout.residual]
-        counts, singles, words, positions, exponents = said.sections
-        addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
-        factors, divisor = np.array(rates, like.dtype), like.dtype.type(self._divisor)
-        rounds = -(-layout.numel // (LINE * n))
-        shares = max(1, min(threads, layout.numel // (4 * SPREAD)))
-        _in_threads(lambda first, last: _spread(
-            first, last, n, layout.numel, table.offsets, table.numels, said.half, counts, singles, words, positions,
-            exponents, said.used, divisor, addresses, factors, like),
-            list(pairwise(rounds * w // shares for w in range(shares + 1))), threads)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from dgc.compression import device, kernels
 from dgc.compression import select as selection
-from dgc.compression.kernels.plain import Scattered
 from dgc.compression.regions import Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.sizes import LINE
-from dgc.compression.wire import CORRUPT, NONFINITE
+from dgc.compression.wire import NONFINITE, worst
 
 
 def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
@@ -87,13 +86,12 @@ def _fitting(row: Tensor, values: Tensor, plan: Plan, owner: Tensor) -> Tensor:
 
 def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
     """Adds to v what rows, uint8 (R, nbytes), say of the own region; nothing if one of them tells of an error."""
-    entries = plan.to_owners.decode(rows, plan.size)
-    wrong = (entries.status >= CORRUPT).any()
-    index = plan.regions.index(plan.own, entries.local).view(-1).clamp_(max=bucket.numel - 1)  # of an empty region
-    values, before = torch.where(wrong, 0, entries.values.view(-1)), bucket.v[index]
-    for there, of_row in zip(index.split(plan.to_owners.slots), values.split(plan.to_owners.slots), strict=True):
+    status, places, values = plan.to_owners.decode(rows, plan.size)
+    index = plan.regions.index(plan.own, places).clamp_(max=bucket.numel - 1)  # of an empty region
+    values, before = torch.where(worst(status) == 0, values, 0), bucket.v[index.view(-1)]
+    for of_row, there in zip(values, index, strict=True):
         bucket.v.index_add_(0, there, of_row)  # no entry twice, so that on a GPU no order of threads decides
-    return Arrived(entries.status, entries.whose, Taken(index, -values), before)
+    return Arrived(status, Taken(index.view(-1), -values.view(-1)), before)
 
 
 def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
@@ -108,14 +106,13 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     Returns:
         The message, uint8 (1, nbytes), and what was taken.
     """
-    wrong = (arrived.status >= CORRUPT).any()
+    told = worst(arrived.status)
     index = plan.regions.index(plan.own, _largest(_scores(bucket, gradients, plan), plan.to_all.slots, step))
-    row = torch.where(wrong | (bucket.v[index] == 0), 1, 0)
+    row = torch.where((told != 0) | (bucket.v[index] == 0), 1, 0)
     message, sent = plan.to_all.encode(row, plan.regions.local(index), bucket.v[index], 1)
     bucket.take(index, sent, masking)
     bucket.held_entries = _held(arrived.added, Taken(index, sent))
-    told = plan.to_all.telling(1, arrived.status.max(), arrived.whose.take(arrived.status.argmax()))
-    return torch.where(wrong, told, message), Taken(index, sent)
+    return torch.where(told == 0, message, plan.to_all.telling(1, told)), Taken(index, sent)
 
 
 def _held(added: Taken, passed_on: Taken) -> Tensor:
@@ -161,21 +158,3 @@ def _largest(scores: Tensor, k: int, step: int) -> Tensor:
     if device.is_asynchronous(scores.device):
         return scores.topk(k, sorted=False).indices.sort().values
     return selection.sampled(scores, k, step)
-
-
-class Received(Scattered):
-    """What all owners passed on, divided: an update. What a row that tells of an error has is 0.
-
-    Args:
-        plan: they were written with it.
-        messages: uint8 (N, nbytes).
-        divisor: of the sums.
-    """
-
-    def __init__(self, plan: Plan, messages: Tensor, divisor: float):
-        entries = plan.to_all.decode(messages, plan.regions.sizes)
-        self.status, self.whose = entries.status, entries.whose  # see :class:`dgc.compression.regions.Entries`
-        owners = torch.arange(len(messages), device=messages.device)[:, None]
-        # Unused slots are at a region's first place, which an empty one does not have.
-        index = plan.regions.index(owners, entries.local).view(-1).clamp_(max=plan.layout.numel - 1)
-        super().__init__(plan.layout, [(index, entries.values.view(-1))], divisor)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dgc.compression import select as selection
+from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import Layout
+from dgc.compression.wire import NONFINITE, Layout, Rows
 from dgc.trace import stage
 
 
@@ -53,32 +54,59 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used.to(bucket.v.device)
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
+def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+           masking: bool) -> tuple[Tensor, Taken]:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
         index, used: as :func:`select` returned them.
+        refused: bool (), whether a gradient is not finite: nothing is sent but this fact.
         masking: also set u to zero where something was sent (momentum factor masking).
 
     Returns:
-        The message, uint8 (nbytes,).
+        The message, uint8 (1, nbytes), and what was taken.
     """
-    message, sent = layout.encode(index, used, bucket.v[index])
+    valid = layout.uses(used) & ~refused
+    index = torch.where(valid, index, 0)  # in the other slots there may be anything
+    message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, bucket.v[index], 1)
     bucket.take(index, sent, masking)
-    return message
+    return torch.where(refused, layout.rows.telling(1, NONFINITE), message), Taken(index, sent)
 
 
-class Scattered:
-    """The sum of scattered entries, over a divisor.
+def encode_all(rows: Rows, values: Tensor) -> Tensor:
+    """See :meth:`dgc.compression.wire.Rows.encode_all`."""
+    return rows.encode_all(values)
+
+
+def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
+    """The status of rows of all entries, int64 (R,), and their values, (R, n)."""
+    entries = rows.decode(message)
+    return entries.status, entries.values
+
+
+class Received:
+    """What rows say in sum, over a divisor, added up in the order of rows; rows that tell of errors say nothing.
 
     Args:
         layout: of the bucket.
-        entries: positions in it, int64 (E,), and values (E,), added up in this order.
+        rows: the format of the messages.
+        messages: uint8 (R, nbytes).
         divisor: of the sum.
+        regions: row r is about the region of owner r; None: each is about the whole bucket.
+
+    Attributes:
+        status: int64 (R,), of the rows (:mod:`dgc.compression.wire`).
     """
 
-    def __init__(self, layout: Layout, entries: Sequence[tuple[Tensor, Tensor]], divisor: float):
-        self.layout, self._entries, self._divisor = layout, entries, divisor
+    def __init__(self, layout: Layout, rows: Rows, messages: Tensor, divisor: float, regions: Regions | None = None):
+        self.layout, self._divisor = layout, divisor
+        if regions is None:
+            self.status, self._index, self._values = rows.decode(messages)
+        else:
+            self.status, places, self._values = rows.decode(messages, regions.sizes)
+            owners = torch.arange(len(messages), device=messages.device)[:, None]
+            # Slots that are not used are at a region's first place, which an empty one does not have.
+            self._index = regions.index(owners, places).clamp_(max=layout.numel - 1)
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
         """Overwrites the targets, one for each parameter or None, with it: contiguous, in the residual's dtype."""
@@ -94,38 +122,10 @@ class Scattered:
 
     def _total(self) -> tuple[Tensor, ...]:
         total = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
-        for index, values in self._entries:
+        for index, values in zip(self._index, self._values, strict=True):
             total.index_add_(0, index, values)
         # By a tensor: by a number of the host, torch multiplies on GPUs, with a reciprocal that is rounded.
         return total.div_(total.new_full((), self._divisor)).split(self.layout.numels)
-
-
-class Received(Scattered):
-    """All ranks' messages, checked: what they say in sum, added up in the order of ranks, alike to the bit everywhere.
-
-    Args:
-        layout: they were written with it.
-        messages: uint8 (N, nbytes).
-        divisor: of the sum.
-
-    Raises:
-        FloatingPointError, ValueError: see :meth:`dgc.compression.wire.Layout.decode`.
-    """
-
-    def __init__(self, layout: Layout, messages: Tensor, divisor: float):
-        super().__init__(layout, [layout.decode(message, sender) for sender, message in enumerate(messages)], divisor)
-
-    def own(self, bucket: Bucket, message: Tensor) -> None:
-        """Told what this rank took out of v for its message, which goes back should the messages prove to be bad.
-        Here that has been seen to by now.
-        """
-
-
-def settle(bucket: Bucket) -> FloatingPointError | ValueError | None:
-    """The error in the messages that this bucket received, where it is known later than they are received: not here. It
-    is told once, and then what this rank had taken out of v for them is back there.
-    """
-    return None
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

@@ -1,0 +1,393 @@
+"""The loops over rows of slots (:mod:`dgc.compression.wire`), compiled for the CPU with numba."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgc.compression.kernels.jit import jit
+from dgc.compression.kernels.numba_tools import in_threads, lowest, prefetch
+from dgc.compression.sizes import GROUP, LINE
+from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
+
+AHEAD = 16  # scattered entries that are fetched while one is worked on
+SHARE = 128  # groups of slots that are worth another thread
+POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
+LARGEST = np.finfo(np.float32).max
+ONE, HALF = np.float32(1), np.float32(0.5)
+WHOLE = np.float32(1 << EXACT)
+# What a loop is told of the format of rows: k, b, l, whether all entries travel, and the words at which sections begin.
+SLOTS, BITS, LOW, ALL, SCALES, VALUES, LOWER, HIGHER, CHECKSUM = range(9)
+
+_jit = jit(nogil=True, error_model="numpy", boundscheck=False)
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+@_jit
+def _put(words, at, codes, count, width):
+    """Writes numbers of so many bits one after the other, from the word ``at`` on."""
+    held, filled = np.uint64(0), 0
+    for j in range(count):
+        held |= np.uint64(codes[j]) << np.uint64(filled)
+        filled += width
+        if filled >= 32:
+            words[at] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            held >>= np.uint64(32)
+            filled -= 32
+            at += 1
+    if filled:
+        words[at] = np.uint32(held)
+
+
+@_jit
+def _get(words, at, slot, width):
+    """The number in a slot of those from the word ``at`` on."""
+    bit = slot * width
+    at += bit >> 5
+    two = np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
+    return np.int64(two >> np.uint64(bit & 31) & np.uint64((1 << width) - 1))
+
+
+@_jit
+def _half(x, single, bits):
+    """float32 -> the bits of the nearest float16, ties to even."""
+    single[0] = x
+    b = np.int64(bits[0])
+    sign, magnitude = (b >> 16) & 0x8000, b & 0x7FFFFFFF
+    if magnitude < 0x38800000:  # below 2^-14: a multiple of 2^-24
+        single[0] = abs(x) * np.float32(2.0**24)
+        whole = np.int64(np.floor(single[0]))
+        rest = single[0] - np.float32(whole)
+        whole += rest > 0.5 or (rest == 0.5 and whole & 1)
+        return sign | whole
+    rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1)
+    return sign | ((rounded - 0x38000000) >> 13)
+
+
+@_jit
+def _wide(code, width, single, bits):
+    """What 16 or 32 bits say, before their exponent."""
+    if width == 32:
+        bits[0] = np.uint32(code)
+        return np.float64(single[0])
+    exponent, fraction = (code >> 10) & 31, code & 1023
+    if exponent == 31:
+        return np.nan
+    magnitude = (fraction if exponent == 0 else fraction + 1024) * POWERS[max(exponent, 1)]
+    return -magnitude if code & 0x8000 else magnitude
+
+
+@_jit
+def _level(code, width, a, d):
+    """What a sign and a level say."""
+    root = a + np.float32(code & (1 << width - 1) - 1) * d
+    return -(root * root) if code >> width - 1 & 1 else root * root
+
+
+@_jit
+def _power(exponent):
+    return math.ldexp(1.0, min(max(exponent, -1022), 1023))
+
+
+@_jit
+def _number(words, at, i):
+    """The 16-bit number i of those from the word ``at`` on, signed."""
+    x = np.int64(words[at + (i >> 1)]) >> 16 * (i & 1) & 0xFFFF
+    return x - 0x10000 if x & 0x8000 else x
+
+
+@_jit
+def _scale(words, form, group, single, bits):
+    """A group's scale: an exponent's power of two, or two numbers."""
+    if form[BITS] > 8:
+        return np.float32(0), np.float32(0), _power(_number(words, form[SCALES], group))
+    pair = words[form[SCALES] + group]
+    bits[0] = np.uint32(np.int64(pair) << 16 & 0xFFFF0000)
+    a = single[0]
+    bits[0] = np.uint32(np.int64(pair) & 0xFFFF0000)
+    return a, single[0], 1.0
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+@_jit
+def _mean(total, count, largest):
+    return np.float32(np.float64(total) / max(count, 1) / (1 << EXACT) * np.float64(largest))
+
+
+@_jit
+def _means(sizes, count, largest, levels):
+    """The mean magnitude, twice; or with two levels those of what is below it and of what is not."""
+    unit = largest if largest > 0 else ONE
+    total, upper, number = 0, 0, 0
+    for j in range(count):
+        total += np.int64(np.floor(sizes[j] / unit * WHOLE))
+    for j in range(count):
+        whole = np.int64(np.floor(sizes[j] / unit * WHOLE))
+        if levels == 1 or whole * count >= total:
+            upper += whole
+            number += 1
+    last = _mean(upper, number, largest)
+    return (_mean(total - upper, count - number, largest) if count > number else last), last
+
+
+@_jit
+def _truncated(x, single, bits):
+    single[0] = x
+    bits[0] &= np.uint32(0xFFFF0000)
+    return single[0]
+
+
+@_jit
+def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits):
+    """Codes a group's values x, writes down its scale, and what receivers will read to ``sent``."""
+    if width > 8:
+        largest = x.dtype.type(0)
+        for j in range(count):
+            largest = max(largest, abs(x[j]))
+        exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022) if largest > 0 else 0
+        up, down = _power(-exponent), _power(exponent)
+        words[form[SCALES] + (group >> 1)] |= np.uint32((exponent & 0xFFFF) << 16 * (group & 1))
+        for j in range(count):
+            y = np.float32(x[j] * up)
+            if width == 16:
+                codes[j] = _half(y, single, bits)
+            else:
+                single[0] = y
+                codes[j] = np.int64(bits[0])
+            sent[j] = x.dtype.type(_wide(codes[j], width, single, bits) * down)
+        return
+    levels, largest, least = 1 << width - 1, np.float32(0), np.float32(np.inf)
+    for j in range(count):
+        sizes[j] = min(np.float32(abs(x[j])), LARGEST)
+        largest, least = max(largest, sizes[j]), min(least, sizes[j])
+    first, last = least, largest
+    if levels <= 2:
+        first, last = _means(sizes, count, largest, levels)
+    if least == 0 and levels > 1:
+        first = np.float32(0)
+    a, d = _truncated(np.sqrt(first), single, bits), np.float32(0)
+    if levels > 1:
+        d = _truncated(max(np.sqrt(last) - a, np.float32(0)) / np.float32(levels - 1), single, bits)
+    single[0] = a
+    pair = np.int64(bits[0]) >> 16
+    single[0] = d
+    words[form[SCALES] + group] = np.uint32(pair | np.int64(bits[0]))
+    over = d if d > 0 else np.float32(np.inf)
+    for j in range(count):
+        level = np.int64(np.floor((np.sqrt(sizes[j]) - a) / over + HALF))
+        level = min(max(level, 0), levels - 1)
+        if level == 0 and a == 0 and d > 0 and sizes[j] > 0:
+            level = 1
+        codes[j] = level | (x[j] < 0) << width - 1
+        sent[j] = x.dtype.type(_level(codes[j], width, a, d))
+
+
+@_jit
+def encode(first, last, begins, groups, places, n, u, v, masking, form, words, wrong, sent):
+    """Groups first to last of all rows: takes their entries out of v and writes them down, but for the high bits of
+    places. Row r has the entries ``places[begins[r]:begins[r + 1]]``, in n owners' regions, and groups from
+    ``groups[r]`` on. Returns how many were sent. A row with ``wrong`` has nothing.
+    """
+    codes, lows, x = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, v.dtype)
+    sizes, single = np.empty(GROUP, np.float32), np.empty(1, np.float32)
+    bits, count, width, low = single.view(np.uint32), 0, form[BITS], form[LOW]
+    for r in range(len(wrong)):
+        for t in range(max(first, groups[r]), min(last, groups[r + 1])):
+            group = t - groups[r]
+            begin = begins[r] + group * GROUP
+            m = min(GROUP, begins[r + 1] - begin)
+            if wrong[r]:
+                sent[begin:begin + m] = 0
+                continue
+            for j in range(m):
+                x[j] = v[places[begin + j]]
+            out = sent[begin:begin + m]
+            _code(x, m, width, words[r], form, group, codes, out, sizes, single, bits)
+            _put(words[r], form[VALUES] + group * (GROUP * width >> 5), codes, m, width)
+            for j in range(m):
+                i = places[begin + j]
+                v[i] -= out[j]
+                if out[j] != 0:
+                    count += 1
+                    if masking:
+                        u[i] = 0
+                lows[j] = (i // (LINE * n) * LINE + i % LINE) & (1 << low) - 1
+            if low:
+                _put(words[r], form[LOWER] + group * (GROUP * low >> 5), lows, m, low)
+    return count
+
+
+@_jit
+def fetch(first, last, begins, groups, places, u, v, masking, wrong):
+    """Finds the rows of which an entry is not finite; and has the entries of the groups in the cache."""
+    for r in range(len(wrong)):
+        a, b = max(first, groups[r]), min(last, groups[r + 1])
+        begin, end = begins[r] + (a - groups[r]) * GROUP, min(begins[r + 1], begins[r] + (b - groups[r]) * GROUP)
+        for j in range(begin, end):
+            if j + AHEAD < end:
+                prefetch(v.ctypes.data + places[j + AHEAD] * v.itemsize)
+                if masking:
+                    prefetch(u.ctypes.data + places[j + AHEAD] * v.itemsize)
+            if not abs(v[places[j]]) < np.inf:
+                wrong[r] = True
+
+
+@_jit
+def close(first, last, begins, places, n, form, words, wrong):
+    """Rows first to last: writes the high bits of places, the status and the checksum."""
+    for r in range(first, last):
+        if wrong[r]:
+            words[r, 0] = np.uint32(0xFFFFFFFF)
+        elif not form[ALL]:
+            for j in range(begins[r], begins[r + 1]):
+                i = places[j]
+                at = ((i // (LINE * n) * LINE + i % LINE) >> form[LOW]) + j - begins[r]
+                words[r, form[HIGHER] + (at >> 5)] |= np.uint32(1) << np.uint32(at & 31)
+        total = _checksum(words[r])
+        words[r, -2], words[r, -1] = np.uint32(total & 0xFFFFFFFF), np.uint32(total >> 32 & 0xFFFFFFFF)
+
+
+@_jit
+def _checksum(words):
+    """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last two, where it belongs."""
+    total = np.int64(0)
+    for i in range(len(words) - 2):
+        mixed = np.int64(i + 1) * MIXER
+        total += np.int64(words[i]) * (mixed ^ mixed >> 32 | 1)
+    return total
+
+
+@_jit
+def decode(first, last, form, words, sizes, status, used, places, values):
+    """Rows first to last: their status, how many slots they use, and the entries in these."""
+    single = np.empty(1, np.float32)
+    bits, width, low, k = single.view(np.uint32), form[BITS], form[LOW], form[SLOTS]
+    for r in range(first, last):
+        row = words[r]
+        used[r], status[r] = 0, np.int64(np.int32(row[0]))
+        digest = _checksum(row)
+        bad = row[-2] != np.uint32(digest & 0xFFFFFFFF) or row[-1] != np.uint32(digest >> 32 & 0xFFFFFFFF)
+        count, size = 0, sizes[min(r, len(sizes) - 1)]
+        if status[r] == 0 and not bad and not form[ALL]:
+            for w in range(form[HIGHER], form[CHECKSUM]):
+                word, base = np.uint64(row[w]), 32 * (w - form[HIGHER])
+                while word and count < k:
+                    place = base + lowest(np.int64(word)) - count << low
+                    if low:
+                        place |= _get(row, form[LOWER], count, low)
+                    bad |= place >= size
+                    places[r, count] = place
+                    count += 1
+                    word &= word - np.uint64(1)
+                bad |= word != 0
+        elif form[ALL]:
+            count = k
+        for group in range(0 if status[r] or bad else -(-count // GROUP)):
+            a, d, power = _scale(row, form, group, single, bits)
+            for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
+                code = _get(row, form[VALUES], j, width)
+                if width > 8:
+                    x = values.dtype.type(_wide(code, width, single, bits) * power)
+                else:
+                    x = values.dtype.type(_level(code, width, a, d))
+                bad |= not abs(x) < np.inf
+                values[r, j] = x
+        if bad:
+            status[r] = 1 + r
+        if not status[r]:
+            used[r] = count
+
+
+@_jit
+def encode_all(first, last, form, x, words, wrong):
+    """Groups first to last of rows of all entries x: writes them down, and leaves what rounding drops."""
+    codes, sent = np.empty(GROUP, np.int64), np.empty(GROUP, x.dtype)
+    sizes, single = np.empty(GROUP, np.float32), np.empty(1, np.float32)
+    bits, width, groups = single.view(np.uint32), form[BITS], -(-x.shape[1] // GROUP)
+    for t in range(first, last):
+        r, group = t // groups, t % groups
+        if wrong[r]:
+            continue
+        part = x[r, group * GROUP:min(x.shape[1], group * GROUP + GROUP)]
+        _code(part, len(part), width, words[r], form, group, codes, sent, sizes, single, bits)
+        _put(words[r], form[VALUES] + group * (GROUP * width >> 5), codes, len(part), width)
+        for j in range(len(part)):
+            part[j] -= sent[j]
+
+
+@_jit
+def find_wrong(first, last, x, wrong):
+    """Rows first to last: whether one of their values is not finite."""
+    for r in range(first, last):
+        fine = True
+        for value in x[r]:
+            fine &= abs(value) < np.inf
+        wrong[r] = not fine
+
+
+# -- the doors ---------------------------------------------------------------------------------------------------------
+
+def form_of(rows: Rows) -> Any:
+    """What the loops are told of a format."""
+    ends = [end // 4 for end in rows.ends]
+    return np.array([rows.slots, rows.bits, rows.low, rows.all_entries, *ends], np.int64)
+
+
+def shares(count: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of about as many of a count, at least one and at most so many."""
+    parts = max(1, min(most, count))
+    return list(pairwise(count * w // parts for w in range(parts + 1)))
+
+
+def written(rows: Rows, begins: Any, places: Any, n: int, u: Any, v: Any, masking: bool) -> tuple[Tensor, Any, int]:
+    """A message of rows of entries, which are taken out of v; what receivers will read, and how many are not zero.
+
+    Args:
+        begins: int64 (R + 1,): row r has ``places[begins[r]:begins[r + 1]]``.
+        places: int64, in the bucket, ascending in each row.
+        n: owners.
+    """
+    count, threads, form = len(begins) - 1, torch.get_num_threads(), form_of(rows)
+    words, wrong = np.zeros((count, rows.nbytes // 4), np.uint32), np.zeros(count, np.bool_)
+    groups = np.concatenate([[0], np.cumsum(-(-np.diff(begins) // GROUP))])
+    sent = np.empty(begins[-1], v.dtype)
+    parts = shares(int(groups[-1]), min(threads, 1 + int(groups[-1]) // SHARE))
+    in_threads(lambda a, b: fetch(a, b, begins, groups, places, u, v, masking, wrong), parts, threads)
+    entries = sum(in_threads(lambda a, b: encode(
+        a, b, begins, groups, places, n, u, v, masking, form, words, wrong, sent), parts, threads))
+    in_threads(lambda a, b: close(a, b, begins, places, n, form, words, wrong), shares(count, threads), threads)
+    return torch.from_numpy(words.view(np.uint8)), sent, entries
+
+
+def read(rows: Rows, messages: Tensor, sizes: Any, dtype: Any) -> tuple[Any, Any, Any, Any]:
+    """What rows say: status (R,), used (R,), places (R, k) and values (R, k), where slots are used."""
+    words, threads = messages.contiguous().numpy().view(np.uint32), torch.get_num_threads()
+    status, used = np.empty((2, len(words)), np.int64)
+    places = np.empty((len(words), 0 if rows.all_entries else rows.slots), np.int64)
+    values = np.empty((len(words), rows.slots), dtype)
+    form = form_of(rows)
+    in_threads(lambda a, b: decode(a, b, form, words, sizes, status, used, places, values),
+               shares(len(words), threads), threads)
+    return status, used, places, values
+
+
+def write_all(rows: Rows, values: Tensor) -> Tensor:
+    """As :meth:`dgc.compression.wire.Rows.encode_all`."""
+    x, threads, form = values.numpy(), torch.get_num_threads(), form_of(rows)
+    words, wrong = np.zeros((len(x), rows.nbytes // 4), np.uint32), np.empty(len(x), np.bool_)
+    in_threads(lambda a, b: find_wrong(a, b, x, wrong), shares(len(x), threads), threads)
+    total, nothing = len(x) * rows.groups, np.zeros(len(x) + 1, np.int64)
+    in_threads(lambda a, b: encode_all(a, b, form, x, words, wrong),
+               shares(total, min(threads, 1 + total // SHARE)), threads)
+    in_threads(lambda a, b: close(a, b, nothing, nothing, 1, form, words, wrong), shares(len(x), threads), threads)
+    return torch.from_numpy(words.view(np.uint8))
+
+
+assert NONFINITE == -1  # as close() writes it
