@@ -29,7 +29,7 @@ STEPS = 50
 WARM = dgc.warmup(2, steps_per_epoch=8, end=0.99)
 LOCKSTEP = {  # name -> (Config, what else is done)
     "warm-up": (dgc.Config(sparsity=WARM), {}),
-    "float32": (dgc.Config(sparsity=0.9, wire_dtype=torch.float32), {}),
+    "float32": (dgc.Config(sparsity=0.9, value_bits=32), {}),
     "dense": (dgc.Config(sparsity=0.0), {"nesterov": True}),
     "nesterov, groups, sum": (dgc.Config(sparsity=0.95), {"nesterov": True, "groups": 2, "op": dgc.Sum}),
     "clip": (dgc.Config(sparsity=0.95, clip_norm=0.2), {}),
@@ -38,7 +38,7 @@ LOCKSTEP = {  # name -> (Config, what else is done)
     "hierarchical": (dgc.Config(sparsity=0.95, hierarchical=True, clip_norm=0.5), {"node_size": 2}),
     "hierarchical, reduce": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="reduce"), {"node_size": 2}),
     "Adam": (dgc.Config(dgc.dense_until(5, then=0.95)), {"adam": True}),
-    "rounded, bfloat16": (dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16, dense_dtype=torch.float16), {}),
+    "rounded, bfloat16": (dgc.Config(sparsity=0.95, value_bits=8), {}),
     "flush, unmasked": (dgc.Config(sparsity=0.99, factor_masking=False), {"flush": 10}),
     "sparse embedding": (dgc.Config(sparsity=0.95), {"embedding": True, "momentum": 0.0}),
     "skip": (dgc.Config(sparsity=0.95, nonfinite="skip"), {"bad": 7}),

@@ -170,16 +170,16 @@ def die_between_phases():
 
 CONFIGS = {
     "default": dgc.Config(sparsity=0.95),
-    "float32": dgc.Config(sparsity=0.95, wire_dtype=torch.float32),
-    "bfloat16": dgc.Config(sparsity=0.95, wire_dtype=torch.bfloat16),
+    "float32": dgc.Config(sparsity=0.95, value_bits=32),
+    "four bits": dgc.Config(sparsity=0.95, value_bits=4),
     "clipped": dgc.Config(sparsity=0.95, clip_norm=0.1),
     "clipped per tensor": dgc.Config(sparsity=0.95, clip_norm=0.1, clip_per_tensor=True),
     "unmasked": dgc.Config(sparsity=0.95, factor_masking=False),
     "plain accumulation": dgc.Config(sparsity=0.95, momentum_correction=False),
     "dense, then sparse": dgc.Config(sparsity=dgc.dense_until(4, then=0.95)),
     "warm-up": dgc.Config(sparsity=dgc.warmup(2, steps_per_epoch=4, end=0.99)),
-    "dense fallback": dgc.Config(sparsity=0.1, wire_dtype=torch.float32),  # with two ranks, too
-    "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), dense_dtype=torch.float16),
+    "dense fallback": dgc.Config(sparsity=0.1, value_bits=32),  # with two ranks, too
+    "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), value_bits=8),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
     "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # fewer than slots, with eight ranks
     "unmasked, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking=False, exchange="reduce", clip_norm=0.1),

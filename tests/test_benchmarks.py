@@ -154,7 +154,7 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
         curvature = 10 ** (low + (high - low) * torch.rand(noise.VALLEY, generator=draw)).view(100, -1)
         x = torch.nn.Parameter(torch.zeros_like(curvature))
         config = dgc.Config(sparsity, factor_masking=False, exchange=choice.split()[0],
-                            wire_dtype=torch.float32)
+                            value_bits=32)
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD([x], 0.2 * (1 - sparsity), noise.MOMENTUM), None, config)
         for _ in range(steps):
             own = torch.randn(workers, noise.VALLEY, generator=draw)[dgc.lockstep.current().world.rank]

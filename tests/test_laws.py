@@ -24,7 +24,7 @@ from torch import nn
 import dgc
 from dgc.transport import find
 
-ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"dense_dtype": torch.float16}}
+ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"value_bits": 8}}
 
 
 def trajectories():

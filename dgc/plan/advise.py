@@ -74,7 +74,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     """
     sparsities, given = (bearable(steps, optimizer), DGC) if config is None else ((config.sparsity_at(0),), config)
     rounds = optimizer == "adamw" and given.dense_dtype is None and _rounds(shapes, cluster, compute, local, overlap)
-    base = replace(given, dense_dtype=torch.float16) if rounds else given
+    base = replace(given, value_bits=8) if rounds else given
 
     def with_dgc(on: Cluster, m: Method, s: float) -> Prediction:
         return predict(shapes, on, m, compute, replace(base, sparsity=s), local, overlap)
@@ -152,7 +152,7 @@ def _config(advice: Advice, steps: int | None, optimizer: Optimizer) -> str:
     masking = ", factor_masking=False" if sparsity <= UNMASKED or optimizer == "adamw" else ""
     exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
-    dense = ", dense_dtype=torch.float16" if advice.rounds else ""
+    dense = ", value_bits=8" if advice.rounds else ""
     return f"dgc.Config(sparsity={schedule}{masking}{dense}{exchange}{across})"
 
 

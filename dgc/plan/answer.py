@@ -63,7 +63,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     shown = config or replace(DGC, sparsity=bearable(steps, optimizer)[-1])
     if advice.rounds:
-        shown = replace(shown, dense_dtype=torch.float16)
+        shown = replace(shown, value_bits=8)
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, shown, local, overlap) for m in methods(some))

@@ -21,7 +21,7 @@ from peers.stale import Stale
 pytestmark = pytest.mark.long
 
 LR, STEPS = 0.05, 7
-CONFIGS = {"dense": None, "dgc": dgc.Config(0.9, min_numel=1000, wire_dtype=torch.float32)}
+CONFIGS = {"dense": None, "dgc": dgc.Config(0.9, min_numel=1000, value_bits=32)}
 
 
 def trained(make, momentum, decay=0.0, steps=STEPS):

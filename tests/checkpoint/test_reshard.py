@@ -266,7 +266,7 @@ def test_every_old_residual_counts_as_before(old, new, average, new_average):
 
 def test_small_parameters_that_travel_rounded_and_float32(tmp_path):
     """Their rests are kept like v. To float32's rounding."""
-    config = dgc.Config(sparsity=0.95, dense_dtype=torch.float16)
+    config = dgc.Config(sparsity=0.95, value_bits=8)
 
     def first():
         network, optimizer = made(network=model(), config=config)

@@ -40,7 +40,7 @@ def made(network=None, **config):
     network = normalised() if network is None else network
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
     return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
-        **{"sparsity": dgc.warmup(2, steps_per_epoch=4, end=0.99), "dense_dtype": torch.float16, **config}))
+        **{"sparsity": dgc.warmup(2, steps_per_epoch=4, end=0.99), "value_bits": 8, **config}))
 
 
 def seeded(rank):

@@ -52,7 +52,7 @@ def test_on_a_device_that_runs_ahead_the_next_step_raises(wrong, monkeypatch):
     assert cuda.settle(bucket) is None and torch.equal(bucket.v, before.index_add(0, index, values))
 
 
-ROUNDED = {"dense_dtype": torch.float16}
+ROUNDED = {"value_bits": 8}
 SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  # a layout of its own in each step
 
 

@@ -112,7 +112,7 @@ def backward(weights, optimizer, rank, step):
 
 
 def settings(sparsity, masking=False, **others):
-    return dgc.Config(sparsity=sparsity, wire_dtype=torch.float32, factor_masking=masking,
+    return dgc.Config(sparsity=sparsity, value_bits=32, factor_masking=masking,
                       min_numel=0, **others)
 
 

@@ -88,7 +88,7 @@ def test_the_other_ways_to_write_it(pattern):
 
 
 @pytest.mark.parametrize("config", [SPARSE, dgc.Config(0.9, clip_norm=0.1), dgc.Config(0.0),
-                                    dgc.Config(0.9, dense_dtype=torch.float16)])
+                                    dgc.Config(0.9, value_bits=8)])
 def test_an_overflow_on_one_rank_is_a_step_that_none_takes(config):
     """As if there had been no such step: parameters, residuals, schedule. All scalers halve their scale."""
     def worker():
@@ -490,7 +490,7 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters():
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0, fused=True)
         scaler = scaler_of(2.0 ** 16)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(),
-                                             dgc.Config(dense_dtype=torch.float16), grad_scaler=scaler)
+                                             dgc.Config(value_bits=8), grad_scaler=scaler)
         scaler.scale(network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9).backward()
         return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], engine_of(optimizer).pending.views()["v"]
 

@@ -264,7 +264,7 @@ def test_residuals_of_nodes_are_taken_up_to_the_bit():
         assert torch.equal(got, torch.cat([x.flatten() for letter in "uv" for x in state[letter].values()]))
 
 
-ROUNDED = replace(SETTINGS["clipped"], dense_dtype=torch.float16)
+ROUNDED = replace(SETTINGS["clipped"], value_bits=8)
 
 
 @pytest.mark.parametrize("config, where", [

@@ -36,7 +36,7 @@ def test_an_optimizer_goes_on_after_a_bad_gradient():
 
 
 @pytest.mark.parametrize("op", [dgc.Average, dgc.Sum])
-@pytest.mark.parametrize("config", [SPARSE, dgc.Config(sparsity=0.9, dense_dtype=torch.float16)])
+@pytest.mark.parametrize("config", [SPARSE, dgc.Config(sparsity=0.9, value_bits=8)])
 def test_a_bad_gradient_loses_nothing_of_other_buckets(config, op):
     """Also of those whose exchange had ended when it was found: what all ranks have in v is what they accumulated."""
     def gradient(rank, step, name):

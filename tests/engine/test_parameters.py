@@ -31,7 +31,7 @@ def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
 
 @pytest.mark.parametrize("config", [
     SPARSE, DENSE,
-    dgc.Config(sparsity=0.9, min_numel=10**6, dense_dtype=torch.float16)],
+    dgc.Config(sparsity=0.9, min_numel=10**6, value_bits=8)],
     ids=["p.grad", "density 1", "float16"])
 def test_any_order_of_dimensions(config):
     """Channels last, transposed, with gradients in that order and in another: to the bit as if all were contiguous.

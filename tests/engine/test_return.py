@@ -23,7 +23,7 @@ def gradient(step, of=None):
 def made(sparsity, count=1, momentum=0.9, **settings):
     weights = [nn.Parameter(torch.zeros(40, 40, dtype=torch.float64)) for _ in range(count)]
     sgd = torch.optim.SGD(weights, lr=LR, momentum=momentum)
-    config = dgc.Config(sparsity, factor_masking=False, wire_dtype=torch.float32)
+    config = dgc.Config(sparsity, factor_masking=False, value_bits=32)
     return weights, dgc.DistributedOptimizer(sgd, compression=config, **settings)
 
 

@@ -14,7 +14,7 @@ def test_dense_dtype():
     """Half the bytes, nearly the same training, nothing lost; saved and loaded with the residuals."""
     def worker():
         plain, _ = train(range(6), dgc.Config(sparsity=0.0))
-        network, optimizer = train(range(6), dgc.Config(sparsity=0.0, dense_dtype=torch.float16))
+        network, optimizer = train(range(6), dgc.Config(sparsity=0.0, value_bits=8))
         state = optimizer.residual_state_dict()
         rest = torch.cat([state["v"][name].flatten() for name, p in network.named_parameters() if p.numel() < 1024])
         optimizer.load_residual_state_dict(state)
@@ -42,7 +42,7 @@ def test_dense_dtype_keeps_what_a_frozen_parameter_has_pending(size):
     """For when it thaws: among few ranks, which round, and among many, where so short a sum is fewer bytes as it is."""
     def worker():
         network = nn.ParameterDict({name: nn.Parameter(torch.zeros(50)) for name in "ab"})
-        _, optimizer = wrapped(dgc.Config(dense_dtype=torch.float16), network)
+        _, optimizer = wrapped(dgc.Config(value_bits=8), network)
         optimizer.load_residual_state_dict({**optimizer.residual_state_dict(),
                                             "v": {name: torch.full((50,), 1.0 + rank()) for name in "ab"}})
         network["a"].requires_grad_(False)

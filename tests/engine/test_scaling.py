@@ -45,7 +45,7 @@ def test_one_process_that_exchanges_clips_once(per_tensor):
     """It keeps what float16 drops of small parameters, of which there is nothing with nobody to send it to."""
     def worker():
         weight = nn.Parameter(torch.zeros(50))
-        config = dgc.Config(clip_norm=0.5, clip_per_tensor=per_tensor, nonfinite="skip", dense_dtype=torch.float16)
+        config = dgc.Config(clip_norm=0.5, clip_per_tensor=per_tensor, nonfinite="skip", value_bits=8)
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=config)
         weight.grad = torch.full((50,), 3.0)
         optimizer.step()

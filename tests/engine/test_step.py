@@ -13,7 +13,7 @@ from dgc.compression.kernels import plain
 from dgc.engine.engine import engine_of
 
 
-@pairwise(config=[{}, {"exchange": "reduce"}, {"dense_dtype": torch.float16},
+@pairwise(config=[{}, {"exchange": "reduce"}, {"value_bits": 8},
                   {"clip_norm": 0.5, "nonfinite": "skip"}, {"hierarchical": True}],
           kind=[torch.optim.SGD, torch.optim.AdamW], fused=[True, False])
 def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fused, monkeypatch):

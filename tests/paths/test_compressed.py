@@ -35,7 +35,7 @@ def test_conservation(wire, dtype, sparsity, masking):
 
     The other rank has no gradient, so the sum is what rank 0 sent. v is recomputed here from the u that was left.
     """
-    config = dgc.Config(sparsity=sparsity, wire_dtype=wire, factor_masking=masking, min_numel=0)
+    config = dgc.Config(sparsity=sparsity, value_bits=wire, factor_masking=masking, min_numel=0)
     pair = buckets(2, dtype)
     for step in range(8):
         u, v = pair[0].u.clone(), pair[0].v.clone()
@@ -150,7 +150,7 @@ def test_the_dense_fallback_sends_the_same_entries():
     n, seen = 16, {}
     for wire in (torch.float16, torch.float32):  # on the dense road the wire's dtype plays no part
         mine = buckets(n)
-        config = dgc.Config(sparsity=0.75, wire_dtype=wire, min_numel=0)
+        config = dgc.Config(sparsity=0.75, value_bits=wire, min_numel=0)
         updates = walk([reduce(b, gradients(r, 0), config, 0, w)
                         for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
         seen[wire] = updates[0], mine[0].v.clone()

@@ -126,7 +126,7 @@ def test_it_is_the_transcription(size, masking, nesterov):
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=nesterov)
         optimizer = dgc.DistributedOptimizer(
             optimizer, [(str(i), p) for i, p in enumerate(parameters)],
-            dgc.Config(0.99, exchange="reduce", factor_masking=masking, wire_dtype=torch.float32, min_numel=0))
+            dgc.Config(0.99, exchange="reduce", factor_masking=masking, value_bits=32, min_numel=0))
         for step in range(30):
             for p, g in zip(parameters, gradient(dgc.lockstep.current().world.rank, step), strict=True):
                 p.grad = g
@@ -225,7 +225,7 @@ def test_a_sum_that_is_too_large_is_refused_and_leaves_what_it_was_added_to(mask
     """Gradients of 1.5e38, three or more, each of which is finite. The v in which they met is as it was, and not
     infinite for good.
     """
-    config = dgc.Config(0.9, exchange="reduce", min_numel=0, wire_dtype=torch.float32, factor_masking=masking)
+    config = dgc.Config(0.9, exchange="reduce", min_numel=0, value_bits=32, factor_masking=masking)
     mine, pending = buckets(n), []
     for step in range(4):
         given = [gradients(r, step) for r in range(n)]

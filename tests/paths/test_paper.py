@@ -24,7 +24,7 @@ VARIANTS = {
 
 
 def config(variant, sparsity):
-    return dgc.Config(sparsity=sparsity, wire_dtype=torch.float32, clip_norm=variant.get("clip"),
+    return dgc.Config(sparsity=sparsity, value_bits=32, clip_norm=variant.get("clip"),
                       factor_masking=variant.get("masking", True), min_numel=0)
 
 

@@ -33,7 +33,7 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange
     """Through changes of the sparsity, dense steps, dense sums (which are fewer bytes with 16 ranks), rounding, missing
     gradients, messages that are put back, early or late, and a flush.
     """
-    config = dgc.Config(SPARSITY, factor_masking=False, exchange=exchange, wire_dtype=wire, min_numel=0)
+    config = dgc.Config(SPARSITY, factor_masking=False, exchange=exchange, value_bits=wire, min_numel=0)
     mine, m = buckets(n, torch.float64), 0.9
     c = to_come(m, nesterov)
     accumulated, sent = torch.zeros(mine[0].numel, dtype=torch.float64), torch.zeros(mine[0].numel, dtype=torch.float64)

@@ -281,7 +281,7 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps,
                        optimizer="adamw")
     words = " ".join(report.advice.words)
-    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, dense_dtype=torch.float16)" in words
+    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, value_bits=8)" in words
     assert max(report.advice.sparsity, report.sparsity) <= 0.99
     assert "With AdamW, a transformer" in words and "ResNet-20" not in words
     line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)

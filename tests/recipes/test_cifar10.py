@@ -358,7 +358,7 @@ def test_naive_is_top_k_of_each_steps_gradient_and_momentum_sgd(nesterov):
     def worker(method):
         rank, _, launcher = job.connect()
         network = model(dtype=torch.float64)
-        config = dgc.Config(0.9, momentum_correction=False, factor_masking=False, wire_dtype=torch.float32)
+        config = dgc.Config(0.9, momentum_correction=False, factor_masking=False, value_bits=32)
         optimizer = job.distributed(torch.optim.SGD(network.parameters(), **rates), network, launcher, method, config)
         for step in range(steps):
             optimizer.zero_grad()

@@ -31,7 +31,7 @@ def socket_bytes():
         network = nn.Sequential(nn.Linear(1000, 1200, bias=False), nn.Linear(1200, 800, bias=False))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         config = dgc.Config(sparsity=sparsity, exchange=exchange if sparsity else "allgather",
-                            dense_dtype=torch.float16 if exchange == "rounded" else None)
+                            value_bits=8 if exchange == "rounded" else None)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
         everybody_is_here = torch.zeros(1)
         # Made beforehand, as Horovod also negotiates by the clock.
