@@ -14,7 +14,7 @@ import torch
 from dgc.checkpoint.files import content_of
 from dgc.checkpoint.fits import engine_or_none
 from dgc.collective import Collective, World
-from dgc.engine.shards import shard
+from dgc.engine.parameters import shard
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
 

@@ -24,9 +24,8 @@ from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import memory_order, residual_dtype
 from dgc.config import Config
 from dgc.engine import rates
-from dgc.engine.parameters import BEGAN, Parameters
+from dgc.engine.parameters import BEGAN, Parameters, local
 from dgc.engine.settings import Role, Settings
-from dgc.engine.shards import local
 from dgc.engine.wrapped import check_decay, is_adam, sign
 from dgc.warn import warn
 

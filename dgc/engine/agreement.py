@@ -15,10 +15,9 @@ from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
 from dgc.engine.gradients import Nodes
-from dgc.engine.parameters import STEP, Parameters
+from dgc.engine.parameters import STEP, Parameters, local, shard
 from dgc.engine.pending import Pending
 from dgc.engine.settings import Settings
-from dgc.engine.shards import local, shard
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes

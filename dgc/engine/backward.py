@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from dgc.compression.residual import memory_order, shaped
-from dgc.engine.buckets import DTYPES
+from dgc.engine.parameters import DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

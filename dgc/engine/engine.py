@@ -15,15 +15,13 @@ from dgc.engine.backward import refuse_gradients_of_others
 from dgc.engine.exchange import Launcher, Outgoing, arrive, flush_all, skip
 from dgc.engine.gradients import Nodes, Scaling
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
-from dgc.engine.momentum import Momentum
 from dgc.engine.nonfinite import NonFinite
-from dgc.engine.optimizer_step import Applier
+from dgc.engine.optimizer_step import Applier, Momentum
 from dgc.engine.parameters import Parameters, exchanged
 from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
-from dgc.engine.report import Ledger
 from dgc.engine.settings import Role, Settings
-from dgc.engine.step import Phase, Step
+from dgc.engine.step import Ledger, Phase, Step
 from dgc.engine.wrapped import momentum_of
 from dgc.warn import warn
 

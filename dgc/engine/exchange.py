@@ -14,17 +14,14 @@ from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Gradient
 from dgc.config import Config
 from dgc.engine.adam import Denominators, moves, share
-from dgc.engine.buckets import ParameterBucket
 from dgc.engine.gradients import Nodes, Scaling
 from dgc.engine.misuse import Misuse
 from dgc.engine.nonfinite import Count, NonFinite
 from dgc.engine.optimizer_step import Applier
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import ParameterBucket, Parameters, local
 from dgc.engine.progress import Progress
-from dgc.engine.report import Ledger
 from dgc.engine.settings import Settings
-from dgc.engine.shards import local
-from dgc.engine.step import Delivery, Flight, Step
+from dgc.engine.step import Delivery, Flight, Ledger, Step
 from dgc.engine.wrapped import check_dampening, momentum_of, sign
 from dgc.paths.averaged import DenseUpdate, SparseUpdate, Update
 from dgc.paths.compressed import flush, reduce

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.compression.residual import clip_scale, norm, residual_dtype
-from dgc.engine.buckets import ParameterBucket
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import ParameterBucket, Parameters, local, shard, sum_of_shards
 from dgc.engine.settings import Settings
-from dgc.engine.shards import local, shard, sum_of_shards
 from dgc.engine.step import Inverse, Step
 from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import who_is_not_finite

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import Parameters, sum_of_shards
 from dgc.engine.settings import Settings
-from dgc.engine.shards import sum_of_shards
 from dgc.engine.step import Step
 from dgc.paths.compressed import settle
 from dgc.paths.finite import PendingVerdict

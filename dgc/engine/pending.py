@@ -12,9 +12,8 @@ from dgc.collective import Collective
 from dgc.compression.residual import norm
 from dgc.engine.gradients import Nodes
 from dgc.engine.nonfinite import NonFinite
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import Parameters, shard
 from dgc.engine.settings import Settings
-from dgc.engine.shards import shard
 from dgc.warn import warn
 
 

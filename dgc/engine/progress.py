@@ -14,7 +14,7 @@ from dgc.collective import Collective
 from dgc.config import Config
 from dgc.engine.adam import Denominators
 from dgc.engine.gradients import Nodes
-from dgc.engine.momentum import Momentum
+from dgc.engine.optimizer_step import Momentum
 from dgc.engine.parameters import BEGAN, STEP, Parameters
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Step

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config, Sum
-from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
+from dgc.engine.parameters import DTYPES, MAX_NUMEL, compressible
 from dgc.engine.settings import Role, Settings
 from dgc.engine.wrapped import check_dampening, check_decay, decays_apart, is_adam, is_sgd, refuse_apex
 from dgc.warn import warn

@@ -15,8 +15,8 @@ from dgc.collective import Collective
 from dgc.config import Average, Config
 from dgc.engine.backward import at_end_of_backward, backward_task, gradients_of, uncompiled
 from dgc.engine.engine import Engine, engine_of
+from dgc.engine.parameters import local
 from dgc.engine.settings import Role, Settings
-from dgc.engine.shards import local
 from dgc.engine.step import Phase
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed

@@ -20,7 +20,7 @@ from dgc.engine.settings import Role
 from dgc.engine.step import Phase
 from dgc.engine.wrapped import refuse_apex, unhooked
 from dgc.frontends import checks
-from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet
+from dgc.transport.run import HOROVODS_MODULE, ProcessSet
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dgc.transport.protocol import ProcessSet, Transport, Wait
+from dgc.transport.run import ProcessSet, Transport, Wait
 
 __all__ = ["NotInitializedError", "ProcessSet", "Transport", "Wait", "find"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import dgc
 from dgc.collective import Collective, World, dense_bytes
-from dgc.engine.report import Ledger
+from dgc.engine.step import Ledger
 
 
 class Nothing:
