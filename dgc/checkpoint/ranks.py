@@ -97,7 +97,7 @@ def ranks_of(optimizer: Any) -> Ranks:
     if any(shard(p) is not None for group in optimizer.param_groups for p in group["params"]):
         raise TypeError("the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
                         "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))")
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    if engine is not None:  # Lightning takes the model off the GPU when it has ended, but not the residuals
-        device = next((bucket.v.device for bucket in engine.parameters.kept()), device)
-    return Ranks(transport, device, world)
+    # Lightning takes the model off the GPU when it has ended, but not the residuals.
+    device = None if engine is None else engine.residual_device
+    devices = (p.device for group in optimizer.param_groups for p in group["params"])
+    return Ranks(transport, device or next(devices, torch.device("cpu")), world)

@@ -14,10 +14,9 @@ from dgc.compression import kernels
 from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
-from dgc.engine.gradients import Nodes
+from dgc.engine.gradients import Gradients
 from dgc.engine.parameters import STEP, Parameters, local, shard
 from dgc.engine.pending import Pending
-from dgc.engine.settings import Settings
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
@@ -39,20 +38,19 @@ class Agreement:
     """Whether the ranks have been compared.
 
     Args:
-        settings: of the optimizer.
         parameters: of the optimizer.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
         self.reached = False
-        self.again = not settings.elastic  # in an elastic job, whether a state has the ranks compared when one joins
+        self._again = not self._settings.elastic  # in an elastic job a state has the ranks compared when one joins
 
     def compare_again(self) -> None:
         """Has the ranks of an elastic job compared at the next step, whose state knows when one joins."""
-        self.reached, self.again = False, True
+        self.reached, self._again = False, True
 
-    def reach(self, nodes: Nodes, pending: Pending) -> int:
+    def reach(self, gradients: Gradients, pending: Pending) -> int:
         """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
         pending. Returns how many ranks are gone.
 
@@ -60,30 +58,27 @@ class Agreement:
             ValueError: on all ranks alike.
         """
         world, elastic, lost = self._settings.world, self._settings.elastic, 0
-        if self.again:
-            self.compare(world.rank)
+        if self._again:
+            self._compare(world.rank)
         elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
             warn(OTHER_STATE)
-        if elastic and self.again:
+        if elastic and self._again:
             lost = pending.rescale(world.size)
         elif not elastic and self._settings.config.hierarchical:
-            nodes.group(world)
+            gradients.group()
         self.reached = True
         return lost
 
-    def compare(self, rank: int) -> None:
+    def _compare(self, rank: int) -> None:
         """Compares with the other ranks what an exchange depends on.
-
-        Args:
-            rank: this one.
 
         Raises:
             ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
         """
         needed, wise, table = self._needed(), self._wise(), self._parameters
         differences = check(needed, wise, self._settings.transport, table.device)
-        if table.all() and shard(table.all()[0]) is not None:
-            others = find(table.all()[0].device_mesh.get_group())  # type: ignore[attr-defined]
+        if shard(table.first) is not None:
+            others = find(table.first.device_mesh.get_group())  # type: ignore[attr-defined]
             for section in OF_A_SHARD:
                 needed.pop(section, None)
                 wise.pop(section, None)
@@ -93,17 +88,17 @@ class Agreement:
                  "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
         size = self._settings.world.size
         LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
-                 len(table.all()), len(table.buckets), len(table.compressed()))
+                 len(table.listed), len(table.buckets), len(table.compressed()))
 
     def _needed(self) -> dict[str, list[str]]:
         """Section -> lines that must be alike."""
-        parameters, table, config = self._parameters.all(), self._parameters, self._settings.config
+        table, config = self._parameters, self._settings.config
         return {
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": self._arguments(),
             PARAMETERS: [
                 f"{table.names[p]} {tuple(p.shape)} {p.dtype}" + (
-                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in parameters],
+                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in table.listed],
             MEMORY: [
                 f"{name}: its dimensions in the order {order}" for bucket in table.kept()
                 for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
@@ -118,9 +113,9 @@ class Agreement:
 
     def _wise(self) -> dict[str, list[str]]:
         """Section -> lines that had better be alike."""
-        parameters = [] if self._settings.in_ddp else self._parameters.all()
+        parameters = [] if self._settings.in_ddp else list(self._parameters.listed)
         return {
-            "the optimizer's settings": [f"its class is {self._parameters.optimizer._inner.__qualname__}",
+            "the optimizer's settings": [f"its class is {self._parameters.inner.__qualname__}",
                                          *(line for line, ours in self._of_groups() if not ours)],
             VALUES: [
                 f"bits of {self._parameters.names[p]} add up to {bits}"

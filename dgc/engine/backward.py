@@ -55,12 +55,14 @@ class Hooks:
             if (alive := reference()) is not None:
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
                     alive.arrived(parameter)
+                    if self.ends_with_backward:
+                        self._await_end(alive)
 
         for parameter in parameters:
             add_hook(parameter, call)
 
-    def arrived(self, engine: Exchanging) -> None:
-        """See :class:`dgc.engine.engine.GradientSource`."""
+    def _await_end(self, engine: Exchanging) -> None:
+        """Has the engine told when the backward pass that runs has ended."""
         if (task := backward_task()) != self._task:
             self._task = task
             at_end_of_backward(lambda: None if within_another() else engine.backward_ends())

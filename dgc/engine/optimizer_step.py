@@ -12,28 +12,42 @@ from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
 from dgc.engine.parameters import ParameterBucket, Parameters, local
-from dgc.engine.settings import Settings
 from dgc.engine.step import Delivery, Step
 from dgc.engine.wrapped import is_sgd, momentum_of, sign, unhooked
 from dgc.trace import stage
 
 
-class Momentum:
-    """Moves the momentum of what travels compressed from one to the other. AdamW's is moved by its denominators.
+class Applier:
+    """Hands updates to the wrapped optimizer, and moves its momentum.
+
+    As long as nothing is compressed, the momentum is in the wrapped optimizer's state. In compressed steps a compressed
+    parameter's momentum is in u and its decay is added here, so for those both are switched off there.
 
     Args:
-        settings: of the optimizer.
         parameters: that are updated.
-        inner: the class of the wrapped optimizer.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
-        self._settings, self._parameters = settings, parameters
-        self.is_sgd = is_sgd(inner)
-        self._moves: dict[Tensor, bool] = {}  # see :meth:`moves`
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
+        self.adam = Denominators(parameters)
+        self.is_sgd = is_sgd(parameters.inner)
+        self._buffer_moves: dict[Tensor, bool] = {}  # see :meth:`_moves`
+
+    # -- the momentum --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begins, or goes on with a training that was loaded."""
+        self.adam.begin()
+        self._buffer_moves.clear()
+
+    def state_changes(self) -> None:
+        """Somebody has the state's tensors and may write into them."""
+        self.adam.shown()
+        self._buffer_moves.clear()
 
     def fill_state(self) -> None:
-        """Makes the state of SGD complete from the start, so that all ranks have the same to broadcast."""
+        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""
+        self.adam.fill_state()
         if not self.is_sgd:
             return
         all_state = self._parameters.optimizer.state
@@ -49,8 +63,11 @@ class Momentum:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Adds SGD's momentum to u of what travels compressed. It is alike on every rank: in a sum each has its share.
+        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on every rank: in a sum
+        each has its share.
         """
+        if self.adam.used:
+            return self.adam.take_over()
         group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
         share = 1 / (1 if self._settings.average else self._settings.world.size)
         for bucket in self._parameters.buckets:
@@ -68,13 +85,15 @@ class Momentum:
     @torch.no_grad()
     def taken_over(self) -> None:
         """The first compressed step is taken: from now on SGD's buffer has the momentum of weight decay alone."""
+        if self.adam.used:
+            return self.adam.taken_over()
         for bucket in self._parameters.buckets:
             if bucket.compressed and bucket.kept is not None and bucket.kept.u is not None:
                 for p in bucket.parameters:
                     momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
                     if momentum is not None and not momentum.is_sparse:
                         momentum.zero_()
-        self._moves.clear()
+        self._buffer_moves.clear()
 
     @torch.no_grad()
     def hand_back(self, step: Step) -> set[Tensor]:
@@ -96,52 +115,18 @@ class Momentum:
                 if momentum is not None:
                     local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
                     u[name].zero_()
-        self._moves.clear()
+        self._buffer_moves.clear()
         return done
 
-    def moves(self, parameter: Tensor, buffer: Tensor | None) -> bool:
+    def _moves(self, parameter: Tensor, buffer: Tensor | None) -> bool:
         """Whether the buffer of a compressed parameter has anything in it, which without weight decay it has not."""
         if buffer is None:
             return False
-        if parameter not in self._moves:
-            self._moves[parameter] = bool(local(buffer).any())
-        return self._moves[parameter]
+        if parameter not in self._buffer_moves:
+            self._buffer_moves[parameter] = bool(local(buffer).any())
+        return self._buffer_moves[parameter]
 
-    def note_decay(self, parameter: Tensor) -> None:
-        """Weight decay goes into the buffer of a compressed parameter."""
-        self._moves[parameter] = True
-
-    def shown(self) -> None:
-        """Somebody has the state's tensors and may write into them, or has loaded others."""
-        self._moves.clear()
-
-
-def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
-    """Gives a state its buffer, if it is to have one."""
-    if state.get(key) is None:
-        state.pop(key, None)  # torch's distributed checkpoints know no None
-        if like is not None:
-            state[key] = torch.zeros_like(like, requires_grad=False)
-
-
-class Applier:
-    """Hands updates to the wrapped optimizer.
-
-    A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off there.
-
-    Args:
-        settings: of the optimizer.
-        parameters: that are updated.
-        inner: the class of the wrapped optimizer.
-        denominators: of AdamW.
-        momentum: of SGD.
-    """
-
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer],
-                 denominators: Denominators, momentum: Momentum):
-        self._settings, self._parameters, self._inner = settings, parameters, inner
-        self._denominators, self._momentum = denominators, momentum
-        self.is_sgd = is_sgd(inner)
+    # -- updates -------------------------------------------------------------------------------------------------------
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
@@ -222,7 +207,7 @@ class Applier:
                 if left_out := [p for p in delivery.parameters if p.grad is None]:
                     self.take_back(delivery, left_out)
             if step.stock:
-                unhooked(self._inner.step)(self._parameters.optimizer)
+                unhooked(self._parameters.inner.step)(self._parameters.optimizer)
             else:
                 self._apply(step)
 
@@ -231,17 +216,17 @@ class Applier:
         optimizer, hidden = self._parameters.optimizer, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
-            if self._denominators.compressed:
+            if self.adam.compressed:
                 parts = [(group, *self._parted(group)) for group in original]
                 hidden = [(group, compressed) for group, _, compressed in parts]
                 optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
             elif self.is_sgd and self._settings.config.momentum_correction:
                 optimizer.param_groups = [part for group in original for part in self._split(group)]
-            unhooked(self._inner.step)(optimizer)
+            unhooked(self._parameters.inner.step)(optimizer)
         finally:
             optimizer.param_groups = original
         for group, compressed in hidden:
-            self._denominators.step(group, compressed)
+            self.adam.step(group, compressed)
         if step.direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
@@ -272,7 +257,7 @@ class Applier:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("momentum_buffer")
             takes_part = parameter.requires_grad and parameter.grad is not None
-            if not takes_part or (decay == 0 and (m == 0 or not self._momentum.moves(parameter, buffer))):
+            if not takes_part or (decay == 0 and (m == 0 or not self._moves(parameter, buffer))):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))
@@ -280,7 +265,7 @@ class Applier:
             if buffer is None:
                 buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
             if decay != 0:
-                self._momentum.note_decay(parameter)
+                self._buffer_moves[parameter] = True  # weight decay goes into it
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
@@ -293,7 +278,7 @@ class Applier:
             group_of: parameter -> its param group.
         """
         bucket, update = delivery.bucket, delivery.update
-        over = bucket.compressed and self._denominators.compressed  # D: it is divided before it is added
+        over = bucket.compressed and self.adam.compressed  # D: it is divided before it is added
         targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach(),
                                    bucket.dtype(False))
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
@@ -306,20 +291,24 @@ class Applier:
             update.write([None if p in fits else target
                           for p, target in zip(bucket.parameters, targets, strict=True)])
             for p, x in others:
-                self._denominators.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
-
-    def flushed(self, parameters: list[Tensor]) -> None:
-        """All that was pending of these parameters has been added to them."""
-        self._denominators.flushed(parameters)
+                self.adam.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
 
     @property
     def adds(self) -> bool:
         """Whether what is pending can be added to parameters: it is an update, not a gradient."""
-        return self.is_sgd or self._denominators.used
+        return self.is_sgd or self.adam.used
 
     def pending_in(self, bucket: ParameterBucket) -> bool:
         """Whether a bucket has such updates."""
-        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.compressed))
+        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self.adam.compressed))
+
+
+def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
+    """Gives a state its buffer, if it is to have one."""
+    if state.get(key) is None:
+        state.pop(key, None)  # torch's distributed checkpoints know no None
+        if like is not None:
+            state[key] = torch.zeros_like(like, requires_grad=False)
 
 
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:

@@ -158,14 +158,15 @@ class Parameters:
     The optimizer is asked for its groups and its state each time, as loading replaces both, and is not kept alive.
 
     Args:
-        optimizer: whose parameters.
+        optimizer: whose parameters; one of ours.
         names: parameter -> name.
         settings: of the optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings):
-        self._optimizer, self._settings = weakref.ref(optimizer), settings
-        self.names = names
+    def __init__(self, optimizer: Any, names: dict[Tensor, str], settings: Settings):
+        self._optimizer = weakref.ref(optimizer)
+        self.inner: type[torch.optim.Optimizer] = optimizer._inner  # the wrapped optimizer's class
+        self.names, self.settings = names, settings
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
         self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
@@ -199,14 +200,15 @@ class Parameters:
         began: int = self.groups[0].get(BEGAN, -1)
         return began < 0
 
-    def all(self) -> list[Tensor]:
-        """The parameters whose gradients are exchanged, in order."""
-        return list(self.listed)
+    @property
+    def first(self) -> Tensor:
+        """The first parameter, which is like all of them in whether it is sharded."""
+        return next(iter(self.listed))
 
     @property
     def device(self) -> torch.device:
         """The device for what the ranks tell one another: the first parameter's."""
-        return self.all()[0].device
+        return self.first.device
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:
         """Parameter -> its param group."""
@@ -219,9 +221,9 @@ class Parameters:
             all_take_part: in an exchange, also those that have no gradient.
         """
         self.listed.update(dict.fromkeys(parameters))
-        if self._settings.exchanges:
+        if self.settings.exchanges:
             self.frozen.update(p for p in parameters if not p.requires_grad)
-        if self._settings.exchanges and all_take_part:
+        if self.settings.exchanges and all_take_part:
             self.requires_update.update(p for p in parameters if p.requires_grad)
 
     def register(self, parameters: list[Tensor], groups: Any) -> None:
@@ -230,7 +232,7 @@ class Parameters:
         Args:
             groups: as for :func:`dgc.DistributedOptimizer`.
         """
-        config = self._settings.config
+        config = self.settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
             kept, rounds = None, config.dense_dtype is not None and not together[0].is_complex()
@@ -260,7 +262,7 @@ class Parameters:
     def travels_compressed(self, parameter: Tensor) -> bool:
         """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""
         brought = parameter in self.listed and parameter not in self.sparse
-        return brought and compressible(parameter, self._settings.config.min_numel)
+        return brought and compressible(parameter, self.settings.config.min_numel)
 
     def compressed(self) -> list[Bucket]:
         """u and v of what travels compressed."""
@@ -316,7 +318,7 @@ class Parameters:
 
     def note_sparse(self, parameters: Iterable[Tensor]) -> None:
         """Notes which of these have a sparse gradient: they travel as sparse tensors from now on."""
-        if not self._settings.sparse_as_dense:
+        if not self.settings.sparse_as_dense:
             self.sparse.update({p: p.grad.sparse_dim() for p in parameters
                                 if p.grad is not None and p.grad.is_sparse and p not in self.sparse})
 
@@ -331,7 +333,8 @@ class Parameters:
 
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
         """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
-        self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
+        if not self.settings.sparse_as_dense:
+            self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
 
 
 def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:

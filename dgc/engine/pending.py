@@ -10,10 +10,9 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression.residual import norm
-from dgc.engine.gradients import Nodes
+from dgc.engine.gradients import Gradients
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters, shard
-from dgc.engine.settings import Settings
 from dgc.warn import warn
 
 
@@ -21,14 +20,14 @@ class Pending:
     """This rank's residuals.
 
     Args:
-        settings: of the optimizer.
         parameters: whose residuals.
         nonfinite: what is still to be put back into them.
-        nodes: whose residuals may differ once they are loaded.
+        gradients: of nodes whose residuals may differ once they are loaded.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, nonfinite: NonFinite, nodes: Nodes):
-        self._settings, self._parameters, self._nonfinite, self._nodes = settings, parameters, nonfinite, nodes
+    def __init__(self, parameters: Parameters, nonfinite: NonFinite, gradients: Gradients):
+        self._parameters, self._settings = parameters, parameters.settings
+        self._nonfinite, self._gradients = nonfinite, gradients
         self.missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
         self.loaded = False  # since the last step
         self._reached: int | None = None  # the step after the last one, to whose training they belong
@@ -42,7 +41,7 @@ class Pending:
     def _identity(self) -> dict[str, Any]:
         """The rank, world size and shard that the residuals belong to."""
         world = self._settings.world
-        part = shard(self._parameters.all()[0])
+        part = shard(self._parameters.first)
         return {"version": 1, "rank": world.rank, "size": world.size, **({} if part is None else {"shard": part})}
 
     def views(self) -> dict[str, dict[str, Tensor]]:
@@ -84,7 +83,7 @@ class Pending:
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""
         self.missing, self.loaded, self.world_size = False, True, state["size"]
-        self._nodes.residuals_may_differ = True
+        self._gradients.residuals_may_differ = True
         self._parameters.handed_over.clear()
         for letter, views in self.views().items():
             for name, view in views.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from dgc.compression.residual import norm
 from dgc.engine.parameters import ParameterBucket, Parameters, shard
 from dgc.engine.report import Report
 from dgc.paths.averaged import SparseUpdate, Update
-from dgc.transport.run import StreamedRun, join_streams
+from dgc.transport.run import PathRun, join_streams
+
+UNKNOWN = -1
 
 
 class Phase(Enum):
@@ -35,7 +38,7 @@ class Flight:
 
     bucket: ParameterBucket
     parameters: list[Tensor]  # those of the bucket that take part
-    exchange: StreamedRun[Update | SparseUpdate]
+    run: PathRun[Update | SparseUpdate]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,34 @@ class Delivery:
     bucket: ParameterBucket
     parameters: list[Tensor]
     update: Update
+
+
+class Seen(NamedTuple):
+    """A gradient as it was: the tensor, and how often it had been written into. The reference is weak, as the id of a
+    freed tensor is used again.
+    """
+
+    tensor: ref[Tensor] | None  # None: there was no gradient
+    version: int  # UNKNOWN: a view, which has one version with the other views of its tensor
+
+    @classmethod
+    def now(cls, gradient: Tensor | None, writes: int = 0) -> Seen:
+        """As it will be when somebody has written into it so many times."""
+        return cls(None, 0) if gradient is None else cls(ref(gradient), gradient._version + writes)
+
+    @classmethod
+    def in_step(cls, gradient: Tensor) -> Seen:
+        """As it is, unless it shares its version with others."""
+        alone = gradient._base is None or gradient._base.numel() == gradient.numel()
+        return cls(ref(gradient), gradient._version if alone else UNKNOWN)
+
+    def is_same(self, gradient: Tensor | None) -> bool:
+        """Whether it is the same tensor."""
+        return (None if self.tensor is None else self.tensor()) is gradient
+
+    def is_unchanged(self, gradient: Tensor | None) -> bool:
+        """Whether it is the same tensor, in which nothing was written since."""
+        return self.is_same(gradient) and (gradient is None or gradient._version == self.version)
 
 
 class Inverse(NamedTuple):
@@ -88,6 +119,21 @@ class Step:
         self.deliveries: list[Delivery] = [] if before is None else before.deliveries
         self.earlier: list[Delivery] = []  # those of an exchange before, in the same step
         self.changes = 0  # of parameters, when the exchange had ended
+        self.seen: dict[Tensor, Seen] = {}  # parameter -> its gradient, when it left or its update came
+        self.updates: dict[Tensor, Seen] = {}  # the same of an exchange before, in the same step
+        self.holds: dict[Tensor, bool] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
+        self.sent: Any = Counter()  # bytes by kind; by the formulas they are fractions
+
+    def one_more(self, parameters: Iterable[Tensor], passes: int) -> Step:
+        """One more exchange, in the step whose update waits for step()."""
+        step = Step(parameters, passes)
+        step.earlier, step.direct, step.updates, step.holds = self.deliveries, self.direct, self.seen, self.holds
+        return step
+
+    @property
+    def has_earlier_update(self) -> bool:
+        """Whether an update of compressed gradients waits for step(), and a gradient to come is added to it."""
+        return bool(self.earlier or (self.phase is Phase.EXCHANGED and self.deliveries))
 
     @property
     def waits_for_update(self) -> bool:
@@ -125,9 +171,41 @@ class Step:
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
 
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers the gradients as they are."""
+        self.seen.update({p: Seen.in_step(p.grad) for p in parameters if p.grad is not None})
+
     def passes(self, parameter: Tensor) -> int:
         """How many backward passes of this step have added to a parameter's gradient."""
         return self._passes - self.delays[parameter] if parameter in self.fired else 0
+
+    def holds_update(self, parameter: Tensor, name: str, passes: Collection[int]) -> bool:
+        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
+
+        Args:
+            parameter: whose.
+            name: of the parameter.
+            passes: how many of them there may have been.
+
+        Raises:
+            RuntimeError: something else has changed it.
+        """
+        if parameter in self.holds:
+            return self.holds[parameter]
+        seen, gradient = (self.updates or self.seen).get(parameter), parameter.grad
+        if seen is None or gradient is None or not seen.is_same(gradient):
+            return False
+        if seen.version == UNKNOWN or gradient._version - seen.version not in passes:
+            raise RuntimeError(f"the gradient of {name} must be left as it is between the exchange and one more "
+                               "backward() before step(), got one that was changed, so that nobody can tell the new "
+                               "gradient in it (drop the update by optimizer.zero_grad())")
+        return True
+
+    def count(self, collective: Collective) -> None:
+        """A collective begins."""
+        within = collective.group == "node"
+        self.sent["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, self.world)
+        self.sent["message_bytes"] += 0 if within else collective.tensor.nbytes
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -152,65 +230,48 @@ class Step:
     def leave_node(self, wait: bool) -> None:
         """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
         for flight in self.in_flight:
-            flight.exchange.leave_node(wait)
+            flight.run.leave_node(wait)
 
     def abandon(self, wait: bool) -> None:
         """Gives up what is under way; what was taken is put back into v."""
         for flight in self.in_flight:
-            flight.exchange.abandon(wait)
+            flight.run.abandon(wait)
         self.in_flight = []
 
 
 class Ledger:
-    """Counts what this rank sends."""
+    """Counts what this rank sends, in all steps."""
 
     def __init__(self) -> None:
-        self._last: Any = Counter()  # bytes are fractions, by the formulas, and entries are integers
-        self._taken = self._last  # of the last step that was taken
+        self._last: Any = Counter()  # of the last step that was taken
         self._totals: Any = Counter()
         self._steps = self._skipped = 0
         self.lost_residuals = 0
 
-    def open(self, dense_bytes: float) -> None:
-        """A step begins, which would send so much uncompressed; or a flush, which :meth:`drop` ends."""
-        self._last = Counter({"dense_bytes": dense_bytes})
-
-    def count(self, world: World, collective: Collective) -> None:
-        """A collective begins."""
-        within = collective.group == "node"
-        self._last["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, world)
-        self._last["message_bytes"] += 0 if within else collective.tensor.nbytes
-
-    def counting(self, step: Step) -> Callable[[Collective], None]:
-        """A function that counts the collectives of a step."""
-        return lambda collective: self.count(step.world, collective)
-
-    def skip(self) -> None:
+    def skip(self, step: Step) -> None:
         """The step is not taken, by any rank."""
         self._skipped += 1
-        self.drop()
+        self.drop(step)
 
-    def drop(self) -> None:
-        """The step under way, if there is one, is not taken: the report is again of the one before, and totals have
-        what was sent.
-        """
-        if self._last is not self._taken:
-            self._totals["bytes_sent"] += self._last["bytes_sent"]
-            self._last = self._taken
+    def drop(self, step: Step) -> None:
+        """The step is not taken: only the totals have what was sent."""
+        self._totals["bytes_sent"] += step.sent["bytes_sent"]
+        step.sent = Counter()
 
-    def close(self, numel: int, dense: int) -> None:
+    def close(self, step: Step, numel: int, dense: int) -> None:
         """The step is exchanged.
 
         Args:
+            step: that is.
             numel: entries of all parameters.
             dense: of those that travel dense.
         """
         self._steps += 1
+        self._last, step.sent = step.sent, Counter()
         self._last["dense_entries"] = dense
         self._totals["numel"] += numel
         for key in ("bytes_sent", "dense_bytes", "dense_entries"):
             self._totals[key] += self._last[key]
-        self._taken = self._last
 
     def report(self, parameters: Parameters, sparsity: float) -> Report:
         """The last step, and totals. Norms are computed here.

@@ -154,7 +154,7 @@ def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source
     """Gives an optimizer of a distributed class its engine."""
     checks.tell_of_config(settings, optimizer._inner, "betas" in optimizer.defaults
                           and not issubclass(optimizer._inner, torch.optim.SparseAdam))
-    optimizer._dgc = Engine(optimizer, optimizer._inner, names, settings, source)
+    optimizer._dgc = Engine(optimizer, names, settings, source)
 
 
 class _Hooked(Distributed):
@@ -175,22 +175,8 @@ def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
     engine = engine_of(optimizer)
     state = {"defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
     named = {p: name for name, p in engine.settings.named_parameters or ()}  # with those of groups still to be added
-    names = [(name, p) for p, name in {**named, **engine.parameters.names}.items()]
-    return optimizer._inner, state, names, optimizer.residual_state_dict(), engine.parameters.sparse_names()
-
-
-def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-    """Gives a copy what its original had, until another training is loaded into it. The residuals of another rank are
-    left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
-    """
-    engine = engine_of(optimizer)
-    if engine.pending.is_of_another_rank(residuals):
-        warn(f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, as "
-             "each has its own (to broadcast a scheduler, broadcast its state_dict())")
-    else:
-        optimizer.load_residual_state_dict(residuals)
-        engine.pending.loaded = False
-    engine.parameters.load_sparse_names(sparse)
+    names = [(name, p) for p, name in {**named, **engine.names}.items()]
+    return optimizer._inner, state, names, optimizer.residual_state_dict(), engine.sparse_names()
 
 
 @dataclass(frozen=True)
@@ -212,5 +198,5 @@ def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: l
     op, predivide, groups, sparse_as_dense, process_set, grad_scaler = arguments
     wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
                                    sparse_as_dense, process_set.value, grad_scaler=grad_scaler.value)
-    take_over(wrapped, residuals, sparse)
+    engine_of(wrapped).become_copy(residuals, sparse)
     return wrapped

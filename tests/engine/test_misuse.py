@@ -44,13 +44,13 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
         backward(network)
         optimizer.synchronize()
         grads = [p.grad.clone() for p in network.parameters()]
-        v = copy.deepcopy(engine_of(optimizer).pending.views()["v"])
+        v = copy.deepcopy(engine_of(optimizer).residual_views()["v"])
         if rank() == 0:  # catching warnings is not for several threads
             with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
                 optimizer.step()
         assert optimizer.report().steps == 1
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
-        now = engine_of(optimizer).pending.views()["v"]
+        now = engine_of(optimizer).residual_views()["v"]
         assert all(torch.equal(a, b) for a, b in zip(v.values(), now.values(), strict=True))
 
     in_lockstep(worker)
@@ -116,7 +116,7 @@ def test_a_step_left_out_is_left_out(to_none):
             backward(network, step)
             optimizer.synchronize()
             optimizer.zero_grad(set_to_none=to_none)
-        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).pending.views())
+        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).residual_views())
         backward(network, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is not the second synchronize() before this step
