@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from dgc.engine.agreement import Agreement
-from dgc.engine.backward import refuse_gradients_of_others
+from dgc.engine.backward import (
+    add_hook,
+    at_end_of_backward,
+    backward_task,
+    refuse_gradients_of_others,
+    within_another,
+)
 from dgc.engine.exchange import Launcher, arrive, flush_all, skip
 from dgc.engine.gradients import Gradients
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
@@ -46,6 +54,54 @@ class GradientSource(Protocol):
 
     def before_update(self, engine: Engine) -> None:
         """Is told that the optimizer is about to apply what is in ``p.grad``."""
+
+
+class Hooks:
+    """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
+
+    Args:
+        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the optimizer's.
+    """
+
+    def __init__(self, ends_with_backward: bool):
+        self.ends_with_backward, self.waits_for_all = ends_with_backward, True
+        self._lock = threading.RLock()
+        self._task = -1  # torch's number of the last backward pass
+
+    def brings(self, parameter: Tensor) -> bool:
+        """See :class:`GradientSource`."""
+        return True
+
+    def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
+        """See :class:`GradientSource`."""
+        reference, lock = ref(engine), self._lock  # the parameters outlive the optimizer
+
+        def call(parameter: Tensor) -> None:
+            if (alive := reference()) is not None:
+                with lock:  # torch has a thread for each device of a model, and they run backward side by side
+                    alive.arrived(parameter)
+                    if self.ends_with_backward:
+                        self._await_end(alive)
+
+        for parameter in parameters:
+            add_hook(parameter, call)
+
+    def _await_end(self, engine: Engine) -> None:
+        """Has the engine told when the backward pass that runs has ended."""
+        if (task := backward_task()) != self._task:
+            self._task = task
+            at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
+
+    def has_step(self, engine: Engine) -> bool:
+        """See :class:`GradientSource`. Without gradients zeros are exchanged, as by Horovod."""
+        return True
+
+    def synchronize(self, engine: Engine) -> None:
+        """See :class:`GradientSource`."""
+        engine.exchange()
+
+    def before_update(self, engine: Engine) -> None:
+        """See :class:`GradientSource`."""
 
 
 class Engine:

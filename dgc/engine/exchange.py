@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -69,12 +69,7 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
         all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
 
 
-class Departure(NamedTuple):
-    """Gradients that leave together."""
-
-    name: str  # of the exchange
-    parameters: list[Tensor]
-    path: Path[Update | SparseUpdate]
+Departure: TypeAlias = "tuple[str, list[Tensor], Path[Update | SparseUpdate]]"  # name, what leaves together, its path
 
 
 class Launcher:
@@ -185,13 +180,13 @@ class Launcher:
             onward = partial(self._compressed if compressed else self._dense, bucket, dense, step)
             by_node = step.world.node_size > 1 and (compressed or self._settings.config.clip_norm is not None)
             path = self._gradients.path(bucket, dense, step, onward) if by_node else onward()
-            yield Departure(bucket.name, dense, path)
+            yield bucket.name, dense, path
         for parameter in alone:
             name = self._parameters.names[parameter]
-            yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
+            yield f"dgc.sparse.{name}", [parameter], reduce_sparse(
                 name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
                 average=self._settings.average, scale=self._gradients.factor_of(parameter, step),
-                kept=bucket.kept, pending=is_pending(self._parameters, parameter)))
+                kept=bucket.kept, pending=is_pending(self._parameters, parameter))
 
     def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
         """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -20,7 +20,7 @@ from dgc.engine.settings import Settings
 from dgc.engine.step import Phase, Seen
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
-from dgc.frontends.optimizer import Shared, connect, distributed_class, pickled_parts
+from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
 from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
 from dgc.transport.run import PathRun
@@ -206,21 +206,16 @@ class _InDDP(Distributed):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
-        inner, state, names, residuals, sparse = pickled_parts(self)
         engine = engine_of(self)
-        settings, brought = engine.settings, [engine.names[p] for p in engine.listed]
-        scaler = Shared(settings.grad_scaler)
-        return _rebuild, (inner, state, names, settings.config, scaler, residuals, sparse, brought)
+        return reduced(self, _connect_again, {
+            "config": engine.settings.config, "grad_scaler": Shared(engine.settings.grad_scaler),
+            "brought": [engine.names[p] for p in engine.listed]})
 
 
-def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, grad_scaler: Shared, residuals: Any, sparse: Mapping[str, int], brought: list[str]) -> Any:
-    """Makes a copy; pickles call it."""
-    optimizer: Any = inner.__new__(inner)
-    optimizer.__setstate__(state)
+def _connect_again(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, grad_scaler: Shared,
+                   brought: list[str]) -> Any:
     source = DDPGradients(of_copy={p for name, p in names if name in set(brought)})
     _change(optimizer, names, config, None, grad_scaler.value, source)
-    engine_of(optimizer).become_copy(residuals, sparse)
     return optimizer
 
 
