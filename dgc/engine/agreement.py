@@ -166,7 +166,7 @@ def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]]
         if not column.any():
             continue
         ranks = column.nonzero().flatten().tolist()
-        here, there = _differing_lines(text, transport, device)[ranks[0]]
+        here, there = _first_difference(text, ranks[0], transport, device)
         others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
         if section in needed:
@@ -174,18 +174,17 @@ def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]]
     return sentences
 
 
-def _differing_lines(text: bytes, transport: Transport, device: torch.device) -> list[tuple[str, str]]:
-    """The first line in which each rank differs from rank 0, and rank 0's."""
-    length = torch.tensor([len(text)], device=device)
+def _first_difference(text: bytes, rank: int, transport: Transport, device: torch.device) -> tuple[str, str]:
+    """The first line in which a rank differs from rank 0, and rank 0's."""
+    lines = text.split(b"\n")
+    length = torch.tensor([len(lines)], device=device)
     longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
-    padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
-    reference = transport.start(Collective("share", padded), "dgc.agree.text")()
-    theirs = bytes(reference.tolist()).rstrip(b"\0").split(b"\n")
-    ours = text.split(b"\n")
-    end = [b"nothing"] * (max(len(ours), len(theirs)) + 1 - min(len(ours), len(theirs)))
-    pair = next(((a, b) for a, b in zip(ours + end, theirs + end, strict=False) if a != b), (b"", b""))
-    everyones = gather_bytes(transport, b"\n".join(line[:LINE] for line in pair), "dgc.agree.lines", device)
-    return [(here, there) for here, there in (both.decode(errors="replace").split("\n") for both in everyones)]
+    own = torch.tensor([*map(_hash, lines), *[0] * (longest - len(lines))], device=device)
+    everyones = transport.start(Collective("gather", own), "dgc.agree.lines")()
+    number = int((everyones[rank] != everyones[0]).nonzero()[0])
+    line = lines[number] if number < len(lines) else b"nothing"
+    told = gather_bytes(transport, line[:LINE], "dgc.agree.text", device)
+    return told[rank].decode(errors="replace"), told[0].decode(errors="replace")
 
 
 def _hash(text: bytes) -> int:

@@ -178,13 +178,18 @@ class Engine:
             self._parameters.check_unchanged()
 
     def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
-        """Exchanges the gradients of these param groups from now on; ``groups``: see :meth:`Parameters.register`."""
+        """Exchanges the gradients of these param groups from now on.
+
+        Args:
+            param_groups: some of the optimizer's.
+            groups: see :func:`dgc.DistributedOptimizer`.
+        """
         parameters = [p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.listed]
-        self._parameters.add(parameters, self.source.waits_for_all)
         self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
         if self.settings.exchanges:
             refuse_gradients_of_others(param_groups)
-            self._parameters.register(parameters, groups)
+        self._parameters.add(parameters, self.source.waits_for_all, groups)
+        if self.settings.exchanges:
             self.source.watch(parameters, self)
         if self.settings.role is not Role.ALONE:
             self._applier.fill_state()

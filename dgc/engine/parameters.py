@@ -214,24 +214,20 @@ class Parameters:
         """Parameter -> its param group."""
         return {p: group for group in self.groups for p in exchanged([group])}
 
-    def add(self, parameters: list[Tensor], all_take_part: bool) -> None:
-        """Notes which parameters there are, as stock's class does.
+    def add(self, parameters: list[Tensor], all_take_part: bool, groups: Any) -> None:
+        """Notes which parameters there are, as stock's class does, and puts them into buckets.
 
         Args:
+            parameters: that are new.
             all_take_part: in an exchange, also those that have no gradient.
-        """
-        self.listed.update(dict.fromkeys(parameters))
-        if self.settings.exchanges:
-            self.frozen.update(p for p in parameters if not p.requires_grad)
-        if self.settings.exchanges and all_take_part:
-            self.requires_update.update(p for p in parameters if p.requires_grad)
-
-    def register(self, parameters: list[Tensor], groups: Any) -> None:
-        """Puts these parameters into buckets.
-
-        Args:
             groups: as for :func:`dgc.DistributedOptimizer`.
         """
+        self.listed.update(dict.fromkeys(parameters))
+        if not self.settings.exchanges:
+            return
+        self.frozen.update(p for p in parameters if not p.requires_grad)
+        if all_take_part:
+            self.requires_update.update(p for p in parameters if p.requires_grad)
         config = self.settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)

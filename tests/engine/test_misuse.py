@@ -158,6 +158,33 @@ def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
         assert torch.equal(found, expected) and torch.equal(found, ranks[0][0])
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_is_given_up_takes_back_what_its_exchanges_have_sent(again):
+    """As dropping its update does; also of an exchange before, in the same step."""
+    def worker():
+        network, optimizer = wrapped(SPARSE)
+        backward(network)
+        optimizer.synchronize()
+        pending = engine_of(optimizer).residual_views()["v"]
+        sent = copy.deepcopy(pending)
+        if again:
+            network[0].weight.sum().backward()
+        engine_of(optimizer).give_up()
+        given_up = copy.deepcopy(pending)
+        optimizer.zero_grad()
+        network, optimizer = wrapped(SPARSE)
+        backward(network)
+        optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.zero_grad()
+        dropped = engine_of(optimizer).residual_views()["v"]
+        assert not all(torch.equal(sent[name], v) for name, v in dropped.items())
+        assert all(torch.equal(given_up[name], v) for name, v in dropped.items())
+
+    in_lockstep(worker)
+
+
 def test_alone_a_step_left_out_does_not_keep_the_next_from_being_clipped():
     def worker():
         network, optimizer = wrapped(dgc.Config(clip_norm=1e-3), momentum=0.0)
