@@ -193,17 +193,12 @@ def _hash(text: bytes) -> int:
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
     """One number for each tensor, which is another as soon as one of its bits is: on any device the same."""
-    # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
-    sums = [torch.stack([part.sum(dtype=torch.int64) for part in bits.split(LONG_SLICE)]).sum() for bits in (
-        tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]) for tensor in tensors)]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, total in enumerate(sums):
-        by_device.setdefault(total.device, []).append(i)
-    values = [0] * len(sums)
-    for indices in by_device.values():  # one question to each device
-        for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
-            values[i] = value
-    return values
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+        # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
+        sums.append(sum(int(part.sum(dtype=torch.int64)) for part in bits.split(LONG_SLICE)))
+    return sums
 
 
 def _schedule(config: Config, step: int) -> list[str]:

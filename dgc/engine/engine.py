@@ -137,7 +137,7 @@ class Engine:
         self.step = Step((), 0)
         self.adopt(parameters.groups, settings.groups)
         self._progress.begin()
-        self._pending.missing = settings.exchanges and parameters.step > 0
+        self._pending.begin()
 
     # -- the parameters ------------------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Engine:
         if counts:
             if step.hands_back:
                 self._progress.hand_back(step)
-            self._pending.step_ends()
+            self._pending.follow_step()
         if step.exchanged:
             self._next_step()
 
@@ -508,7 +508,7 @@ class Engine:
                  "as each has its own (to broadcast a scheduler, broadcast its state_dict())")
         else:
             self.load_residuals(residuals)
-            self._pending.loaded = False
+            self._pending.follow_step()
         self.load_sparse_names(sparse)
 
     # -- an elastic job's state ----------------------------------------------------------------------------------------

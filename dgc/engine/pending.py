@@ -28,9 +28,8 @@ class Pending:
     def __init__(self, parameters: Parameters, nonfinite: NonFinite, gradients: Gradients):
         self._parameters, self._settings = parameters, parameters.settings
         self._nonfinite, self._gradients = nonfinite, gradients
-        self.missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
-        self.loaded = False  # since the last step
-        self._reached: int | None = None  # the step after the last one, to whose training they belong
+        self._missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
+        self._step: int | None = -1  # that comes after them; None: whatever step comes, as they were loaded
         self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
 
     def state(self) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class Pending:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""
-        self.missing, self.loaded, self.world_size = False, True, state["size"]
+        self._missing, self._step, self.world_size = False, None, state["size"]
         self._gradients.residuals_may_differ = True
         self._parameters.handed_over.clear()
         for letter, views in self.views().items():
@@ -94,11 +93,14 @@ class Pending:
         before.
         """
         self._parameters.forget_sparse()
-        self._reached = self._parameters.step
-        if self.loaded:
-            return
-        self.missing = self._parameters.step > 0
-        self._clear()
+        if self._step is not None:
+            self.follow_step()
+            self.begin()
+            self._clear()
+
+    def begin(self) -> None:
+        """A training begins, at a step that its optimizer may have reached without these residuals."""
+        self._missing = self._settings.exchanges and self._parameters.step > 0
 
     def _clear(self) -> None:
         for views in self.views().values():
@@ -109,24 +111,18 @@ class Pending:
         """A step begins. Where it does not follow the last one, rank 0 has loaded another state in mid-training, and
         broadcast it: here, too, what was pending is of steps that are undone.
         """
-        if not self.loaded and self._reached not in (None, self._parameters.step):
+        if self._step not in (None, self._parameters.step):
             self._clear()
-        self.loaded = False
-        self._tell_of_missing()
+        self.follow_step()
+        if self._missing and self._parameters.kept() and not self._parameters.stock:
+            warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
+                 "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
+                 "optimizer.residual_state_dict() on every rank, and load it there with load_residual_state_dict()")
+        self._missing = False
 
-    def step_ends(self) -> None:
-        """A step has ended."""
-        self._reached = self._parameters.step
-
-    def _tell_of_missing(self) -> None:
-        """Warns once where training goes on without its residuals."""
-        if self.missing:
-            self.missing = False
-            if self._parameters.kept() and not self._parameters.stock:
-                warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
-                     "save by dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
-                     "optimizer.residual_state_dict() on every rank, and load it there with "
-                     "load_residual_state_dict()")
+    def follow_step(self) -> None:
+        """The next step is the one that comes after these residuals."""
+        self._step = self._parameters.step
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -125,9 +125,8 @@ def _check_shared(model: DistributedDataParallel, optimizer: torch.optim.Optimiz
     if not any(p.requires_grad and p in held for p in model.module.parameters()):
         raise ValueError("the optimizer must have a parameter of ddp_model that requires a gradient, got none (give "
                          "the optimizer that steps this model)")
-    others = [] if known is None else [one.model for one in _source(known).models]
-    if [one for one in others if one is not None and one is not model] and any(
-            one is not None and one.static_graph for one in [model, *others]):
+    models = {model} if known is None else {model, *(one.model for one in _source(known).models)} - {None}
+    if len(models) > 1 and any(one.static_graph for one in models if one is not None):
         raise ValueError("ddp_model must have static_graph=False where an optimizer has several models, got True")
     if _registered.get(model) is not None and optimizer in _registered[model].optimizers:
         raise RuntimeError("register_comm_hook() must be called once for a model and an optimizer, got a second call")
@@ -282,6 +281,17 @@ class DDPGradients:
         self.updates.clear()
 
 
+@dataclass
+class _Pass:
+    """One backward pass through a model."""
+
+    task: int = -1  # torch's number of it
+    complete: bool = False  # the last bucket has come
+    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(default_factory=list)  # parameter, its p.grad meanwhile
+    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, gradient, that no optimizer applies
+    futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = field(default_factory=list)
+
+
 class ModelBuckets:
     """DDP's buckets of one model, in one backward pass: the state of :func:`exchange`. A copy, as of the model in a
     pickle, has neither model nor optimizers.
@@ -294,11 +304,7 @@ class ModelBuckets:
         self._model = None if model is None else ref(model)
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._lent: list[tuple[Tensor, Tensor | None, Engine]] = []  # parameter, its p.grad: DDP's bucket meanwhile
-        self._others: list[tuple[Tensor, Tensor]] = []  # parameter, gradient, that no registered optimizer applies
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
-        self._task = -1  # torch's number of the backward pass that runs
-        self._complete = False
+        self._pass = _Pass()
         self._had: dict[Tensor, bool] = {}  # whether p.grad was something when a backward pass came to it
         if model is not None and model.gradient_as_bucket_view:
             self._watch()
@@ -346,10 +352,10 @@ class ModelBuckets:
             future.set_result(buffer)
             return future
         # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
-        unnumbered = bucket.index() == 0 and bool(self._futures) and backward_task() == self._task != -1
+        unnumbered = bucket.index() == 0 and bool(self._pass.futures) and backward_task() == self._pass.task != -1
         if bucket.index() == 0 and not unnumbered:
             self._begin_pass()
-        self._futures.append((future, buffer, parameters))
+        self._pass.futures.append((future, buffer, parameters))
         try:
             for p, engine in self._lend(parameters, gradients_of(bucket, parameters), engines):
                 engine.arrived(p)
@@ -364,8 +370,7 @@ class ModelBuckets:
         model = self.model
         if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
             raise ValueError("join() must have divide_by_initial_world_size=True with compressed gradients, got False")
-        self._lent, self._others, self._futures, self._complete = [], [], [], False
-        self._task = backward_task()
+        self._pass = _Pass(backward_task())
 
     def _lend(self, parameters: list[Tensor], gradients: list[Tensor],
               engines: list[Engine]) -> list[tuple[Tensor, Engine]]:
@@ -376,13 +381,13 @@ class ModelBuckets:
                 continue
             engine = next((engine for engine in engines if p in engine.listed), None)
             if engine is None:
-                self._others.append((p, g))
+                self._pass.others.append((p, g))
                 continue
             step = engine.step
             if step.has_earlier_update:
                 step.holds[p] = self._had.pop(p, p.grad is not None) if self._views else step.holds_update(
                     p, engine.names[p], [0, 1])
-            self._lent.append((p, p.grad, engine))
+            self._pass.lent.append((p, p.grad, engine))
             p.grad = g
             came.append((p, engine))
         return came
@@ -405,8 +410,8 @@ class ModelBuckets:
             raise RuntimeError(f"DistributedDataParallel does not exchange {_some(strange)}: when it "
                                "was made it did not hold them, or they were frozen. Make it anew, and register "
                                "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
-        self._complete = True
-        if all(model._complete for model in self._connected()):
+        self._pass.complete = True
+        if all(model._pass.complete for model in self._connected()):
             self._end_pass()
         elif backward_task() == -1:
             raise RuntimeError("join() must not be used where an optimizer has several models, got a rank without data")
@@ -423,7 +428,7 @@ class ModelBuckets:
 
     def _end_pass(self) -> None:
         """The gradients of all models have come that are to come in this backward pass."""
-        came = [model for model in self._connected() if model._futures]
+        came = [model for model in self._connected() if model._pass.futures]
         steps = backward_task() != -1  # else DDP calls for a rank that has no more data
         engines = list(dict.fromkeys(engine for model in came for engine in model._engines))
         for engine in engines:
@@ -444,7 +449,7 @@ class ModelBuckets:
         """Averages the gradients that no registered optimizer applies, as DDP does. Returns the sparse ones."""
         transport, world = engine.settings.transport, engine.settings.world
         sparse, by_kind = dict[Tensor, Tensor](), dict[Any, list[Tensor]]()
-        for p, g in self._others:
+        for p, g in self._pass.others:
             if g.is_sparse:
                 name = f"dgc.others.sparse.{len(sparse)}"
                 sparse[p] = PathRun(reduce_sparse(name, g, world), transport, name, lambda _: None).finish().tensor
@@ -460,12 +465,13 @@ class ModelBuckets:
     def _fail(self, error: BaseException) -> None:
         """Gives DDP its gradients back, and the error."""
         for model in self._connected():
-            for p, grad, _ in model._lent:
+            for p, grad, _ in model._pass.lent:
                 p.grad = grad
-            waiting = model._futures[:-1] if model is self else model._futures  # or DDP would wait for them
+            futures = model._pass.futures
+            waiting = futures[:-1] if model is self else futures  # or DDP would wait for them
             for future, _, _ in waiting:
                 future.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
-            model._lent, model._others, model._futures, model._complete = [], [], [], False
+            model._pass = _Pass()
         for engine in self._engines:
             engine.give_up()
 
@@ -475,7 +481,7 @@ class ModelBuckets:
         Args:
             sparse: parameter -> its averaged sparse gradient, where no registered optimizer has it.
         """
-        for p, grad, engine in self._lent:
+        for p, grad, engine in self._pass.lent:
             update, p.grad = p.grad, grad
             updates, seen = _source(engine).updates, engine.step.seen
             updates.pop(p, None)
@@ -490,9 +496,9 @@ class ModelBuckets:
                 updates[p] = Seen.now(grad), update
             if grad is not None:  # which DDP will copy into, once
                 seen[p] = Seen.now(grad, writes=int(not shared))
-        for future, buffer, parameters in self._futures:
+        for future, buffer, parameters in self._pass.futures:
             future.set_result(sparse.get(parameters[0], buffer))
-        self._lent, self._others, self._futures, self._complete = [], [], [], False
+        self._pass = _Pass()
 
 
 def _source(engine: Engine) -> DDPGradients:
