@@ -80,14 +80,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
         return read_manifest(folder) if ranks.world.rank == 0 else None
 
     manifest, folder = ranks.together(look)[0], Path(path)
-    for _ in range(10):
+    while True:
         try:
             return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
         except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
-    return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
 
 
 class _Loading:
