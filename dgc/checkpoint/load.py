@@ -82,7 +82,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     manifest, folder = ranks.together(look)[0], Path(path)
     while True:
         try:
-            return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
+            return _Loading(folder, manifest, model, optimizer, ranks).run()
         except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:

@@ -61,9 +61,9 @@ class Ranks:
                 raise getattr(builtins, kind)(f"{result} (on rank {rank})" if len(all_) > 1 else result) from cause
         return [result for _, result in all_]
 
-    def first(self, action: Callable[[], T]) -> T | None:
+    def first(self, action: Callable[[], T]) -> T:
         """Acts on rank 0, whose result all get; it is plain JSON data."""
-        results: list[T | None] = self.together(lambda: action() if self.world.rank == 0 else None)
+        results: list[Any] = self.together(lambda: action() if self.world.rank == 0 else None)
         return results[0]
 
     def send(self, file: Path, root: int, nbytes: int) -> bytes:

@@ -123,7 +123,7 @@ def _collect(ranks: Ranks, folder: Path, files: dict[str, Any], written: list[Pa
     """Sends rank 0 the files that it does not see."""
     unseen = ranks.first(lambda: [r for r in range(ranks.world.size)
                                   if not file_of(folder, f"rank-{r}", files).exists()])
-    for rank in unseen or []:
+    for rank in unseen:
         name = f"rank-{rank}"
         content = ranks.send(file_of(folder, name, files), rank, files[name][0])
         ranks.first(partial(put, folder, name, content, files[name], written))

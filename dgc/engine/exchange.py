@@ -298,7 +298,8 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
                 sparse.append((flight, update))
                 continue
             delivered.append(Delivery(flight.bucket, flight.parameters, update))
-            applier.deliver(delivered[-1], step)
+            with stage("dgc::add"):
+                applier.deliver(delivered[-1], step)
             if isinstance(update, DenseUpdate) and update.verdict is not None:
                 nonfinite.expect(flight.bucket.name, update.verdict)
     except (FloatingPointError, ValueError):

@@ -130,10 +130,6 @@ class Applier:
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
-        with stage("dgc::add"):
-            self._write(delivery, step)
-
-    def _write(self, delivery: Delivery, step: Step) -> None:
         bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
         targets, others = _targets(bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock))
         update.write(targets)

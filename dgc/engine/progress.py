@@ -45,12 +45,10 @@ class AdaptiveSparsity:
         self._steps: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}  # since the last decision
 
     def __enter__(self) -> None:
-        if self._device.type != "cuda":
-            self.computing_stops()
+        self.computing_stops()
 
     def __exit__(self, *exception: object) -> None:
-        if self._device.type != "cuda":
-            self._exposed.append((self._since, self._mark()))
+        self._exposed.append((self._since, self._mark()))
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""
@@ -166,7 +164,9 @@ class Progress:
 
     def compressing(self) -> AbstractContextManager[Any]:
         """Measures compression during the backward pass, within it."""
-        return nullcontext() if self._adaptive is None or self._parameters.stock else self._adaptive
+        if self._adaptive is None or self._parameters.stock or self._parameters.device.type == "cuda":
+            return nullcontext()  # a GPU computes meanwhile
+        return self._adaptive
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""

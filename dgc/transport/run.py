@@ -35,10 +35,6 @@ class HorovodProcessSet(Protocol):
 ProcessSet: TypeAlias = "HorovodProcessSet | torch.distributed.ProcessGroup | None"  # None: all processes
 
 
-def _at_once() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Wait:
     """A collective under way.
@@ -50,7 +46,7 @@ class Wait:
     """
 
     result: Callable[[], Tensor]
-    ready: Callable[[], bool] = _at_once
+    ready: Callable[[], bool] = lambda: True
 
     def __call__(self) -> Tensor:
         return self.result()
