@@ -26,6 +26,8 @@ from dgc.warn import LOG, warn
 LINE = 256  # bytes of a line that an error shows
 AHEAD = 4096  # steps to come at which a user's own schedule is compared
 PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
+SETTINGS = "the optimizer's settings"
+WISE = (SETTINGS, VALUES)  # of which a difference is told, and is no error
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
 OTHER_STATE = ("an elastic job should hold its optimizer in dgc.elastic.TorchState, in place of "
@@ -75,14 +77,12 @@ class Agreement:
         Raises:
             ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
         """
-        needed, wise, table = self._needed(), self._wise(), self._parameters
-        differences = check(needed, wise, self._settings.transport, table.device)
+        sections, table = self._sections(), self._parameters
+        differences = check(sections, self._settings.transport, table.device)
         if shard(table.first) is not None:
             others = find(table.first.device_mesh.get_group())  # type: ignore[attr-defined]
-            for section in OF_A_SHARD:
-                needed.pop(section, None)
-                wise.pop(section, None)
-            differences += check(needed, wise, others, table.device)
+            whole = {section: lines for section, lines in sections.items() if section not in OF_A_SHARD}
+            differences += check(whole, others, table.device)
         if differences and rank == 0:
             warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
                  "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
@@ -90,9 +90,10 @@ class Agreement:
         LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
                  len(table.listed), len(table.buckets), len(table.compressed()))
 
-    def _needed(self) -> dict[str, list[str]]:
-        """Section -> lines that must be alike."""
+    def _sections(self) -> dict[str, list[str]]:
+        """Section -> lines that must be alike; those of ``WISE`` had better be."""
         table, config = self._parameters, self._settings.config
+        compared = [] if self._settings.in_ddp else list(table.listed)
         return {
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": self._arguments(),
@@ -109,17 +110,10 @@ class Agreement:
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
             "the dense steps in which AdamW's denominator is found": _dense_steps(config, table.groups),
-        }
-
-    def _wise(self) -> dict[str, list[str]]:
-        """Section -> lines that had better be alike."""
-        parameters = [] if self._settings.in_ddp else list(self._parameters.listed)
-        return {
-            "the optimizer's settings": [f"its class is {self._parameters.inner.__qualname__}",
-                                         *(line for line, ours in self._of_groups() if not ours)],
-            VALUES: [
-                f"bits of {self._parameters.names[p]} add up to {bits}"
-                for p, bits in zip(parameters, sums_of_bits(map(local, parameters)), strict=True)],
+            SETTINGS: [f"its class is {table.inner.__qualname__}",
+                       *(line for line, ours in self._of_groups() if not ours)],
+            VALUES: [f"bits of {table.names[p]} add up to {bits}"
+                     for p, bits in zip(compared, sums_of_bits(map(local, compared)), strict=True)],
         }
 
     def _arguments(self) -> list[str]:
@@ -138,26 +132,24 @@ class Agreement:
                 if key not in ("params", "foreach", "fused")]
 
 
-def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]], transport: Transport,
-          device: torch.device) -> list[str]:
+def check(sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device) -> list[str]:
     """Compares what is said on each rank, to rank 0's.
 
     A rank that has another configuration or model would send messages of other sizes, or in another order: the job
     would hang, or go on with a wrong result. One that has another learning rate, or other values, is on its own way.
 
     Args:
-        needed: what must be alike -> lines of text; the same sections on every rank.
-        wise: what had better be.
+        sections: what is compared -> lines of text; the same sections on every rank.
         transport: what to ask the other ranks over.
         device: of the tensors that travel.
 
     Returns:
-        A sentence about each section of ``wise`` that differs, with the first line that does; alike on all ranks.
+        A sentence about each section of ``WISE`` that differs, with the first line that does; alike on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, with such a sentence about the first section of ``needed`` that differs.
+        ValueError: on all ranks alike, with such a sentence about the first other section that differs.
     """
-    texts = {section: "\n".join(lines).encode() for section, lines in {**needed, **wise}.items()}
+    texts = {section: "\n".join(lines).encode() for section, lines in sections.items()}
     own = torch.tensor([_hash(text) for text in texts.values()], device=device)
     everyones = transport.start(Collective("gather", own), "dgc.agree")()
     differs = (everyones != everyones[0]).cpu()
@@ -169,7 +161,7 @@ def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]]
         here, there = _first_difference(text, ranks[0], transport, device)
         others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
-        if section in needed:
+        if section not in WISE:
             raise ValueError(sentences[0])
     return sentences
 
