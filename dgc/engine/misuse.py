@@ -128,6 +128,6 @@ class Misuse:
 
     def _changed(self, step: Step) -> Iterator[Tensor]:
         """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
-        for p, seen in step.seen.items():
-            if p.grad is None or not seen.is_same(p.grad) or seen.version not in (UNKNOWN, p.grad._version):
+        for p, (gradient, version) in step.seen.items():
+            if (g := p.grad) is None or gradient() is not g or version not in (UNKNOWN, g._version):
                 yield p

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -21,6 +21,9 @@ from dgc.paths.averaged import SparseUpdate, Update
 from dgc.transport.run import PathRun, join_streams
 
 UNKNOWN = -1
+# A gradient as it was: how to find the tensor, and how often it had been written into. The reference is weak, as the id
+# of a freed tensor is used again. UNKNOWN: of a view, which has one version with the other views of its tensor.
+Seen: TypeAlias = "tuple[Callable[[], Tensor | None], int]"
 
 
 class Phase(Enum):
@@ -50,32 +53,15 @@ class Delivery:
     update: Update
 
 
-class Seen(NamedTuple):
-    """A gradient as it was: the tensor, and how often it had been written into. The reference is weak, as the id of a
-    freed tensor is used again.
-    """
+def seen(gradient: Tensor | None, writes: int = 0) -> Seen:
+    """A gradient as it will be when somebody has written into it so many times."""
+    return (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version + writes)
 
-    tensor: ref[Tensor] | None  # None: there was no gradient
-    version: int  # UNKNOWN: a view, which has one version with the other views of its tensor
 
-    @classmethod
-    def now(cls, gradient: Tensor | None, writes: int = 0) -> Seen:
-        """As it will be when somebody has written into it so many times."""
-        return cls(None, 0) if gradient is None else cls(ref(gradient), gradient._version + writes)
-
-    @classmethod
-    def in_step(cls, gradient: Tensor) -> Seen:
-        """As it is, unless it shares its version with others."""
-        alone = gradient._base is None or gradient._base.numel() == gradient.numel()
-        return cls(ref(gradient), gradient._version if alone else UNKNOWN)
-
-    def is_same(self, gradient: Tensor | None) -> bool:
-        """Whether it is the same tensor."""
-        return (None if self.tensor is None else self.tensor()) is gradient
-
-    def is_unchanged(self, gradient: Tensor | None) -> bool:
-        """Whether it is the same tensor, in which nothing was written since."""
-        return self.is_same(gradient) and (gradient is None or gradient._version == self.version)
+def is_unchanged(before: Seen, gradient: Tensor | None) -> bool:
+    """Whether it is the same tensor, in which nothing was written since."""
+    tensor, version = before
+    return tensor() is gradient and (gradient is None or gradient._version == version)
 
 
 class Inverse(NamedTuple):
@@ -173,7 +159,10 @@ class Step:
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Remembers the gradients as they are."""
-        self.seen.update({p: Seen.in_step(p.grad) for p in parameters if p.grad is not None})
+        for p in parameters:
+            if (g := p.grad) is not None:
+                alone = g._base is None or g._base.numel() == g.numel()
+                self.seen[p] = ref(g), g._version if alone else UNKNOWN
 
     def passes(self, parameter: Tensor) -> int:
         """How many backward passes of this step have added to a parameter's gradient."""
@@ -192,10 +181,10 @@ class Step:
         """
         if parameter in self.holds:
             return self.holds[parameter]
-        seen, gradient = (self.updates or self.seen).get(parameter), parameter.grad
-        if seen is None or gradient is None or not seen.is_same(gradient):
+        before, gradient = (self.updates or self.seen).get(parameter), parameter.grad
+        if before is None or gradient is None or before[0]() is not gradient:
             return False
-        if seen.version == UNKNOWN or gradient._version - seen.version not in passes:
+        if before[1] == UNKNOWN or gradient._version - before[1] not in passes:
             raise RuntimeError(f"the gradient of {name} must be left as it is between the exchange and one more "
                                "backward() before step(), got one that was changed, so that nobody can tell the new "
                                "gradient in it (drop the update by optimizer.zero_grad())")

@@ -17,7 +17,7 @@ from dgc.engine.backward import at_end_of_backward, backward_task, gradients_of,
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import local
 from dgc.engine.settings import Settings
-from dgc.engine.step import Phase, Seen
+from dgc.engine.step import Phase, Seen, is_unchanged, seen
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
 from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
@@ -271,8 +271,8 @@ class DDPGradients:
         update of what was pending.
         """
         self.synchronize(engine)
-        for p, (seen, update) in self.updates.items():
-            if seen.is_unchanged(p.grad):  # a script has left it alone, too
+        for p, (grad, update) in self.updates.items():
+            if is_unchanged(grad, p.grad):  # a script has left it alone, too
                 # A fused step that has the loss's scale takes it out for itself.
                 fused = getattr(engine.optimizer, "grad_scale", None) is not None
                 inverse = None if fused else engine.step.inverse
@@ -483,9 +483,9 @@ class ModelBuckets:
         """
         for p, grad, engine in self._pass.lent:
             update, p.grad = p.grad, grad
-            updates, seen = _source(engine).updates, engine.step.seen
+            updates, noted = _source(engine).updates, engine.step.seen
             updates.pop(p, None)
-            seen.pop(p, None)
+            noted.pop(p, None)
             if update is None:
                 continue
             if update.is_sparse:
@@ -493,9 +493,9 @@ class ModelBuckets:
                 continue
             shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
             if not shared and not engine.step.stock:
-                updates[p] = Seen.now(grad), update
+                updates[p] = seen(grad), update
             if grad is not None:  # which DDP will copy into, once
-                seen[p] = Seen.now(grad, writes=int(not shared))
+                noted[p] = seen(grad, writes=int(not shared))
         for future, buffer, parameters in self._pass.futures:
             future.set_result(sparse.get(parameters[0], buffer))
         self._pass = _Pass()
@@ -511,8 +511,8 @@ def _keep_unwritten(engines: list[Engine]) -> None:
     """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others are left to us."""
     for engine in engines:
         updates = _source(engine).updates
-        for p, (seen, _) in list(updates.items()):
-            if not seen.is_unchanged(p.grad):
+        for p, (grad, _) in list(updates.items()):
+            if not is_unchanged(grad, p.grad):
                 del updates[p]
 
 
