@@ -151,6 +151,10 @@ class Engine:
         """Parameter -> name, of all that the optimizer has."""
         return self._parameters.names
 
+    @names.setter
+    def names(self, names: dict[Tensor, str]) -> None:
+        self._parameters.names = names
+
     @property
     def listed(self) -> dict[Tensor, None]:
         """The parameters whose gradients are exchanged, in order."""
@@ -160,6 +164,10 @@ class Engine:
     def requires_update(self) -> set[Tensor]:
         """Those that are exchanged also where this rank has no gradient for them."""
         return self._parameters.requires_update
+
+    @requires_update.setter
+    def requires_update(self, parameters: set[Tensor]) -> None:
+        self._parameters.requires_update = parameters
 
     @property
     def residual_device(self) -> torch.device | None:
