@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from dgc import drawing
 from dgc.config import Config
 from dgc.plan.advise import Advice, Optimizer, advise, bearable, bits, duration, waiting

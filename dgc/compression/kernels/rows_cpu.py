@@ -303,12 +303,14 @@ def _places(form, row, size, places):
 @_jit
 def _values(form, row, count, values):
     """Reads so many values of a row. Returns whether all of them are what a row may have."""
-    single, width, fine = np.empty(1, np.float32), form[BITS], True
+    single, table, width, fine = np.empty(1, np.float32), np.empty(16, values.dtype), form[BITS], True
     bits = single.view(np.uint32)
     at, held, filled, mask = form[VALUES], np.uint64(0), 0, np.uint64((1 << width) - 1)
     for group in range(-(-count // GROUP)):
         a, d, power = _scale(row, form, group, single, bits)
         fine &= 0 <= a < np.inf and 0 <= d < np.inf
+        for code in range(1 << width if width <= 4 else 0):
+            table[code] = _level(code, width, a, d)
         for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
             if filled < width:
                 held |= np.uint64(row[at]) << np.uint64(filled)
@@ -317,7 +319,9 @@ def _values(form, row, count, values):
             code = np.int64(held & mask)
             held >>= np.uint64(width)
             filled -= width
-            if width > 8:
+            if width <= 4:
+                values[j] = table[code]
+            elif width > 8:
                 values[j] = _bounded(_wide(code, width, single, bits) * power, values)
                 fine &= values[j] == values[j]
             else:
