@@ -6,12 +6,15 @@ import importlib
 import operator
 import os
 import re
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
 
 
@@ -62,3 +65,12 @@ def callable_named(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{name!r} must be a callable, got a {type(found).__name__}")
     return found
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process group, also what a command that has ended left there."""
+    for number in (signal.SIGTERM, signal.SIGKILL):  # a launcher passes the first one on to its workers
+        with suppress(OSError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)

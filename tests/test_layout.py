@@ -25,8 +25,8 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
     "plan": {"collective", "config", "compression", "drawing", "engine", "schedule", "terminal", "user_code"},
-    "tune": {"config", "drawing", "schedule", "transport"},
-    "doctor": {"version", "config", "compression", "frontends"},
+    "tune": {"config", "drawing", "transport", "user_code"},
+    "doctor": {"version", "config", "compression", "frontends", "transport", "user_code"},
     "cli": {"terminal", "user_code", "plan", "tune", "doctor"},
     "__main__": {"cli"},
 }
