@@ -165,7 +165,9 @@ def _print_health(found: dict[str, Any]) -> None:
         table.add_row(name, about or "not installed")
     show = console().print
     show(table)
-    for problem in found["problems"] or ["none: all that is installed works."]:
+    for problem in found["problems"]:
         show(f"Problem: {problem}", highlight=False)
+    if not found["problems"]:
+        show("All that is installed works.", highlight=False)
     for advice in found["advice"]:
         show(f"Advice: {advice}.", highlight=False)

@@ -1,4 +1,4 @@
-"""The user's own code, which ``dgc plan`` and ``dgc tune`` run: found by its name, its errors told apart from ours."""
+"""The user's own code: a function, found by its name, whose errors are told apart from ours; and processes, ended."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ def callable_named(name: str) -> Callable[..., Any]:
         TheirError: by the module.
     """
     module, _, attributes = name.partition(":")
-    if module.endswith(".py"):
-        named = module.removesuffix(".py")
-        raise ValueError(f"{name!r} must name a module, got a file (for {module} in this folder: {named}:{attributes})")
     here = os.getcwd()  # which the module may change
     sys.path.insert(0, here)
     try:

@@ -15,7 +15,7 @@ LEAVES = {"version", "warn", "trace", "config", "collective"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
     "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
     "collective": set(),
-    "schedule": {"config"}, "schedule_text": {"schedule"}, "user_code": set(), "terminal": {"user_code"},
+    "schedule": {"config"}, "user_code": set(), "terminal": {"user_code"},
     "compression": {"warn", "trace", "config"},
     "paths": {"warn", "trace", "config", "collective", "compression"},
     "transport": {"collective", "trace"},

@@ -97,7 +97,7 @@ def test_resuming_is_bit_for_bit(images, tmp_path):
     (("--resume",), "--resume needs --checkpoints"),
     (("--method", "fp16"), "must run under horovodrun"),
     (("--sparsity", "1.0"), "Invalid value for '--sparsity': it must be a number in [0, 1), 0 meaning dense, got 1.0"),
-    (("--sparsity", "warmup:epoch=4"), "what begins at character 8 must be epochs="),
+    (("--sparsity", "warmup:epoch=4"), "unexpected keyword argument 'epoch'"),
     (("--sparsity", "piecewise:0=2"), "the sparsity from step 0 on must be a number in [0, 1)"),
     (("--sparsity", "warmup", "--warmup-epochs", "1"),
      "--warmup-epochs must be left out where --sparsity is a whole schedule"),
