@@ -46,9 +46,9 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is among the problems
-        compilers = {
-            kind: kernels.COMPILERS.get(kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2], "plain torch")
-            for kind in (("cpu", "cuda") if has_gpu else ("cpu",))}
+        compilers = {kind: kernels.COMPILERS.get(kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2],
+                                                 "plain torch")
+                     for kind in (("cpu", "cuda") if has_gpu else ("cpu",))}
     found: dict[str, Any] = {
         "dgc": __version__, "python": platform.python_version(), "torch": _torch(), "horovod": _horovod(),
         **{name: _package(name) for name in PACKAGES},
