@@ -185,8 +185,8 @@ def test_schedule_prints_where_it_changes():
      "dgc plan: Invalid value: --measure: model must be a module:callable that returns"),
     (["schedule", "0.999", "--epochs", "1000000"],
      "dgc schedule: Invalid value: --epochs times --steps-per-epoch must be at most 5,000,000, got 100,000,000"),
-    (["schedule", "warmup:epochs=1e308"], "warmup: epochs times steps_per_epoch must be at most 2**63, got"),
-    (["doctor", "--limit", "inf"], "dgc doctor: Invalid value: --limit must be finite, got inf"),
+    (["schedule", "warmup:epochs=1e308"], "warmup: epochs, or stages, must be at most 10,000, got"),
+    (["doctor", "--limit", "inf"], "dgc doctor: Invalid value for '--limit'"),
     (["plan", "resnet50", "--compute", "-1"],
      "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
     (["plan", "resnet50", "--compute", "1", "--network", "fast"], "got 'fast', of which its rate"),
@@ -196,7 +196,7 @@ def test_schedule_prints_where_it_changes():
     (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity must be"),
     (["schedule", "warmup:epoch=4"],
-     "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4': what begins at character 8"),
+     "got 'warmup:epoch=4' (warmup() got an unexpected keyword argument 'epoch')"),
     (["schedule", "dense_until:10000000"], "changes at step 10,000,000 (or say by --epochs"),
     (["schedule", "adaptive"], "schedule: Invalid value: EXPR: the schedule must be known beforehand, got 'adaptive', "
      "which goes by the network's speed (show one of its bounds, 0.99 and 0.9999)"),
@@ -306,10 +306,10 @@ def test_help_teaches_by_example(monkeypatch, capsys):
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
-FOUND = {"python": "3", "dgc": "0", "torch": {"version": "2", "cuda": None, "distributed": True, "gloo": True,
-                                              "nccl": False, "devices": []},
-         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain"},
-         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}, "advice": []}
+FOUND = {"dgc": "0", "python": "3", "torch": {"version": "2", "cuda": None, "devices": [], "backends": ["gloo"]},
+         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain torch"},
+         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "Horovod is not there"}},
+         "advice": ["pip install optuna: dgc tune needs it"]}
 
 
 def test_doctor_says_what_works(monkeypatch):
@@ -326,7 +326,7 @@ def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
     assert len(broken["problems"]) == 3
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
     shown = invoke("doctor", status=1)
-    assert "Problem: horovod is installed but cannot be imported: ImportError: undefined symbol" in shown
+    assert "Problem: horovod is installed and does not work: ImportError: undefined symbol" in shown
     assert "numba is installed, but on cpu the plain torch operations run" in " ".join(shown.split())
     assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
 
@@ -336,9 +336,9 @@ def test_doctor_advises_on_horovods_cycle(monkeypatch):
     found = {**FOUND, "horovod": {"version": "0.28.1"}, "problems": []}
     found["advice"] = list(doctor._advice(found))
     monkeypatch.setattr(doctor, "examine", lambda limit: found)
-    assert "Advice: HOROVOD_CYCLE_TIME is not set" in invoke("doctor")
+    assert "Advice: set HOROVOD_CYCLE_TIME" in invoke("doctor")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
-    assert not list(doctor._advice(found)) and not list(doctor._advice(FOUND))
+    assert not any("CYCLE" in advice for advice in [*doctor._advice(found), *doctor._advice(FOUND)])
 
 
 def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
@@ -354,8 +354,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
 def test_doctor_knows_this_installation():
     import torch
     assert doctor._torch()["version"] == torch.__version__
-    numba = doctor._package("numba")
-    assert doctor._kernels()["cpu"] == ("plain" if numba is None else "cpu")
+    assert "gloo" in doctor._torch()["backends"]
     assert doctor._package("no_such_package") is None
 
 
@@ -371,7 +370,7 @@ def test_doctor_trains_between_two_processes(tmp_path, monkeypatch):
     assert "error" not in works
     assert works["seconds"] > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    assert "error" in doctor.self_test("torch", 100)
+    assert "RuntimeError" in doctor.self_test("torch", 100)["error"]
 
 
 @pytest.mark.long
@@ -385,20 +384,11 @@ def test_doctor_trains_over_horovod():
 
 def test_doctor_knows_why_horovod_crashes_where_the_machine_has_no_name(monkeypatch):
     monkeypatch.setattr(doctor, "self_test", lambda kind, limit: {"error": "a process was ended by SIGSEGV"})
-    found = {"horovod": {"gloo_built": True}}
+    found = {"version": "0.28.1", "built": ["gloo"]}
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert "SIGSEGV; 'no-such-host.invalid', this machine's name, does not" in doctor._test_horovod(found, 1)["error"]
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert doctor._test_horovod(found, 1) == {"error": "a process was ended by SIGSEGV"}
-
-
-@pytest.mark.parametrize(("log", "status", "told"), [
-    ("step 1\nValueError: no\nbye\n", 1, "ValueError: no"), ("step 1\n\nbye\n", 3, "bye"),
-    ("", 3, "a process ended with status 3"), ("", -9, "a process was ended by SIGKILL"),
-    ("terminate called\n", -6, "a process was ended by SIGABRT: terminate called")])
-def test_doctor_tells_why_a_process_failed(log, status, told, tmp_path):
-    (tmp_path / "log").write_text(log)
-    assert doctor._told(tmp_path / "log", status) == told
 
 
 def test_doctor_ends_its_processes_in_time():
@@ -419,4 +409,4 @@ def test_doctor_tells_of_gpus_that_cannot_be_used(monkeypatch):
     found = {**FOUND, "torch": doctor._torch()}
     assert found["torch"]["devices"] == []
     assert [*doctor._problems(found)] == [
-        "there are GPUs, and CUDA does not work: RuntimeError: The NVIDIA driver on your system is too old"]
+        "torch is installed and does not work: RuntimeError: The NVIDIA driver on your system is too old"]
