@@ -54,7 +54,7 @@ Cell = dict[str, Any]
 
 SHAPES: dict[str, Callable[[], list[Shape]]] = {
     "resnet50": gradients.resnet50, "lstm": gradients.lstm,
-    "resnet110-wide": partial(plan.MODELS["resnet110"], last=256)}
+    "resnet110-wide": partial(gradients.resnet110, last=256)}
 
 
 def cells(files: list[Path]) -> list[Cell]:

@@ -19,7 +19,7 @@ from torch import nn
 
 import dgc
 from dgc.config import check_sparsity
-from dgc.schedule_text import NUMBER, parse
+from dgc.schedule import NUMBER, parse
 
 
 def sparsity(text: str) -> float | str:
