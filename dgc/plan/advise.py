@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-import torch
-
 from dgc.config import UNMASKED, Config
 from dgc.plan.cost import Cluster
 from dgc.plan.models import Shape
@@ -52,7 +50,6 @@ class Advice(NamedTuple):
     other: Prediction | None  # a dense one that they do not offer, and that is faster than what is advised
     reduce_from: int | None  # nodes, from which on the reduce exchange is faster than an all-gather by 2 %; None: never
     whole: float | None  # times as fast as dense, over all steps; None: their number is not known
-    rounds: bool  # whether what travels dense should do so in float16: with AdamW, whose first steps do
     words: tuple[str, ...]
 
 
@@ -69,15 +66,12 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
         steps: of the training: of those, without ones at which an entry waits for too much of it.
-        optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it, in float16 where that is
-            faster.
+        optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it.
     """
     sparsities, given = (bearable(steps, optimizer), DGC) if config is None else ((config.sparsity_at(0),), config)
-    rounds = optimizer == "adamw" and given.dense_dtype is None and _rounds(shapes, cluster, compute, local, overlap)
-    base = replace(given, value_bits=8) if rounds else given
 
     def with_dgc(on: Cluster, m: Method, s: float) -> Prediction:
-        return predict(shapes, on, m, compute, replace(base, sparsity=s), local, overlap)
+        return predict(shapes, on, m, compute, replace(given, sparsity=s), local, overlap)
 
     def best(on: Cluster) -> tuple[Prediction, float]:
         """The simplest of DGC's exchanges that is nearly as fast as any, and its sparsity."""
@@ -109,7 +103,7 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
                                lambda on, m: with_dgc(on, m, sparsity).step_seconds)
     whole = _whole(steps, _schedule(sparsity, steps, optimizer)[1], dense.step_seconds,
                    lambda s: with_dgc(cluster, dgc.method, s).step_seconds)
-    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, whole, rounds, ())
+    advice = Advice(pays, dense, dgc, sparsity, below, above, faster, reduce_from, whole, ())
     return advice._replace(words=tuple(_words(cluster, compute, advice, sparsity == sparsities[-1], steps, optimizer,
                                               local)))
 
@@ -118,13 +112,6 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
     """The sparsities that a training of so many steps bears; at least the smallest."""
     return tuple(s for s in SPARSITIES if s == SPARSITIES[0] or (
         (steps is None or 1 / (1 - s) <= MOST_WAIT * steps) and (optimizer == "sgd" or s <= ADAMW)))
-
-
-def _rounds(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, local: Local, overlap: Overlap) -> bool:
-    """Whether dense steps are faster in float16."""
-    as_it_is, rounded = (predict(shapes, cluster, GATHER, compute, Config(0.0, dense_dtype=dtype), local, overlap)
-                         for dtype in (None, torch.float16))
-    return NEARLY * rounded.step_seconds < as_it_is.step_seconds
 
 
 def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Piecewise | None]:
@@ -152,8 +139,7 @@ def _config(advice: Advice, steps: int | None, optimizer: Optimizer) -> str:
     masking = ", factor_masking=False" if sparsity <= UNMASKED or optimizer == "adamw" else ""
     exchange = "" if method.exchange.exchange == "allgather" else f', exchange="{method.exchange.exchange}"'
     across = ", hierarchical=True" if method.exchange.hierarchical else ""
-    dense = ", value_bits=8" if advice.rounds else ""
-    return f"dgc.Config(sparsity={schedule}{masking}{dense}{exchange}{across})"
+    return f"dgc.Config(sparsity={schedule}{masking}{exchange}{across})"
 
 
 def _whole(steps: int | None, schedule: Piecewise | None, dense: float,

@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from dgc import drawing
 from dgc.config import Config
 from dgc.plan.advise import Advice, Optimizer, advise, bearable, bits, duration, waiting
@@ -49,8 +47,7 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
     Args:
         loaded: the model.
         cluster, compute, local, overlap: as for :func:`predict`.
-        config: of DGC; None: the largest sparsity that the training bears, and advice which one to choose. In the
-            predictions, as in the advice, dense sums are in float16 where that is advised.
+        config: of DGC; None: the largest sparsity that the training bears, and advice which one to choose.
         steps: of the training, which bears a sparsity at which an entry waits for no more than a tenth of it.
         optimizer: AdamW bears no more than was measured with it.
 
@@ -62,8 +59,6 @@ def plan(loaded: Loaded, cluster: Cluster, compute: float, config: Config | None
 
     advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     shown = config or replace(DGC, sparsity=bearable(steps, optimizer)[-1])
-    if advice.rounds:
-        shown = replace(shown, value_bits=8)
 
     def on(some: Cluster) -> tuple[Prediction, ...]:
         return tuple(predict(loaded.shapes, some, m, compute, shown, local, overlap) for m in methods(some))

@@ -34,7 +34,7 @@ def buckets(shapes: tuple[Shape, ...], config: Config, step: int = 0) -> tuple[P
 
     Args:
         shapes: of the parameters, in forward order.
-        config: ``sparsity``, ``wire_dtype``, ``min_numel`` and ``dense_dtype`` count.
+        config: ``sparsity``, ``value_bits`` and ``min_numel`` count.
         step: of the optimizer, for a schedule.
     """
     sparsity, made = config.sparsity_at(step), []
@@ -69,5 +69,5 @@ def _departing(shapes: tuple[Shape, ...], min_numel: int) -> list[tuple[float, l
 def _message(together: list[torch.Tensor], sparsity: float, config: Config) -> tuple[Sizes, int]:
     bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
     counts = [select.count(sparsity, numel) for numel in bucket.numels]
-    layout = Layout(bucket, counts, config.wire_dtype, dense_dtype=config.dense_dtype)
+    layout = Layout(bucket, counts, config.value_bits)
     return layout.sizes, layout.slots

@@ -214,7 +214,7 @@ def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
     """
     if not rounds(sizes, n * g):
         return ring(sizes.dense, n, g)
-    nbytes = chunk_bytes(sizes.numel, n * g, sizes.rounded)
+    nbytes = chunk_bytes(sizes.numel, n * g, sizes.sum_bits)
     return (*_shifts(nbytes, n, g), *_some(Round(n * g - 1, nbytes, int(n > 1))))
 
 
@@ -222,7 +222,7 @@ def hierarchical_rounded(sizes: Sizes, n: int, g: int) -> Rounds:
     """Dense within the node; then each worker carries a g-th part of what nodes send one another, and the node puts it
     together.
     """
-    nbytes = chunk_bytes(sizes.numel, n, sizes.rounded)
+    nbytes = chunk_bytes(sizes.numel, n, sizes.sum_bits)
     return _some(Round(2 * (g - 1), sizes.dense / g, 0), Round(2 * (n - 1), nbytes / g, g),
                  Round(2 * (g - 1), n * nbytes / g, 0))
 

@@ -44,7 +44,7 @@ class Local:
             Default: DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert"
             in benchmarks/results/plan.json). Horovod's takes forty times as long there ("horovod_convert").
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
-        round: for each entry of a dense sum that DGC rounds (``Config(dense_dtype=...)``): to round and to add.
+        round: for each entry of a dense sum that DGC rounds (``Config(value_bits=8)`` or fewer): to round and to add.
             Default: on a CPU core (benchmarks/results/rounded.json).
     """
 
@@ -152,7 +152,8 @@ def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Confi
         rounds = cost.DENSE[method.name](own, n, g)
         seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
     elif bucket.sizes is None:
-        sizes = messages.always_dense(bucket.numel, config.dense_dtype)
+        bits = config.value_bits if config.sparsity_at(0) else 32  # before a compressed step sums are exact
+        sizes = messages.Sizes(messages.FLOAT32 * bucket.numel, bucket.numel, bits=bits)
         rounds, own = cost.dense_sum(sizes, n, g), messages.summed_bytes(sizes, n * g)
         seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * messages.rounds(sizes, n * g)
     else:

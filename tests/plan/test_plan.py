@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,15 +70,6 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
     plan.buckets.cache_clear()
     assert predicted.port_bytes == pytest.approx(report.bytes_sent)
     assert predicted.message_bytes == report.message_bytes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("file", "model"), [("network-1gbit", "resnet50"), ("network-lstm", "lstm")])
-def test_bytes_are_those_that_were_measured(file, model):
-    run = json.loads((RESULTS / f"{file}.json").read_text())
-    report = next(case["report"] for case in run["cases"] if (case["model"], case["method"]) == (model, "dgc-horovod"))
-    predicted = plan.predict(plan.load(model).shapes, cluster(run["hosts"]), GATHER, 1.0)
-    assert predicted.port_bytes == report["bytes_sent"] and predicted.message_bytes == report["message_bytes"]
 
 
 @pytest.mark.long
@@ -157,7 +147,7 @@ def test_compressing_delays_and_decoding_follows():
 
 def test_global_clipping_waits_for_the_end_of_the_backward_pass():
     clip, by_tensor = (dgc.Config(0.5, clip_norm=1.0, clip_per_tensor=each) for each in (False, True))
-    early, late = (plan.predict(TWO, over(2.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
+    early, late = (plan.predict(TWO, over(4.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
     assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
 
 
@@ -224,11 +214,11 @@ def test_where_the_reduce_exchange_begins_to_be_faster_is_told(sparsity):
     ("bert-large", "adamw", "1gbit", 20_000), ("bert-large", "adamw", "10gbit", None),
     ("resnet50", "sgd", "1gbit", None), ("resnet50", "sgd", "10gbit", 5_000)])
 def test_the_table_has_what_the_advice_says(model, optimizer, network, steps):
-    """Also where dense sums are advised to be in float16. Without steps AdamW's number of them is told."""
+    """Without steps AdamW's number of them is told."""
     report = plan.plan(plan.load(model), cluster(8, network=network), 0.3, None, plan.LOCAL["gpu"], steps=steps,
                        optimizer=optimizer)
     advice = report.advice
-    assert advice.pays and advice.rounds == (optimizer == "adamw")
+    assert advice.pays
     assert advice.sparsity == report.sparsity
     assert advice.dgc in report.here and advice.dense in report.here
     words = " ".join(advice.words)
@@ -281,7 +271,7 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     report = plan.plan(plan.load("resnet50"), cluster(4, network="1gbit"), 0.01, None, FREE, steps=steps,
                        optimizer="adamw")
     words = " ".join(report.advice.words)
-    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, value_bits=8)" in words
+    assert f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False)" in words
     assert max(report.advice.sparsity, report.sparsity) <= 0.99
     assert "With AdamW, a transformer" in words and "ResNet-20" not in words
     line = re.search(r"dgc\.Config\(.*?\)(?=[.;])", words).group(0)
@@ -293,7 +283,7 @@ def test_with_adamw_a_sparsity_that_was_given_is_kept_and_what_was_not_measured_
     """Without masking, as all that was measured with AdamW."""
     report = plan.plan(plan.load("resnet50"), cluster(4), 0.01, dgc.Config(sparsity), FREE, optimizer="adamw")
     words = " ".join(report.advice.words)
-    assert report.advice.sparsity == sparsity and f"{sparsity}}}), factor_masking=False, dense_dtype=" in words
+    assert report.advice.sparsity == sparsity and f"{sparsity}}}), factor_masking=False)" in words
     assert ("With AdamW no more than 99.2 % was measured." in words) == told
 
 
@@ -306,10 +296,8 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     told = plan.advise(shapes, on, 0.25, config, plan.LOCAL["gpu"], steps=steps, optimizer=optimizer)
     words = " ".join(told.words)
     line = eval(re.search(r"dgc\.Config\(.*?\)(?=[.;] )", words).group(0), {"dgc": dgc, "torch": torch})
-    assert told.rounds == (line.dense_dtype is not None) == (optimizer == "adamw")
     assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
-    made = dgc.Config(dense_dtype=line.dense_dtype)
-    of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, replace(made, sparsity=s), plan.LOCAL["gpu"]).step_seconds
+    of = {s: plan.predict(shapes, on, told.dgc.method, 0.25, dgc.Config(s), plan.LOCAL["gpu"]).step_seconds
           for s in {line.sparsity_at(step) for step in range(steps)}}
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
@@ -329,8 +317,8 @@ def test_who_clips_loses_the_overlap_of_dgc_alone():
 
 
 def test_advice_names_both_ends_of_a_range():
-    """76 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
-    shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.76), Local(convert=24e-9)
+    """59 % is about as many bytes as float16, which may cost time: then it pays where neither bytes nor time rule."""
+    shapes, config, local = plan.load("resnet50").shapes, dgc.Config(0.59), Local(convert=24e-9)
     told = [plan.advise(shapes, Cluster(4, 1, Link(50e-6, 1.25e5 * 2 ** (i / 2)), plan.INSIDE["pcie"]), 0.25, config,
                         local) for i in range(34)]
     bandwidths = [1.25e5 * 2 ** (i / 2) for i in range(34)]
