@@ -1,5 +1,5 @@
-"""What a dense sum in float16 costs beside its bytes, ``Config(dense_dtype=...)``: to round, add, round and read it, on
-one core.
+"""What a dense sum in 8 bits costs beside its bytes, ``Config(value_bits=8)`` or fewer: to round, add, round and read,
+on one core.
 
     python benchmarks/rounded.py --out benchmarks/results/rounded.json
 
@@ -19,6 +19,7 @@ from outfile import Out, write
 
 from dgc.collective import World
 from dgc.compression.residual import Bucket
+from dgc.compression.sizes import SUM_BITS
 from dgc.paths.dense import reduce_rounded
 
 RANKS = (4, 16, 64)
@@ -26,10 +27,10 @@ RANKS = (4, 16, 64)
 
 def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
     """One rank's work: it is sent what it sends itself."""
-    path = reduce_rounded(bucket, {"w": gradient}, torch.float16, World(0, size))
+    path = reduce_rounded(bucket, {"w": gradient}, SUM_BITS, World(0, size))
     began = time.perf_counter()
     rows = next(path).tensor
-    message = path.send(rows).tensor
+    message = path.send(rows).tensor.view(1, -1)
     worked = time.perf_counter() - began
     messages = message.expand(size, -1).contiguous()
     began = time.perf_counter()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dgc.compression.sizes import Sizes
 from dgc.plan import INSIDE, NETWORKS, cost
 from dgc.plan.cost import Cluster, Rounds
 
@@ -28,7 +27,7 @@ def rounds(collective: str, sent: float, hosts: int) -> Rounds:
         hosts: how many, at least 2.
     """
     if collective == "allgather":
-        return cost.allgather(Sizes(0, sent / (hosts - 1)), hosts, 1)
+        return cost.all_to_all(sent / (hosts - 1), hosts, 1)  # an all-gather sends as much
     if collective == "push and pull":  # one worker after the other, as one thread serves them
         return cost.master_worker(sent / (hosts - 1), hosts, 1)
     return cost.ring(sent * hosts / (2 * (hosts - 1)), hosts, 1)
