@@ -18,6 +18,7 @@ import typer
 from outfile import Out, write
 
 from dgc.collective import World
+from dgc.compression.kernels import compile_ahead
 from dgc.compression.residual import Bucket
 from dgc.compression.sizes import SUM_BITS
 from dgc.paths.dense import reduce_rounded
@@ -45,6 +46,7 @@ def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: 
          out: Out = None) -> None:
     """Times rounded sums, and prints nanoseconds for each entry."""
     torch.set_num_threads(1)
+    compile_ahead(torch.float32)
     gradient, medians = torch.randn(numel), dict[int, float]()
     for size in RANKS:
         bucket = Bucket("benchmark", {"w": torch.empty(numel)}, velocity=False)
