@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_speedups_are_over_one_node():
     for method in speedup.CURVES.values():
         alone, four = (speedup.speedup("resnet50", "10gbit", method, nodes, True) for nodes in (1, 4))
         assert alone == 1 and 1 < four < 4
+
+
+@pytest.mark.parametrize("value_bits", [4, 16])
+def test_the_bits_of_an_entry_are_those_of_the_messages(value_bits):
+    """No place takes fewer bits than its entropy, and the parts of a message are all of it."""
+    import wire
+
+    shapes, config = ((300, 200), (200,), (50, 90)), dgc.Config(0.9, value_bits=value_bits)
+    (bucket,) = [bucket for bucket in wire.plan.buckets(shapes, config) if bucket.sizes is not None]
+    bits = wire.bits_of_entry(shapes, 0.9, value_bits)
+    assert bits["sum"] == pytest.approx(8 * bucket.sizes.message / bucket.slots)
+    assert value_bits < bits["information"] < bits["sum"]
+    assert wire.ways(5, 2) == pytest.approx(math.log2(10))
+    whole, paper = wire.whole_training(shapes, value_bits), wire.after_warmup(shapes, value_bits)
+    assert 1 < whole < paper["on_the_wire"] < paper["as_the_paper_counts"]
 
 
 def test_receive(monkeypatch, tmp_path):
