@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,54 +117,58 @@ def test_dense_formulas_by_hand(name):
 
 
 def test_exchanges_by_hand():
-    """2 nodes of 2; 800 bytes of gradient; a message of 40. Link: 1 s, 1 byte/s."""
-    sizes, link = Sizes(800, 40), Link(1.0, 1.0)
+    """2 nodes of 2; 800 bytes of gradient, of which 4 entries of 200 leave in 4 bits. Link: 1 s, 1 byte/s.
+
+    A status 4, a scale 4, values 4, places of 5 bits 4 and in unary (4 + 6 bits) 4, a checksum 8: 28 bytes.
+    """
+    sizes, link = Sizes(800, 200, 4, 4), Link(1.0, 1.0)
 
     def seconds(name):
         return cost.seconds(cost.exchange(name, sizes, 2, 2), Cluster(2, 2, link, link))
 
-    assert seconds("allgather") == 3 * (1 + 40)
+    assert seconds("allgather") == 3 * (1 + 28)
     inside = 2 * (1 + 400)  # a ring of two
-    assert seconds("hierarchical") == inside + (1 + 2 * 20) + (1 + 2 * 20)
+    assert seconds("hierarchical") == inside + (1 + 2 * 14) + (1 + 2 * 14)
 
 
 def test_rounded_sums_by_hand():
-    """Of 4,000 entries in 16 bits. Among 4, parts of 1,000: 2,000 bytes, 8 of exponents, 8 of a checksum. Link: 1 s, 1
-    byte/s.
+    """Of 4,000 entries in 8 bits. Among 4, parts of 1,000: 1,000 bytes, 4 of status, 16 of scales, 8 of a checksum.
+    Link: 1 s, 1 byte/s.
     """
-    sizes, link = Sizes(16_000, 10**6, 4_000, rounded=2), Link(1.0, 1.0)
+    sizes, link = Sizes(16_000, 4_000, 4_000, 8), Link(1.0, 1.0)
 
     def seconds(name, n, g):
         return cost.seconds(cost.exchange(name, sizes, n, g), Cluster(n, g, link, link))
 
-    assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 2016)
-    assert messages.summed_bytes(sizes, 4) == 5 * 2016 and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 2016
+    assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 1028)
+    assert messages.summed_bytes(sizes, 4) == 5 * 1028 and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 1028
     # Two nodes of two. Each worker's parts leave one by one, and one of three stays within the node.
-    assert seconds("allgather", 2, 2) == (2 * (1 + 2016) + (1 + 2 * 2016)) + 3 * (1 + 2016)
-    half = 4_000 + 16 + 8  # of 2,000 entries, one for each node
+    assert seconds("allgather", 2, 2) == (2 * (1 + 1028) + (1 + 2 * 1028)) + 3 * (1 + 1028)
+    half = 2_000 + 4 + 32 + 8  # of 2,000 entries, one for each node
     inside, across, together = 2 * (1 + 8_000), 1 + 2 * (half / 2), 1 + 2 * (half / 2)
     assert seconds("hierarchical", 2, 2) == inside + 2 * across + 2 * together
-    assert cost.exchange("allgather", sizes._replace(rounded=0), 4, 1) == cost.ring(16_000, 4, 1)
-    assert not messages.rounds(messages.always_dense(10, torch.float16), 16)  # 11 bytes each, where 5 do
+    assert cost.exchange("allgather", sizes._replace(bits=16), 4, 1) == cost.ring(16_000, 4, 1)
+    assert not messages.rounds(Sizes(40, 10, bits=8), 16)  # 20 bytes each, where 2.5 do
 
 
 def test_each_byte_crosses_the_network_once_when_hierarchical():
-    sizes = Sizes(8_000_000, 40_000)
+    sizes = Sizes(8_000_000, 2_000_000, 20_000)
     for g in (1, 2, 8):
-        assert cost.port_bytes(cost.exchange("hierarchical", sizes, 4, g)) == 3 * 40_000
+        assert cost.port_bytes(cost.exchange("hierarchical", sizes, 4, g)) == 3 * sizes.message
 
 
 def test_gathering_grows_with_the_workers():
-    sizes = Sizes(8_000_000, 40_000)
+    sizes = Sizes(8_000_000, 2_000_000, 4_000)
     gathered = [cost.port_bytes(cost.exchange("allgather", sizes, n, 1)) for n in (2, 16, 128)]
-    assert gathered == [40_000, 15 * 40_000, 127 * 40_000]
+    assert gathered == [sizes.message, 15 * sizes.message, 127 * sizes.message]
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 40), st.sampled_from([1, 2, 3, 8]),
-       st.integers(1, 10**6), st.floats(0, 1))
-def test_no_exchange_sends_more_than_the_dense_one(dense, message, n, g, numel, density):
+@given(st.integers(1, 40), st.sampled_from([1, 2, 3, 8]), st.integers(1, 10**6), st.floats(0, 1),
+       st.sampled_from([1, 2, 4, 8, 16, 32]))
+def test_no_exchange_sends_more_than_the_dense_one(n, g, numel, density, bits):
     """Over a node's port, of all rounds together; what ranks send on among themselves is not counted twice."""
-    sizes = Sizes(dense, message, numel, math.ceil(density * numel))
+    dense = 4 * numel
+    sizes = Sizes(dense, numel, math.ceil(density * numel), bits)
     for name, kind in cost.EXCHANGES.items():
         ranks = g if kind.hierarchical else 1
         sent = cost.port_bytes(cost.exchange(name, sizes, n, ranks))
@@ -173,7 +176,7 @@ def test_no_exchange_sends_more_than_the_dense_one(dense, message, n, g, numel, 
 
 
 def test_the_cheapest_exchange_changes_with_the_workers():
-    link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 33_000, 8_000_000, 8_000)
+    link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 8_000_000, 8_000)
     chosen = {n: min(cost.EXCHANGES, key=lambda name, n=n: cost.seconds(cost.exchange(name, sizes, n, 1),
                                                                         Cluster(n, 1, link, link))) for n in (2, 256)}
     assert chosen[2] == "allgather" and chosen[256] == "reduce"

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
 from dgc.config import UNMASKED, Config, Schedule
 from dgc.plan.cost import Cluster
 from dgc.plan.models import Shape, buckets
-from dgc.plan.predict import CPU, DGC, GATHER, Local, Method, Overlap, Prediction, methods, predict
+from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
 from dgc.schedule import FIRST, piecewise, warmup
 
 WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little

@@ -152,7 +152,7 @@ def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
     """
     if not rounds(sizes, n * g):
         return ring(sizes.dense, n, g)
-    part = chunk_bytes(sizes.numel, n * g, sizes.rounded)
+    part = chunk_bytes(sizes.numel, n * g, sizes.sum_bits)
     return _by_owners(n, g, part, part)
 
 
@@ -161,7 +161,7 @@ def _dense_sum_of_nodes(sizes: Sizes, n: int, g: int) -> Rounds:
     """
     if not rounds(sizes, n):
         return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
-    part = chunk_bytes(sizes.numel, n, sizes.rounded)
+    part = chunk_bytes(sizes.numel, n, sizes.sum_bits)
     return _among_nodes(sizes.dense, n, g, part, part)
 
 

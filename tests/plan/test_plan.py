@@ -65,15 +65,6 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("file", "model"), [("network-1gbit", "resnet50"), ("network-lstm", "lstm")])
-def test_bytes_are_those_that_were_measured(file, model):
-    run = json.loads((RESULTS / f"{file}.json").read_text())
-    report = next(case["report"] for case in run["cases"] if (case["model"], case["method"]) == (model, "dgc-horovod"))
-    predicted = plan.predict(tuple(getattr(gradients, model)()), cluster(run["hosts"]), GATHER, 1.0)
-    assert predicted.port_bytes == report["bytes_sent"] and predicted.message_bytes == report["message_bytes"]
-
-
-@pytest.mark.long
 def test_defaults_are_what_was_measured():
     rows = json.loads((RESULTS / "compress-1core.json").read_text())["rows"]
     row = next(r for r in rows if (r["numel"], r["method"], r["mode"]) == (
@@ -148,7 +139,7 @@ def test_compressing_delays_and_decoding_follows():
 
 def test_global_clipping_waits_for_the_end_of_the_backward_pass():
     clip, by_tensor = (dgc.Config(0.5, clip_norm=1.0, clip_per_tensor=each) for each in (False, True))
-    early, late = (plan.predict(TWO, over(2.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
+    early, late = (plan.predict(TWO, over(4.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
     assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
 
 

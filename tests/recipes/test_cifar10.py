@@ -112,6 +112,8 @@ def test_resuming_is_bit_for_bit(images, tmp_path):
     (("--momentum", "0"), "--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)"),
     (("--method", "dense", "--clip-norm", "1"), "--clip-norm must be left out with --method dense, got 1"),
     (("--method", "topk", "--exchange", "reduce"), "--exchange must be left out with --method topk: it is of dgc"),
+    (("--method", "topk", "--value-bits", "4"), "--value-bits must be left out with --method topk: it is of dgc"),
+    (("--value-bits", "3"), "Invalid value for '--value-bits': it must be one of 1, 2, 4, 8, 16, 32, got 3"),
     (("--out", "/"), "Invalid value for '--out'"),
     (("--out", "setup.py/out.json"), "Invalid value for '--out': its folder cannot be made"),
     (("--batch-size", "2000"), "--batch-size 2000 x 1 workers is more than 1437 images"),
