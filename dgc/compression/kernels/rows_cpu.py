@@ -274,6 +274,7 @@ def decode(first, last, form, words, sizes, status, used, places, values):
         used[r], status[r] = 0, np.int64(np.int32(row[0]))
         digest = _checksum(row)
         bad = row[-2] != np.uint32(digest & 0xFFFFFFFF) or row[-1] != np.uint32(digest >> 32 & 0xFFFFFFFF)
+        bad |= status[r] < -1 or status[r] > len(words)
         count, size = 0, sizes[min(r, len(sizes) - 1)]
         if status[r] == 0 and not bad and not form[ALL]:
             for w in range(form[HIGHER], form[CHECKSUM]):
@@ -390,4 +391,4 @@ def write_all(rows: Rows, values: Tensor) -> Tensor:
     return torch.from_numpy(words.view(np.uint8))
 
 
-assert NONFINITE == -1  # as close() writes it
+assert NONFINITE == -1  # as close() writes it, and decode() reads it
