@@ -190,6 +190,7 @@ class Rows:
         Args:
             sizes: int64 (R,) or (1,): entries of the interval that each row is about; None: n.
         """
+        self.check_size(message)
         rows = len(message)
         parts = [message[:, a:b] for a, b in zip((0, *self.ends), self.ends, strict=False)]
         told = parts[0].view(torch.int32)[:, 0].to(torch.int64)
@@ -209,6 +210,12 @@ class Rows:
         status = torch.where(bad, 1 + torch.arange(rows, device=self.device), told)
         valid = valid & (status == 0)[:, None]
         return Entries(status, torch.where(valid, places, 0), torch.where(valid, values, 0))
+
+    def check_size(self, message: Tensor) -> None:
+        """Raises a ValueError where rows of a message have another size."""
+        if message.shape[1] != self.nbytes:
+            raise ValueError(f"a message must have {self.nbytes} bytes a row, got {message.shape[1]} (give all ranks "
+                             "the same model, Config and schedule)")
 
     @property
     def _numbers(self) -> int:

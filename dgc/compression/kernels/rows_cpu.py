@@ -369,6 +369,7 @@ def written(rows: Rows, begins: Any, places: Any, n: int, u: Any, v: Any, maskin
 
 def read(rows: Rows, messages: Tensor, sizes: Any, dtype: Any) -> tuple[Any, Any, Any, Any]:
     """What rows say: status (R,), used (R,), places (R, k) and values (R, k), where slots are used."""
+    rows.check_size(messages)
     words, threads = messages.contiguous().numpy().view(np.uint32), torch.get_num_threads()
     status, used = np.empty((2, len(words)), np.int64)
     places = np.empty((len(words), 0 if rows.all_entries else rows.slots), np.int64)
