@@ -44,7 +44,7 @@ from dgc.collective import World
 from dgc.compression import kernels, select
 from dgc.compression.kernels import cpu, plain
 from dgc.compression.residual import Bucket, Gradient
-from dgc.engine.buckets import BUCKET_NUMEL
+from dgc.engine.parameters import BUCKET_NUMEL
 from dgc.paths.compressed import reduce
 from dgc.paths.dense import reduce_dense
 from dgc.paths.task import layout_of

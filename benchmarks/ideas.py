@@ -146,8 +146,8 @@ class Rates(Idea):
     """What is pending keeps the learning rate of when it was a gradient."""
 
     def epoch_ends(self, optimizer: Any, before: float, after: float) -> None:
-        for bucket in engine_of(optimizer).parameters.compressed():
-            bucket.v.mul_(before / after)
+        for v in engine_of(optimizer).residual_views()["v"].values():
+            v.mul_(before / after)
 
 
 class Ahead(Idea):
@@ -164,12 +164,12 @@ class Ahead(Idea):
         def ahead(*_: Any) -> None:
             if model.training:
                 lr = optimizer.param_groups[0]["lr"]
-                for bucket in engine_of(optimizer).parameters.buckets:
-                    if bucket.compressed and bucket.kept is not None:
-                        v = bucket.kept.views(bucket.kept.v)
-                        for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
-                            common[p] = p.detach().clone()
-                            p.data.sub_(v[name], alpha=lr)
+                engine = engine_of(optimizer)
+                residuals = engine.residual_views()["v"]
+                for p, name in engine.names.items():
+                    if name in residuals:
+                        common[p] = p.detach().clone()
+                        p.data.sub_(residuals[name], alpha=lr)
 
         def back(*_: Any) -> None:
             for p, x in common.items():

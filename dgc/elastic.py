@@ -48,7 +48,7 @@ class TorchState(hvd.elastic.TorchState):
         """Called by ``hvd.elastic.run`` when Horovod has begun anew."""
         for handler in self._handlers.values():
             if isinstance(handler, _Handler):
-                engine_of(handler.value).agreement.compare_again()
+                engine_of(handler.value).compare_again()
         super().on_reset()
 
 
@@ -57,24 +57,16 @@ class _Handler(stock.OptimizerStateHandler):
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        engine_of(optimizer).agreement.compare_again()
-        self._keep()
-
-    def _keep(self) -> None:
-        engine = engine_of(self.value)
-        if engine.step.waits_for_update and engine.settings.exchanges:
-            raise RuntimeError("state.commit() must be called after step(), got a call between backward() and step(), "
-                               "when u and v lack what is on its way")
-        pending, self._lost = engine.pending, engine.ledger.lost_residuals
-        self._residuals = {"size": pending.world_size, **copy.deepcopy(pending.views())}
+        engine_of(optimizer).compare_again()
+        self._residuals = engine_of(optimizer).commit()
 
     def set_value(self, value: Any) -> None:
-        engine_of(value).agreement.compare_again()
+        engine_of(value).compare_again()
         super().set_value(value)
 
     def save(self) -> None:
         super().save()
-        self._keep()
+        self._residuals = engine_of(self.value).commit()
 
     def sync(self) -> None:
         super().sync()
@@ -84,13 +76,10 @@ class _Handler(stock.OptimizerStateHandler):
 
     def restore(self) -> None:
         engine = engine_of(self.value)
-        engine.give_up()  # what is under way may never end: ranks are gone
-        engine.nonfinite.look()  # what it is still to put back into v belongs to the v of before
-        engine.nonfinite.forget()  # the step is undone, and a rank that joins has not found the same
+        engine.roll_back()
         # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-        engine.pending.load(self._residuals)
-        engine.ledger.lost_residuals = self._lost  # those that are gone since are counted anew
+        engine.restore(self._residuals)
 
 
 class _StateDictHandler(stock.SamplerStateHandler):

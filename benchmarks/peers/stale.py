@@ -19,7 +19,7 @@ from torch import Tensor
 import dgc
 from dgc.collective import Collective, Path, sent_bytes
 from dgc.compression.residual import Bucket, Gradient
-from dgc.engine.buckets import compressible
+from dgc.engine.parameters import compressible
 from dgc.paths import compressed
 from dgc.transport import find
 from dgc.transport.run import PathRun

@@ -26,7 +26,7 @@ from dgc.checkpoint.fits import (
 from dgc.checkpoint.random_states import set_random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
 from dgc.checkpoint.reshard import accumulate, fold, weights
-from dgc.engine.engine import Engine, drop
+from dgc.engine.engine import Engine
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -73,21 +73,20 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     if engine is not None and engine.settings.exchanges:
-        drop(engine)  # what is on its way belongs to another v, and would pair up with what is asked here
+        engine.drop_step()  # what is on its way belongs to another v, and would pair up with what is asked here
 
     def look() -> Any:
         folder = Path(path)  # a TypeError where it is none
         return read_manifest(folder) if ranks.world.rank == 0 else None
 
     manifest, folder = ranks.together(look)[0], Path(path)
-    for _ in range(10):
+    while True:
         try:
-            return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
+            return _Loading(folder, manifest, model, optimizer, ranks).run()
         except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
-    return _Loading(folder, manifest or {}, model, optimizer, ranks).run()
 
 
 class _Loading:
@@ -149,7 +148,7 @@ class _Loading:
             check_model(common["model"], self._model)
             check_optimizer(self._optimizer, common["optimizer"])
             check_sparse(common.setdefault("sparse", {}), names)
-        expected = self._engine.pending.views() if self._engine is not None and self._keeps else {
+        expected = self._engine.residual_views() if self._engine is not None and self._keeps else {
             "u": names, "v": names}
         for name, rank in self._needed.items():
             state = files.read(self._folder, name, self._files, sent)
@@ -180,13 +179,13 @@ class _Loading:
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
         if engine is not None and self._keeps:  # before the optimizer's own state: momentum it has moves into u
-            kept = engine.pending.state()
+            kept = engine.residuals()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
             optimizer.load_residual_state_dict({**kept, **residuals})
         optimizer.load_state_dict(self._common["optimizer"])
-        if engine is not None and not engine.settings.sparse_as_dense:
-            engine.parameters.load_sparse_names(self._common["sparse"])
+        if engine is not None:
+            engine.load_sparse_names(self._common["sparse"])
         with torch.no_grad():
             for p, update in self._updates.items():
                 p.copy_(p.double().add_(update.to(p.device)))

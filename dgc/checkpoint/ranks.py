@@ -14,7 +14,7 @@ import torch
 from dgc.checkpoint.files import content_of
 from dgc.checkpoint.fits import engine_or_none
 from dgc.collective import Collective, World
-from dgc.engine.shards import shard
+from dgc.engine.parameters import shard
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
 
@@ -61,9 +61,9 @@ class Ranks:
                 raise getattr(builtins, kind)(f"{result} (on rank {rank})" if len(all_) > 1 else result) from cause
         return [result for _, result in all_]
 
-    def first(self, action: Callable[[], T]) -> T | None:
+    def first(self, action: Callable[[], T]) -> T:
         """Acts on rank 0, whose result all get; it is plain JSON data."""
-        results: list[T | None] = self.together(lambda: action() if self.world.rank == 0 else None)
+        results: list[Any] = self.together(lambda: action() if self.world.rank == 0 else None)
         return results[0]
 
     def send(self, file: Path, root: int, nbytes: int) -> bytes:
@@ -97,7 +97,7 @@ def ranks_of(optimizer: Any) -> Ranks:
     if any(shard(p) is not None for group in optimizer.param_groups for p in group["params"]):
         raise TypeError("the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
                         "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))")
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    if engine is not None:  # Lightning takes the model off the GPU when it has ended, but not the residuals
-        device = next((bucket.v.device for bucket in engine.parameters.kept()), device)
-    return Ranks(transport, device, world)
+    # Lightning takes the model off the GPU when it has ended, but not the residuals.
+    device = None if engine is None else engine.residual_device
+    devices = (p.device for group in optimizer.param_groups for p in group["params"])
+    return Ranks(transport, device or next(devices, torch.device("cpu")), world)

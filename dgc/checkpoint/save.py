@@ -90,7 +90,7 @@ def _common(ranks: Ranks, path: str | os.PathLike[str], model: nn.Module, optimi
         check_held(optimizer, model)
         common.update(model=model.state_dict(), optimizer=tree_map(as_plain, optimizer.state_dict()),
                       extras=tree_map(as_plain, dict(extras or {})),
-                      sparse={} if engine is None else engine.parameters.sparse_names())
+                      sparse={} if engine is None else engine.sparse_names())
         check_plain(common)
         parameters = parameter_names(model)
         return tree_hash([{k: x for k, x in common["model"].items() if k in parameters}, common["optimizer"]])
@@ -123,7 +123,7 @@ def _collect(ranks: Ranks, folder: Path, files: dict[str, Any], written: list[Pa
     """Sends rank 0 the files that it does not see."""
     unseen = ranks.first(lambda: [r for r in range(ranks.world.size)
                                   if not file_of(folder, f"rank-{r}", files).exists()])
-    for rank in unseen or []:
+    for rank in unseen:
         name = f"rank-{rank}"
         content = ranks.send(file_of(folder, name, files), rank, files[name][0])
         ranks.first(partial(put, folder, name, content, files[name], written))

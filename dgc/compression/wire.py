@@ -206,7 +206,12 @@ class Rows:
         bad |= (told == 0) & (valid & (places >= limit)).any(1)
         scales = parts[1].view(torch.int16)[:, :self.groups * self._numbers].view(rows, self.groups, self._numbers)
         values = self._values(unpack(parts[2], self.slots, self.bits), scales)
-        bad |= (told == 0) & (valid & ~values.isfinite()).any(1)  # of such a row its writer would have told
+        in_use = valid[:, ::GROUP, None]
+        wrong = (valid & values.isnan()).any(1)
+        if self.bits <= 8:
+            numbers = (scales.to(torch.int32) << 16).view(torch.float32)
+            wrong |= (in_use & ~((numbers >= 0) & (numbers < torch.inf))).flatten(1).any(1)
+        bad |= (told == 0) & wrong
         status = torch.where(bad, 1 + torch.arange(rows, device=self.device), told)
         valid = valid & (status == 0)[:, None]
         return Entries(status, torch.where(valid, places, 0), torch.where(valid, values, 0))
@@ -296,12 +301,15 @@ class Rows:
         if self.bits > 8:
             kind, real = (torch.int32, torch.float32) if self.bits == 32 else (torch.int16, torch.float16)
             words = codes.to(kind).view(real).double()
-            return (words * self._spread(power_of_two(scales))).to(self.residual)
+            most = torch.finfo(self.residual).max
+            values = (words * self._spread(power_of_two(scales))).clamp_(-most, most).to(self.residual)
+            return torch.where(words.isfinite(), values, torch.nan)
         a, d = ((number.to(torch.int32) << 16).view(torch.float32) for number in scales.unbind(-1))
         level = codes & (1 << self.bits - 1) - 1
         root = self._spread(a) + level.to(torch.float32) * self._spread(d)
         negative = (codes >> self.bits - 1) & 1
-        return torch.where(negative == 1, -(root * root), root * root).to(self.residual)
+        size = (root * root).clamp_(max=torch.finfo(torch.float32).max)
+        return torch.where(negative == 1, -size, size).to(self.residual)
 
     def _grouped(self, values: Tensor) -> Tensor:
         """(R, k) as groups, (R, G, 256), the last one filled up with zeros."""

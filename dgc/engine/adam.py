@@ -24,9 +24,8 @@ from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import memory_order, residual_dtype
 from dgc.config import Config
 from dgc.engine import rates
-from dgc.engine.parameters import BEGAN, Parameters
-from dgc.engine.settings import Role, Settings
-from dgc.engine.shards import local
+from dgc.engine.parameters import BEGAN, Parameters, local
+from dgc.engine.settings import Role
 from dgc.engine.wrapped import check_decay, is_adam, sign
 from dgc.warn import warn
 
@@ -46,14 +45,14 @@ class Denominators:
     and broadcast with it. ``step`` stays at the number of dense steps, whose bias is in all of ``exp_avg_sq``.
 
     Args:
-        settings: of the optimizer.
         parameters: that are updated.
-        inner: the class of the wrapped optimizer.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer]):
-        self._settings, self._parameters, self._inner = settings, parameters, inner
-        self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(inner)
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
+        settings = parameters.settings
+        self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(
+            parameters.inner)
         self.used = self.filled and settings.exchanges  # outside a process set the state is filled: see Applier
         self._factors: dict[Tensor, _Factor] = {}
 
@@ -164,7 +163,7 @@ class Denominators:
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuses a weight decay that is not decoupled, which a script may set at any step."""
-        check_decay(self._inner, group)
+        check_decay(self._parameters.inner, group)
 
     @torch.no_grad()
     def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:

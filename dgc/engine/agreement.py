@@ -14,11 +14,9 @@ from dgc.compression import kernels
 from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
-from dgc.engine.gradients import Nodes
-from dgc.engine.parameters import STEP, Parameters
+from dgc.engine.gradients import Gradients
+from dgc.engine.parameters import STEP, Parameters, local, shard
 from dgc.engine.pending import Pending
-from dgc.engine.settings import Settings
-from dgc.engine.shards import local, shard
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
@@ -28,6 +26,8 @@ from dgc.warn import LOG, warn
 LINE = 256  # bytes of a line that an error shows
 AHEAD = 4096  # steps to come at which a user's own schedule is compared
 PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
+SETTINGS = "the optimizer's settings"
+WISE = (SETTINGS, VALUES)  # of which a difference is told, and is no error
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
 OTHER_STATE = ("an elastic job should hold its optimizer in dgc.elastic.TorchState, in place of "
@@ -40,20 +40,19 @@ class Agreement:
     """Whether the ranks have been compared.
 
     Args:
-        settings: of the optimizer.
         parameters: of the optimizer.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
         self.reached = False
-        self.again = not settings.elastic  # in an elastic job, whether a state has the ranks compared when one joins
+        self._again = not self._settings.elastic  # in an elastic job a state has the ranks compared when one joins
 
     def compare_again(self) -> None:
         """Has the ranks of an elastic job compared at the next step, whose state knows when one joins."""
-        self.reached, self.again = False, True
+        self.reached, self._again = False, True
 
-    def reach(self, nodes: Nodes, pending: Pending) -> int:
+    def reach(self, gradients: Gradients, pending: Pending) -> int:
         """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
         pending. Returns how many ranks are gone.
 
@@ -61,50 +60,46 @@ class Agreement:
             ValueError: on all ranks alike.
         """
         world, elastic, lost = self._settings.world, self._settings.elastic, 0
-        if self.again:
-            self.compare(world.rank)
+        if self._again:
+            self._compare(world.rank)
         elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
             warn(OTHER_STATE)
-        if elastic and self.again:
+        if elastic and self._again:
             lost = pending.rescale(world.size)
         elif not elastic and self._settings.config.hierarchical:
-            nodes.group(world)
+            gradients.group()
         self.reached = True
         return lost
 
-    def compare(self, rank: int) -> None:
+    def _compare(self, rank: int) -> None:
         """Compares with the other ranks what an exchange depends on.
-
-        Args:
-            rank: this one.
 
         Raises:
             ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
         """
-        needed, wise, table = self._needed(), self._wise(), self._parameters
-        differences = check(needed, wise, self._settings.transport, table.device)
-        if table.all() and shard(table.all()[0]) is not None:
-            others = find(table.all()[0].device_mesh.get_group())  # type: ignore[attr-defined]
-            for section in OF_A_SHARD:
-                needed.pop(section, None)
-                wise.pop(section, None)
-            differences += check(needed, wise, others, table.device)
+        sections, table = self._sections(), self._parameters
+        differences = check(sections, self._settings.transport, table.device)
+        if shard(table.first) is not None:
+            others = find(table.first.device_mesh.get_group())  # type: ignore[attr-defined]
+            whole = {section: lines for section, lines in sections.items() if section not in OF_A_SHARD}
+            differences += check(whole, others, table.device)
         if differences and rank == 0:
             warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
                  "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
         size = self._settings.world.size
         LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
-                 len(table.all()), len(table.buckets), len(table.compressed()))
+                 len(table.listed), len(table.buckets), len(table.compressed()))
 
-    def _needed(self) -> dict[str, list[str]]:
-        """Section -> lines that must be alike."""
-        parameters, table, config = self._parameters.all(), self._parameters, self._settings.config
+    def _sections(self) -> dict[str, list[str]]:
+        """Section -> lines that must be alike; those of ``WISE`` had better be."""
+        table, config = self._parameters, self._settings.config
+        compared = [] if self._settings.in_ddp else list(table.listed)
         return {
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": self._arguments(),
             PARAMETERS: [
                 f"{table.names[p]} {tuple(p.shape)} {p.dtype}" + (
-                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in parameters],
+                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in table.listed],
             MEMORY: [
                 f"{name}: its dimensions in the order {order}" for bucket in table.kept()
                 for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
@@ -115,17 +110,10 @@ class Agreement:
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
             "the dense steps in which AdamW's denominator is found": _dense_steps(config, table.groups),
-        }
-
-    def _wise(self) -> dict[str, list[str]]:
-        """Section -> lines that had better be alike."""
-        parameters = [] if self._settings.in_ddp else self._parameters.all()
-        return {
-            "the optimizer's settings": [f"its class is {self._parameters.optimizer._inner.__qualname__}",
-                                         *(line for line, ours in self._of_groups() if not ours)],
-            VALUES: [
-                f"bits of {self._parameters.names[p]} add up to {bits}"
-                for p, bits in zip(parameters, sums_of_bits(map(local, parameters)), strict=True)],
+            SETTINGS: [f"its class is {table.inner.__qualname__}",
+                       *(line for line, ours in self._of_groups() if not ours)],
+            VALUES: [f"bits of {table.names[p]} add up to {bits}"
+                     for p, bits in zip(compared, sums_of_bits(map(local, compared)), strict=True)],
         }
 
     def _arguments(self) -> list[str]:
@@ -144,26 +132,24 @@ class Agreement:
                 if key not in ("params", "foreach", "fused")]
 
 
-def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]], transport: Transport,
-          device: torch.device) -> list[str]:
+def check(sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device) -> list[str]:
     """Compares what is said on each rank, to rank 0's.
 
     A rank that has another configuration or model would send messages of other sizes, or in another order: the job
     would hang, or go on with a wrong result. One that has another learning rate, or other values, is on its own way.
 
     Args:
-        needed: what must be alike -> lines of text; the same sections on every rank.
-        wise: what had better be.
+        sections: what is compared -> lines of text; the same sections on every rank.
         transport: what to ask the other ranks over.
         device: of the tensors that travel.
 
     Returns:
-        A sentence about each section of ``wise`` that differs, with the first line that does; alike on all ranks.
+        A sentence about each section of ``WISE`` that differs, with the first line that does; alike on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, with such a sentence about the first section of ``needed`` that differs.
+        ValueError: on all ranks alike, with such a sentence about the first other section that differs.
     """
-    texts = {section: "\n".join(lines).encode() for section, lines in {**needed, **wise}.items()}
+    texts = {section: "\n".join(lines).encode() for section, lines in sections.items()}
     own = torch.tensor([_hash(text) for text in texts.values()], device=device)
     everyones = transport.start(Collective("gather", own), "dgc.agree")()
     differs = (everyones != everyones[0]).cpu()
@@ -172,26 +158,25 @@ def check(needed: Mapping[str, Iterable[str]], wise: Mapping[str, Iterable[str]]
         if not column.any():
             continue
         ranks = column.nonzero().flatten().tolist()
-        here, there = _differing_lines(text, transport, device)[ranks[0]]
+        here, there = _first_difference(text, ranks[0], transport, device)
         others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
-        if section in needed:
+        if section not in WISE:
             raise ValueError(sentences[0])
     return sentences
 
 
-def _differing_lines(text: bytes, transport: Transport, device: torch.device) -> list[tuple[str, str]]:
-    """The first line in which each rank differs from rank 0, and rank 0's."""
-    length = torch.tensor([len(text)], device=device)
+def _first_difference(text: bytes, rank: int, transport: Transport, device: torch.device) -> tuple[str, str]:
+    """The first line in which a rank differs from rank 0, and rank 0's."""
+    lines = text.split(b"\n")
+    length = torch.tensor([len(lines)], device=device)
     longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
-    padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
-    reference = transport.start(Collective("share", padded), "dgc.agree.text")()
-    theirs = bytes(reference.tolist()).rstrip(b"\0").split(b"\n")
-    ours = text.split(b"\n")
-    end = [b"nothing"] * (max(len(ours), len(theirs)) + 1 - min(len(ours), len(theirs)))
-    pair = next(((a, b) for a, b in zip(ours + end, theirs + end, strict=False) if a != b), (b"", b""))
-    everyones = gather_bytes(transport, b"\n".join(line[:LINE] for line in pair), "dgc.agree.lines", device)
-    return [(here, there) for here, there in (both.decode(errors="replace").split("\n") for both in everyones)]
+    own = torch.tensor([*map(_hash, lines), *[0] * (longest - len(lines))], device=device)
+    everyones = transport.start(Collective("gather", own), "dgc.agree.lines")()
+    number = int((everyones[rank] != everyones[0]).nonzero()[0])
+    line = lines[number] if number < len(lines) else b"nothing"
+    told = gather_bytes(transport, line[:LINE], "dgc.agree.text", device)
+    return told[rank].decode(errors="replace"), told[0].decode(errors="replace")
 
 
 def _hash(text: bytes) -> int:
@@ -200,17 +185,12 @@ def _hash(text: bytes) -> int:
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
     """One number for each tensor, which is another as soon as one of its bits is: on any device the same."""
-    # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
-    sums = [torch.stack([part.sum(dtype=torch.int64) for part in bits.split(LONG_SLICE)]).sum() for bits in (
-        tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()]) for tensor in tensors)]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, total in enumerate(sums):
-        by_device.setdefault(total.device, []).append(i)
-    values = [0] * len(sums)
-    for indices in by_device.values():  # one question to each device
-        for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
-            values[i] = value
-    return values
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+        # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
+        sums.append(sum(int(part.sum(dtype=torch.int64)) for part in bits.split(LONG_SLICE)))
+    return sums
 
 
 def _schedule(config: Config, step: int) -> list[str]:

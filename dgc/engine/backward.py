@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar, cast
-from weakref import ref
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from dgc.compression.residual import memory_order, shaped
-from dgc.engine.buckets import DTYPES
+from dgc.engine.parameters import DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Exchanging(Protocol):
-    """The engine, as a source of gradients sees it."""
-
-    def arrived(self, parameter: Tensor) -> None:
-        """A backward pass has added to a parameter's gradient."""
-
-    def exchange(self) -> None:
-        """Ends the step's exchange."""
-
-    def backward_ends(self) -> None:
-        """A backward pass has ended."""
-
-
-class Hooks:
-    """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
-
-    Args:
-        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the optimizer's.
-    """
-
-    def __init__(self, ends_with_backward: bool):
-        self.ends_with_backward, self.waits_for_all = ends_with_backward, True
-        self._lock = threading.RLock()
-        self._task = -1  # torch's number of the last backward pass
-
-    def brings(self, parameter: Tensor) -> bool:
-        """See :class:`dgc.engine.engine.GradientSource`."""
-        return True
-
-    def watch(self, parameters: Iterable[Tensor], engine: Exchanging) -> None:
-        """See :class:`dgc.engine.engine.GradientSource`."""
-        reference, lock = ref(engine), self._lock  # the parameters outlive the optimizer
-
-        def call(parameter: Tensor) -> None:
-            if (alive := reference()) is not None:
-                with lock:  # torch has a thread for each device of a model, and they run backward side by side
-                    alive.arrived(parameter)
-
-        for parameter in parameters:
-            add_hook(parameter, call)
-
-    def arrived(self, engine: Exchanging) -> None:
-        """See :class:`dgc.engine.engine.GradientSource`."""
-        if (task := backward_task()) != self._task:
-            self._task = task
-            at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
-
-    def has_step(self, engine: Exchanging) -> bool:
-        """See :class:`dgc.engine.engine.GradientSource`. Without gradients zeros are exchanged, as by Horovod."""
-        return True
-
-    def synchronize(self, engine: Exchanging) -> None:
-        """See :class:`dgc.engine.engine.GradientSource`."""
-        engine.exchange()
-
-    def before_update(self, engine: Exchanging) -> None:
-        """See :class:`dgc.engine.engine.GradientSource`."""
 
 
 def uncompiled(function: F) -> F:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from dgc.engine.adam import Denominators
 from dgc.engine.agreement import Agreement
-from dgc.engine.backward import refuse_gradients_of_others
-from dgc.engine.exchange import Launcher, Outgoing, arrive, flush_all, skip
-from dgc.engine.gradients import Nodes, Scaling
+from dgc.engine.backward import (
+    add_hook,
+    at_end_of_backward,
+    backward_task,
+    refuse_gradients_of_others,
+    within_another,
+)
+from dgc.engine.exchange import Launcher, arrive, flush_all, skip
+from dgc.engine.gradients import Gradients
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
-from dgc.engine.momentum import Momentum
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters, exchanged
 from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
-from dgc.engine.report import Ledger
+from dgc.engine.report import Report
 from dgc.engine.settings import Role, Settings
-from dgc.engine.step import Phase, Step
+from dgc.engine.step import Ledger, Phase, Step
 from dgc.engine.wrapped import momentum_of
 from dgc.warn import warn
 
@@ -40,9 +46,6 @@ class GradientSource(Protocol):
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to its gradient."""
 
-    def arrived(self, engine: Engine) -> None:
-        """Is told of each such gradient, where ``ends_with_backward``: has :meth:`Engine.backward_ends` called then."""
-
     def has_step(self, engine: Engine) -> bool:
         """Whether step() has something to do, if only to raise an error."""
 
@@ -53,86 +56,171 @@ class GradientSource(Protocol):
         """Is told that the optimizer is about to apply what is in ``p.grad``."""
 
 
+class Hooks:
+    """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
+
+    Args:
+        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the optimizer's.
+    """
+
+    def __init__(self, ends_with_backward: bool):
+        self.ends_with_backward, self.waits_for_all = ends_with_backward, True
+        self._lock = threading.RLock()
+        self._task = -1  # torch's number of the last backward pass
+
+    def brings(self, parameter: Tensor) -> bool:
+        """See :class:`GradientSource`."""
+        return True
+
+    def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
+        """See :class:`GradientSource`."""
+        reference, lock = ref(engine), self._lock  # the parameters outlive the optimizer
+
+        def call(parameter: Tensor) -> None:
+            if (alive := reference()) is not None:
+                with lock:  # torch has a thread for each device of a model, and they run backward side by side
+                    alive.arrived(parameter)
+                    if self.ends_with_backward:
+                        self._await_end(alive)
+
+        for parameter in parameters:
+            add_hook(parameter, call)
+
+    def _await_end(self, engine: Engine) -> None:
+        """Has the engine told when the backward pass that runs has ended."""
+        if (task := backward_task()) != self._task:
+            self._task = task
+            at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
+
+    def has_step(self, engine: Engine) -> bool:
+        """See :class:`GradientSource`. Without gradients zeros are exchanged, as by Horovod."""
+        return True
+
+    def synchronize(self, engine: Engine) -> None:
+        """See :class:`GradientSource`."""
+        engine.exchange()
+
+    def before_update(self, engine: Engine) -> None:
+        """See :class:`GradientSource`."""
+
+
 class Engine:
     """Takes an optimizer's gradients to its parameters. The optimizer holds it, and it does not hold the optimizer.
 
     Args:
-        optimizer: whose parameters.
-        inner: the class of the wrapped optimizer.
+        optimizer: whose parameters; one of ours.
         names: parameter -> name.
         settings: what the optimizer was made with.
         source: what brings the gradients.
+
+    Attributes:
+        settings: the arguments of the optimizer; plain data.
+        step: the state of the step under way; plain data.
+        synchronizes: step() does, but within skip_synchronize().
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, inner: type[torch.optim.Optimizer], names: dict[Tensor, str],
-                 settings: Settings, source: GradientSource):
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings,
+                 source: GradientSource):
         self.settings, self.source = settings, source
-        self.parameters = parameters = Parameters(optimizer, names, settings)
-        self.ledger = Ledger()
-        self.scaling = Scaling(settings, parameters)
-        self.nodes = Nodes(settings, parameters, self.scaling)
-        of_adam, momentum = Denominators(settings, parameters, inner), Momentum(settings, parameters, inner)
-        self.applier = Applier(settings, parameters, inner, of_adam, momentum)
-        self.progress = Progress(settings, parameters, self.nodes, momentum, of_adam)
-        self.misuse = Misuse(settings, parameters, self.applier)
-        self.agreement = Agreement(settings, parameters)
-        self.nonfinite = NonFinite(settings, parameters)
-        outgoing = Outgoing(settings, parameters, self.scaling, self.nodes, of_adam)
-        self.launcher = Launcher(settings, parameters, outgoing, self.nodes, self.applier, self.progress, self.misuse,
-                                 self.ledger)
-        self.pending = Pending(settings, parameters, self.nonfinite, self.nodes)
-        self.synchronizes = True  # step() does, but within skip_synchronize()
-        self.steps = 0  # calls of step() that have applied something
+        self._parameters = parameters = Parameters(optimizer, names, settings)
+        self._ledger = Ledger()
+        self._gradients = Gradients(parameters)
+        self._applier = Applier(parameters)
+        self._progress = Progress(parameters, self._gradients, self._applier)
+        self._misuse = Misuse(parameters, self._applier)
+        self._agreement = Agreement(parameters)
+        self._nonfinite = NonFinite(parameters)
+        self._launcher = Launcher(parameters, self._gradients, self._applier, self._progress, self._misuse)
+        self._pending = Pending(parameters, self._nonfinite, self._gradients)
+        self._steps = 0  # calls of step() that have applied something
+        self.synchronizes = True
         self.step = Step((), 0)
         self.adopt(parameters.groups, settings.groups)
-        self.progress.begin()
-        if settings.role is not Role.ALONE:
-            self.progress.fill_state()
-            self.pending.missing = settings.exchanges and parameters.step > 0
+        self._progress.begin()
+        self._pending.begin()
+
+    # -- the parameters ------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which is alive while it is at work."""
+        return self._parameters.optimizer
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """Parameter -> name, of all that the optimizer has."""
+        return self._parameters.names
+
+    @names.setter
+    def names(self, names: dict[Tensor, str]) -> None:
+        self._parameters.names = names
+
+    @property
+    def listed(self) -> dict[Tensor, None]:
+        """The parameters whose gradients are exchanged, in order."""
+        return self._parameters.listed
+
+    @property
+    def requires_update(self) -> set[Tensor]:
+        """Those that are exchanged also where this rank has no gradient for them."""
+        return self._parameters.requires_update
+
+    @requires_update.setter
+    def requires_update(self, parameters: set[Tensor]) -> None:
+        self._parameters.requires_update = parameters
+
+    @property
+    def residual_device(self) -> torch.device | None:
+        """The device of residuals, where there are any; the model may have been moved off it."""
+        return next((bucket.v.device for bucket in self._parameters.kept()), None)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is compressed in the next step, and nothing has to be agreed on before it."""
+        at_start = self._agreement.reached or self.settings.config.sparsity_at(self._parameters.step) == 0
+        return self._parameters.stock and at_start
+
+    def check_unchanged(self) -> None:
+        """Refuses parameters that were added, taken away, moved or reshaped by hand."""
+        if self.settings.exchanges:
+            self._parameters.check_unchanged()
 
     def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
-        """Exchanges the gradients of these param groups from now on; ``groups``: see :meth:`Parameters.register`."""
-        parameters = [p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.parameters.listed]
-        self.parameters.add(parameters, self.source.waits_for_all)
+        """Exchanges the gradients of these param groups from now on.
+
+        Args:
+            param_groups: some of the optimizer's.
+            groups: see :func:`dgc.DistributedOptimizer`.
+        """
+        parameters = [p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.listed]
         self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
         if self.settings.exchanges:
             refuse_gradients_of_others(param_groups)
-            self.parameters.register(parameters, groups)
+        self._parameters.add(parameters, self.source.waits_for_all, groups)
+        if self.settings.exchanges:
             self.source.watch(parameters, self)
+        if self.settings.role is not Role.ALONE:
+            self._applier.fill_state()
 
-    def go_on(self) -> None:
-        """Goes on with a training that was loaded into the optimizer."""
-        compressed = not self.parameters.stock  # begin() forgets, alone
-        self.progress.begin()
-        if self.settings.role is Role.ALONE:
-            has_momentum = any(momentum_of(group)[0] for group in self.parameters.groups)
-            if compressed and has_momentum and self.settings.config.momentum_correction:
-                self.misuse.tell_of_missing_momentum(of_adam=not self.applier.is_sgd)
-            return
-        self.pending.begin_anew()
-        self.progress.fill_state()
+    def compare_again(self) -> None:
+        """Has the ranks compared at the next step."""
+        self._agreement.compare_again()
 
-    def give_up(self) -> None:
-        """Drops the step under way; what it took out of v is put back."""
-        self.step.abandon(wait=False)
-        self.ledger.drop()
-        self._next_step()
+    def begin(self) -> None:
+        """Begins with other settings, at the step that the training has reached."""
+        self._progress.begin()
 
-    def _next_step(self, phase: Phase = Phase.IDLE, before: Step | None = None) -> None:
-        self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step, phase, before)
-        self.misuse.forget()
+    # -- a step --------------------------------------------------------------------------------------------------------
 
     def arrived(self, parameter: Tensor) -> None:
         """A backward pass has added to a parameter's gradient."""
         step = self.step if self.step.phase is Phase.COLLECTING else self._open()
         if (delay := step.delays[parameter]) <= 0:
-            self.misuse.refuse_backward()
+            self._misuse.refuse_backward()
         if parameter.is_complex() and parameter.grad is not None and parameter.grad.is_conj():
             parameter.grad = parameter.grad.resolve_conj()
-        if step.arrive(parameter, delay, self.parameters.bucket_of) and self.agreement.reached:
-            self.launcher.launch_ready(step)
-        if self.source.ends_with_backward:
-            self.source.arrived(self)
+        if step.arrive(parameter, delay, self._parameters.bucket_of) and self._agreement.reached:
+            self._launcher.launch_ready(step)
 
     def backward_ends(self) -> None:
         """A backward pass has ended, and with it the step's exchange, if a gradient is complete."""
@@ -141,23 +229,28 @@ class Engine:
 
     def _open(self) -> Step:
         """The first gradient of a step has come, or of one more exchange in the step whose update waits for step()."""
-        self.parameters.check_unchanged()
-        world, before = replace(self.settings.world, node_size=self.nodes.size), self.step
+        self._parameters.check_unchanged()
+        before = self.step
         if before.phase is Phase.EXCHANGED:
-            self.step = Step(self.parameters.listed, self.settings.backward_passes_per_step)
-            self.step.earlier, self.step.direct = before.deliveries, before.direct
-            self.misuse.step_goes_on()
+            self.step = before.one_more(self.listed, self.settings.backward_passes_per_step)
             if before.stock:  # a gradient that is not finite, and is kept, will be found in the next sum
-                self.nonfinite.look()
-                self.nonfinite.forget()
+                self._nonfinite.forget()
         elif before.phase is not Phase.IDLE:
             self._next_step()
-        self.pending.step_opens()
-        if self.agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
-            self.progress.open(self.step)
-        self.step.collect(world, self.parameters.group_of(), self.parameters.buckets)
-        self.ledger.open(self.parameters.dense_bytes(world.size))
+        self._pending.step_opens()
+        if self._agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
+            self._progress.open(self.step)
+        world = self._gradients.world
+        self.step.collect(world, self._parameters.group_of(), self._parameters.buckets)
+        self.step.sent["dense_bytes"] = self._parameters.dense_bytes(world.size)
         return self.step
+
+    def _next_step(self, phase: Phase = Phase.IDLE, before: Step | None = None) -> None:
+        self.step = Step(self.listed, self.settings.backward_passes_per_step, phase, before)
+
+    def synchronize(self) -> None:
+        """Ends the step's exchange, if that has not been done."""
+        self.source.synchronize(self)
 
     def exchange(self) -> None:
         """Waits for the exchange of all gradients; ``p.grad`` then holds what step() applies, alike on every rank."""
@@ -165,24 +258,24 @@ class Engine:
             return
         if not self.settings.exchanges:
             if self.settings.role is Role.ALONE:
-                self.scaling.clip_alone(self.step)
+                self._gradients.clip_alone(self.step)
             self._next_step(Phase.EXCHANGED)
             return
         if self.step.phase is Phase.IDLE:
-            self.misuse.refuse_unexchanged()
+            self._misuse.refuse_unexchanged()
             self._open()
-        step, met = self.step, self.agreement.reached
+        step, met = self.step, self._agreement.reached
         self._meet(step)
-        self.misuse.tell_of_late_change()
-        self.progress.computing_stops()
+        self._misuse.tell_of_late_change(step)
+        self._progress.computing_stops()
         try:
             with step.marked():
                 if not met:
-                    self.progress.open(step)
+                    self._progress.open(step)
                 finite = self._run(step)
         except FloatingPointError as error:  # on all ranks alike, which raise it in step(), if it is called
             step.error, finite = error, False
-            skip(step, self.parameters)
+            skip(step, self._parameters)
         except ValueError:  # on all ranks alike
             self.give_up()
             raise
@@ -191,54 +284,53 @@ class Engine:
         else:
             self._skip(step)
 
-    def _run(self, step: Step) -> bool:
-        """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients are finite."""
-        count = self.ledger.counting(step)
-        step.inverse = self.scaling.measure_inverse()
-        self.launcher.reopen_rest(step)
-        if self.settings.waits and not self.nonfinite.all_finite(self.scaling.gradients(step), step, count):
-            return False
-        if self.settings.config.clips_globally:
-            if step.world.node_size > 1:
-                self.launcher.average_in_node(step)
-            step.clip = self.scaling.global_factor(self.scaling.gradients(step), step)
-        self.launcher.launch_rest(step)
-        blame = arrive(step, self.parameters, self.applier, self.nonfinite, count)
-        if blame and not self.settings.waits:
-            step.error = FloatingPointError(blame)
-        return not blame
-
     def _meet(self, step: Step) -> None:
         """Agrees with the other ranks, the first time, before anything is exchanged."""
         try:
-            if not self.agreement.reached:
-                self.ledger.lost_residuals += self.agreement.reach(self.nodes, self.pending)
+            if not self._agreement.reached:
+                self._ledger.lost_residuals += self._agreement.reach(self._gradients, self._pending)
         except ValueError:  # on all ranks alike
             self.give_up()
             raise
-        step.world = replace(self.settings.world, node_size=self.nodes.size)
-        self.nodes.level()
+        step.world = self._gradients.world
+        self._gradients.level()
+
+    def _run(self, step: Step) -> bool:
+        """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients are finite."""
+        step.inverse = self._gradients.measure_inverse()
+        self._launcher.reopen_rest(step)
+        if self.settings.waits and not self._nonfinite.all_finite(self._gradients.all(step), step):
+            return False
+        if self.settings.config.clips_globally:
+            if step.world.node_size > 1:
+                self._launcher.average_in_node(step)
+            step.clip = self._gradients.global_factor(self._gradients.all(step), step)
+        self._launcher.launch_rest(step)
+        blame = arrive(step, self._parameters, self._applier, self._nonfinite)
+        if blame and not self.settings.waits:
+            step.error = FloatingPointError(blame)
+        return not blame
 
     def _skip(self, step: Step) -> None:
         """No rank takes this step, as a gradient is not finite: it is left out, or step() raises the error. A script,
         and a scaler, learn of it from what is in ``p.grad``.
         """
         if step.error is None:
-            self.ledger.skip()
+            self._ledger.skip(step)
         else:
-            self.ledger.drop()
+            self._ledger.drop(step)
         step.abandon(wait=False)
         if not step.stock or step.error is None:  # else p.grad is stock's
-            skip(step, self.parameters)
+            skip(step, self._parameters)
         self._next_step(Phase.SKIPPED, step)
 
     def _close(self, step: Step) -> None:
         """All updates are there: counts them, and readies the next step."""
-        self.ledger.close(self.parameters.numel, self.parameters.dense_numel)
+        self._ledger.close(step, self._parameters.numel, self._parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
-        if not self.steps:  # later nobody asks
-            self.step.changes = self.misuse.changes(self.step)
-        self.misuse.note(self.parameters.listed)
+        if not self._steps:  # later nobody asks
+            self.step.changes = self._misuse.changes(self.step)
+        self.step.note(self.listed)
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
@@ -249,97 +341,204 @@ class Engine:
         if not self.source.has_step(self):
             return loss
         if self.settings.exchanges or (self.step.exchanged and self.settings.config.clip_norm is not None):
-            self.misuse.refuse_scaler(self.step)
+            self._misuse.refuse_scaler(self.step)
         if self.synchronizes:
             if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
-                warn(SYNCHRONIZED_TWICE + self.misuse.told_of_changed_update(self.step, " Also, "))
-            self.source.synchronize(self)
-        if (error := self.found()) is not None:
-            self._next_step()
-            raise error
+                warn(SYNCHRONIZED_TWICE + self._misuse.told_of_changed_update(self.step, " Also, "))
+            self.synchronize()
+        self.raise_found()
         if self.step.phase is Phase.SKIPPED:
-            self.parameters.optimizer.zero_grad()
+            self.optimizer.zero_grad()
         else:
             self.source.before_update(self)
-            if change := self.misuse.told_of_changed_update(self.step):
+            if change := self._misuse.told_of_changed_update(self.step):
                 warn(change)
             self.apply()
         return loss
 
-    def found(self) -> FloatingPointError | ValueError | None:
-        """The error of the step that step() is called for. In stock's steps, and in the last before them, a GPU is
-        asked for it, as nothing tells of it later.
+    def raise_found(self) -> None:
+        """Raises the error of the step that step() is called for. In stock's steps, and in the last before them, a GPU
+        is asked for it, as nothing tells of it later.
         """
         step = self.step
-        asks = step.phase is Phase.EXCHANGED and (step.stock or step.hands_back) and self.nonfinite.is_error
-        if not asks or not self.settings.exchanges:
-            return step.error
-        error = self.nonfinite.take_found(self.settings.world.rank, self.ledger.counting(step))
-        if error is None or not self.settings.waits:
-            return error
-        self.ledger.skip()
-        self._next_step(Phase.SKIPPED, step)
-        return None
+        error: FloatingPointError | ValueError | None = step.error
+        if (self.settings.exchanges and step.phase is Phase.EXCHANGED and (step.stock or step.hands_back)
+                and self._nonfinite.is_error):
+            error = self._nonfinite.take_found(step)
+            if error is not None and self.settings.waits:
+                self._ledger.skip(step)
+                self._next_step(Phase.SKIPPED, step)
+                return
+        if error is not None:
+            self._next_step()
+            raise error
 
     def apply(self) -> None:
         """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was exchanged."""
         step, counts = self.step, self.step.exchanged and self.settings.exchanges
         if counts:
-            self.progress.advance()
+            self._progress.advance()
         elif self.settings.exchanges:
-            step.stock = self.parameters.stock
-        self.applier.apply(step)
-        self.steps += 1
+            step.stock = self._parameters.stock
+        self._applier.apply(step)
+        self._steps += 1
         if counts:
             if step.hands_back:
-                self.progress.hand_back(step)
-            self.pending.step_ends()
+                self._progress.hand_back(step)
+            self._pending.follow_step()
         if step.exchanged:
             self._next_step()
+
+    # -- a step that is not taken --------------------------------------------------------------------------------------
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuses a call between backward() and step(), when u and v lack what is on its way."""
+        if self.step.waits_for_update:
+            raise RuntimeError(f"{what} must be called after step(), got a call between backward() and step()")
 
     def drop_update(self) -> None:
         """Drops the update that waits for step(): what was sent of compressed gradients goes back into v."""
         deliveries = self.step.deliveries
-        if not self.steps:
-            self.misuse.refuse_step_of_another(self.step)
-        for delivery in deliveries:
-            self.applier.take_back(delivery, delivery.parameters)
+        if not self._steps:
+            self._misuse.refuse_step_of_another(self.step)
+        self._take_back()
         if any(float(delivery.bucket.kept.gradient_square) for delivery in deliveries if delivery.bucket.kept):
-            self.misuse.tell_of_dropped_update()
+            self._misuse.tell_of_dropped_update()
         if self.settings.exchanges:
-            self.nonfinite.look()
-            self.nonfinite.forget()  # nobody applies what was not finite
+            self._nonfinite.forget()  # nobody applies what was not finite
         self._next_step()
+
+    def _take_back(self) -> None:
+        """Takes what was sent of updates that nobody will apply back into v."""
+        step = self.step
+        for delivery in [*step.earlier, *step.deliveries]:
+            self._applier.take_back(delivery, delivery.parameters)
+        self._applier.put_back(step.direct, step)
+        self._parameters.handed_over.difference_update(p for delivery in step.direct for p in delivery.parameters)
+
+    def give_up(self) -> None:
+        """Drops the step under way; what it took out of v is put back."""
+        self.step.abandon(wait=False)
+        self._take_back()
+        self._ledger.drop(self.step)
+        self._next_step()
+
+    def drop_step(self) -> None:
+        """Drops the step under way, as something else is loaded on all ranks. What some of them have begun is begun by
+        all, and waited for: torch.distributed pairs collectives up by order, and Horovod by names. Each rank must have
+        had a gradient, or each none. Of a step that has failed nobody knows what the others have begun.
+        """
+        step = self.step
+        begun = step.phase is Phase.COLLECTING and self._agreement.reached and self._launcher.launches_early
+        try:
+            if begun and not step.failed:
+                self._launcher.launch_rest(step)
+                step.abandon(wait=True)
+        finally:
+            self.give_up()
+
+    # -- the optimizer's state -----------------------------------------------------------------------------------------
+
+    def state_changes(self) -> None:
+        """The optimizer's state is handed out, and may come back changed."""
+        self._applier.state_changes()
+
+    def resume(self) -> None:
+        """Goes on with a training that was loaded into the optimizer."""
+        compressed = not self._parameters.stock  # begin() forgets, alone
+        self._progress.begin()
+        if self.settings.role is Role.ALONE:
+            has_momentum = any(momentum_of(group)[0] for group in self._parameters.groups)
+            if compressed and has_momentum and self.settings.config.momentum_correction:
+                self._misuse.tell_of_missing_momentum(of_adam=not self._applier.is_sgd)
+            return
+        self._pending.begin_anew()
+        self._applier.fill_state()
+
+    def report(self) -> Report:
+        """What was sent in the last step and in all."""
+        self._nonfinite.look()
+        return self._ledger.report(self._parameters, self._progress.last_sparsity())
+
+    # -- residuals -----------------------------------------------------------------------------------------------------
+
+    @property
+    def adds_residuals(self) -> bool:
+        """Whether what is pending can be added to parameters: it is an update, not a gradient."""
+        return self._applier.adds
 
     @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
     @torch.no_grad()
     def flush(self) -> None:
         """Sends what is pending in v, on all ranks, and applies it."""
         step = Step((), 0)
-        count = self.ledger.counting(step)
-        self.nonfinite.raise_found(self.settings.world.rank, count)
-        self.parameters.check_unchanged()
+        self._nonfinite.raise_found(step)
+        self._parameters.check_unchanged()
         self._meet(step)
-        self.ledger.open(0.0)
         try:
-            flush_all(self.parameters, self.settings, step.world, self.applier, count)
+            flush_all(self._parameters, self._applier, step)
         finally:
-            self.ledger.drop()
+            self._ledger.drop(step)
 
+    def residual_views(self) -> dict[str, dict[str, Tensor]]:
+        """Views of u and of v, by parameter name."""
+        return self._pending.views()
 
-def drop(engine: Engine) -> None:
-    """Drops the step under way, as something else is loaded on all ranks. What some of them have begun is begun by all,
-    and waited for: torch.distributed pairs collectives up by order, and Horovod by names. Each rank must have had a
-    gradient, or each none. Of a step that has failed nobody knows what the others have begun.
-    """
-    step = engine.step
-    begun = step.phase is Phase.COLLECTING and engine.agreement.reached and engine.launcher.launches_early
-    try:
-        if begun and not step.failed:
-            engine.launcher.launch_rest(step)
-            step.abandon(wait=True)
-    finally:
-        engine.give_up()
+    def residuals(self) -> dict[str, Any]:
+        """A copy of this rank's u and v, by parameter name, and whose they are."""
+        return self._pending.state()
+
+    def load_residuals(self, state: Mapping[str, Any]) -> None:
+        """Takes up what :meth:`residuals` gave, in place of the step under way.
+
+        Raises:
+            ValueError: it is of another version, rank, world size or model; nothing is loaded then.
+        """
+        self.drop_step()
+        self._pending.check(state)
+        self._pending.load(state)
+        self._progress.take_back()
+
+    def sparse_names(self) -> dict[str, int]:
+        """The names of parameters that had a sparse gradient, with its sparse dimensions."""
+        return self._parameters.sparse_names()
+
+    def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
+        """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
+        self._parameters.load_sparse_names(sparse)
+
+    def become_copy(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
+        """Takes up what an original had, until another training is loaded. The residuals of another rank are left out,
+        as where rank 0 broadcasts a scheduler, which holds its optimizer.
+        """
+        if self._pending.is_of_another_rank(residuals):
+            warn(f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, "
+                 "as each has its own (to broadcast a scheduler, broadcast its state_dict())")
+        else:
+            self.load_residuals(residuals)
+            self._pending.follow_step()
+        self.load_sparse_names(sparse)
+
+    # -- an elastic job's state ----------------------------------------------------------------------------------------
+
+    def commit(self) -> dict[str, Any]:
+        """A copy of what :meth:`restore` takes up."""
+        if self.settings.exchanges:
+            self.check_between_steps("state.commit()")
+        return {"size": self._pending.world_size, "lost": self._ledger.lost_residuals,
+                **copy.deepcopy(self._pending.views())}
+
+    def roll_back(self) -> None:
+        """Drops the step under way, which may never end, as ranks are gone; and what was found in the last one, which a
+        rank that joins has not found.
+        """
+        self.give_up()
+        self._nonfinite.forget()
+
+    def restore(self, committed: Mapping[str, Any]) -> None:
+        """Takes up what :meth:`commit` gave, once the optimizer's own state is that of the commit."""
+        self._pending.load(committed)
+        self._ledger.lost_residuals = committed["lost"]  # those that are gone since are counted anew
 
 
 def engine_of(optimizer: Any) -> Engine:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dgc.collective import Path, World
+from dgc.collective import Path
 from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Gradient
 from dgc.compression.sizes import SUM_BITS
-from dgc.config import Config
-from dgc.engine.adam import Denominators, moves, share
-from dgc.engine.buckets import ParameterBucket
-from dgc.engine.gradients import Nodes, Scaling
+from dgc.engine.adam import moves, share
+from dgc.engine.gradients import Gradients, own
 from dgc.engine.misuse import Misuse
-from dgc.engine.nonfinite import Count, NonFinite
+from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
-from dgc.engine.parameters import Parameters
+from dgc.engine.parameters import ParameterBucket, Parameters, local
 from dgc.engine.progress import Progress
-from dgc.engine.report import Ledger
-from dgc.engine.settings import Settings
-from dgc.engine.shards import local
 from dgc.engine.step import Delivery, Flight, Step
 from dgc.engine.wrapped import check_dampening, momentum_of, sign
 from dgc.paths.averaged import DenseUpdate, SparseUpdate, Update
@@ -32,7 +28,7 @@ from dgc.paths.compressed import flush, reduce
 from dgc.paths.dense import reduce_dense, reduce_rounded
 from dgc.paths.sparse import reduce_sparse
 from dgc.trace import stage
-from dgc.transport.run import PathRun, StreamedRun
+from dgc.transport.run import PathRun
 from dgc.warn import warn
 
 
@@ -74,153 +70,27 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
         all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
 
 
-class Departure(NamedTuple):
-    """Gradients that leave together."""
-
-    name: str  # of the exchange
-    parameters: list[Tensor]
-    path: Path[Update | SparseUpdate]
-
-
-class Outgoing:
-    """Chooses the path of each bucket's gradients.
-
-    Args:
-        settings: of the optimizer.
-        parameters: whose gradients.
-        scaling: of the gradients.
-        nodes: how ranks are grouped.
-        denominators: of AdamW.
-    """
-
-    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling, nodes: Nodes,
-                 denominators: Denominators):
-        self._settings, self._parameters, self._scaling, self._nodes = settings, parameters, scaling, nodes
-        self._denominators = denominators
-
-    def departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step,
-                   config: Config) -> Iterator[Departure]:
-        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
-
-        Args:
-            taking_part: the parameters of the bucket that are exchanged in this step.
-            config: the settings, with the sparsity in force.
-        """
-        compressed = bucket.compressed and not step.stock
-        alone = self.sparse_among(taking_part)
-        dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
-        if dense:
-            def onward(bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
-                if compressed:
-                    return self._compressed(bucket, parameters, step, config)
-                return self._dense(bucket, parameters, step)
-
-            by_node = step.world.node_size > 1 and (compressed or config.clip_norm is not None)
-            path = self._nodes.path(bucket, dense, step, onward) if by_node else onward(bucket, dense, step)
-            yield Departure(bucket.name, dense, path)
-        for parameter in alone:
-            name = self._parameters.names[parameter]
-            yield Departure(f"dgc.sparse.{name}", [parameter], reduce_sparse(
-                name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
-                average=self._settings.average, scale=self._scaling.factor_of(parameter, step),
-                kept=bucket.kept, pending=is_pending(self._parameters, parameter)))
-
-    def sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
-        self._parameters.note_sparse(parameters)
-        sparse = self._parameters.sparse
-        return [p for p in parameters if p in sparse] if sparse else []
-
-    def _sparse_gradient(self, parameter: Tensor) -> Tensor:
-        """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
-        dimensions = self._parameters.sparse[parameter]
-        if (g := parameter.grad) is None:
-            places, rows = torch.empty(dimensions, 0, device="cpu"), (0, *parameter.shape[dimensions:])
-            return torch.sparse_coo_tensor(places, torch.empty(rows, device="cpu"), parameter.shape,
-                                           dtype=parameter.dtype, device=parameter.device, check_invariants=False)
-        return g if g.is_sparse else g.to_sparse(dimensions)
-
-    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
-                    config: Config) -> Path[Update]:
-        """The path of a bucket that travels compressed."""
-        assert bucket.kept is not None
-        named = {self._parameters.names[parameter]: parameter for parameter in parameters}
-        gradients = {name: self._gradient(parameter, step) for name, parameter in named.items()}
-        scale = step.scaled_out(step.clip)
-        factor = scale if not self._denominators.compressed else share(
-            scale, {name: step.group_of[p] for name, p in named.items()}, bucket.kept.v)
-        return reduce(bucket.kept, gradients, config, self._parameters.step, step.world,
-                      average=self._settings.average, scale=factor, hands_back=step.hands_back)
-
-    def _gradient(self, parameter: Tensor, step: Step) -> Gradient:
-        """A gradient, as u and v accumulate it."""
-        g, group = self._scaling.gradient(parameter, step), step.group_of[parameter]
-        if self._denominators.used:
-            self._denominators.check(group)
-        elif self._settings.config.momentum_correction:
-            check_dampening(group)
-        return Gradient(g, *momentum_of(group))
-
-    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
-        """The path of a bucket that travels dense."""
-        kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
-        rounded = not bucket.compressed and bucket.accumulates(step.stock) and step.world.size > 1
-        addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
-                   for p in (parameters if rounded else bucket.parameters)}
-        if bucket.compressed and kept is not None:
-            kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
-                          if not bucket.accumulates(step.stock) else None)
-        if rounded:
-            assert kept is not None
-            gradients = {self._parameters.names[p]: g for p, g in addends.items()}
-            bits = 0 if step.hands_back else SUM_BITS  # nothing may stay in v, which stock's steps do not send
-            return reduce_rounded(kept, gradients, bits, step.world.flat, average=self._settings.average)
-        gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
-                     for i, (p, g) in enumerate(addends.items())}
-        return reduce_dense(gradients, step.world.flat, average=self._settings.average,
-                            scale=step.clip if self._clipped_as_one(bucket, step) else None,
-                            predivide=self._predivide(bucket, step))
-
-    def _predivide(self, bucket: ParameterBucket, step: Step) -> float:
-        """What gradients are divided by before they are added up: in float16 under DDP, as DDP does, by all of N."""
-        if self._settings.in_ddp and bucket.dtype(step.stock) == torch.float16:
-            return step.world.size
-        return self._settings.gradient_predivide_factor
-
-    def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
-        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
-        g = self._scaling.gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
-        g = g.to(bucket.dtype(step.stock))
-        if not takes_part or self._clipped_as_one(bucket, step):
-            return g
-        scale = self._scaling.factor_of(parameter, step)
-        if bucket.accumulates(step.stock):  # remembered from step to step, so without the loss's scale
-            scale = step.scaled_out(scale)
-        return g if scale is None else g * scale.to(g)
-
-    def _clipped_as_one(self, bucket: ParameterBucket, step: Step) -> bool:
-        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
-        return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
+Departure: TypeAlias = "tuple[str, list[Tensor], Path[Update | SparseUpdate]]"  # name, what leaves together, its path
 
 
 class Launcher:
     """Starts the exchanges of a step.
 
     Args:
-        settings, parameters, outgoing, nodes, applier, progress, misuse, ledger: of the same optimizer.
+        parameters, gradients, applier, progress, misuse: of the same optimizer.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, outgoing: Outgoing, nodes: Nodes,
-                 applier: Applier, progress: Progress, misuse: Misuse, ledger: Ledger):
-        self._settings, self._parameters, self._outgoing, self._nodes = settings, parameters, outgoing, nodes
-        self._applier, self._progress, self._misuse, self._ledger = applier, progress, misuse, ledger
+    def __init__(self, parameters: Parameters, gradients: Gradients, applier: Applier, progress: Progress,
+                 misuse: Misuse):
+        self._parameters, self._settings = parameters, parameters.settings
+        self._gradients, self._applier, self._progress, self._misuse = gradients, applier, progress, misuse
 
     @property
     def launches_early(self) -> bool:
         """Whether anything leaves before the backward pass has ended: whether all gradients are finite, and their
         norm, needs all of them; and it must not wait for ranks that may have none, and be at another optimizer.
         """
-        return not (self._settings.waits or self._settings.config.clips_globally or self._nodes.must_level)
+        return not (self._settings.waits or self._settings.config.clips_globally or self._gradients.must_level)
 
     def launch_ready(self, step: Step) -> None:
         """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
@@ -243,15 +113,14 @@ class Launcher:
         taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
         step.wait_for_gradients()
         self._reopen(bucket, taking_part, step)
-        departures = list(self._outgoing.departures(bucket, taking_part, step, self._progress.config()))
+        departures = list(self._departures(bucket, taking_part, step))
         if not departures and bucket.kept is not None:
             bucket.kept.rest()
-        self._misuse.note(taking_part)
-        for departure in departures:
+        step.note(taking_part)
+        for name, parameters, path in departures:
             step.leave_node(wait=False)
-            step.in_flight.append(Flight(bucket, departure.parameters, StreamedRun(
-                departure.parameters[0].device, departure.path, self._settings.transport, departure.name,
-                self._ledger.counting(step))))
+            run = PathRun(path, self._settings.transport, name, step.count, parameters[0].device)
+            step.in_flight.append(Flight(bucket, parameters, run))
 
     def reopen_rest(self, step: Step) -> None:
         """Takes earlier updates of this step out of the gradients that are still to be launched."""
@@ -265,10 +134,11 @@ class Launcher:
         """Has a bucket's gradients come together with those of an earlier exchange, whose update waits for step():
         what was sent goes back into v, and ``p.grad`` keeps what a backward pass has added to the update.
         """
+        names = self._parameters.names
         for delivery in [one for one in step.earlier if one.bucket is bucket]:
             again = [p for p in delivery.parameters if p in set(taking_part)]
             self._applier.take_back(delivery, again)
-            held = [p for p in again if self._misuse.holds_update(p, step.passes(p))]
+            held = [p for p in again if step.holds_update(p, names[p], [step.passes(p)])]
             self._applier.subtract(delivery, held, step)
             if len(held) < len(again):
                 self._misuse.tell_of_dropped_update()
@@ -283,24 +153,120 @@ class Launcher:
             ValueError: one of them is sparse.
         """
         step.wait_for_gradients()
-        exchanges = []
+        runs = []
         for bucket in self._parameters.buckets:
             present = self._parameters.taking_part(bucket.parameters, step.fired)
-            if sparse := self._outgoing.sparse_among(present):
+            if sparse := self._sparse_among(present):
                 raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
                                  "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
                                  "mean (give sparse_as_dense=True)")
             if present:
-                exchanges.append(StreamedRun(
-                    present[0].device, self._nodes.mean(bucket, present, step), self._settings.transport,
-                    f"{bucket.name}.node", self._ledger.counting(step)))
-        for exchange in exchanges:
-            exchange.finish()
+                runs.append(PathRun(self._gradients.mean(bucket, present, step), self._settings.transport,
+                                    f"{bucket.name}.node", step.count, present[0].device))
+        for run in runs:
+            run.finish()
+
+    # -- the path of each bucket's gradients ---------------------------------------------------------------------------
+
+    def _departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> Iterator[Departure]:
+        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
+
+        Args:
+            taking_part: the parameters of the bucket that are exchanged in this step.
+        """
+        compressed = bucket.compressed and not step.stock
+        alone = self._sparse_among(taking_part)
+        dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
+        if dense:
+            onward = partial(self._compressed if compressed else self._dense, bucket, dense, step)
+            by_node = step.world.node_size > 1 and (compressed or self._settings.config.clip_norm is not None)
+            path = self._gradients.path(bucket, dense, step, onward) if by_node else onward()
+            yield bucket.name, dense, path
+        for parameter in alone:
+            name = self._parameters.names[parameter]
+            yield f"dgc.sparse.{name}", [parameter], reduce_sparse(
+                name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
+                average=self._settings.average, scale=self._gradients.factor_of(parameter, step),
+                kept=bucket.kept, pending=is_pending(self._parameters, parameter))
+
+    def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        self._parameters.note_sparse(parameters)
+        sparse = self._parameters.sparse
+        return [p for p in parameters if p in sparse] if sparse else []
+
+    def _sparse_gradient(self, parameter: Tensor) -> Tensor:
+        """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
+        dimensions = self._parameters.sparse[parameter]
+        if (g := parameter.grad) is None:
+            places, rows = torch.empty(dimensions, 0, device="cpu"), (0, *parameter.shape[dimensions:])
+            return torch.sparse_coo_tensor(places, torch.empty(rows, device="cpu"), parameter.shape,
+                                           dtype=parameter.dtype, device=parameter.device, check_invariants=False)
+        return g if g.is_sparse else g.to_sparse(dimensions)
+
+    def _gradient(self, parameter: Tensor, step: Step) -> Tensor:
+        """The gradient that is exchanged: the local one, or the mean of the node's."""
+        mean = step.node_means.get(parameter)
+        return own(parameter) if mean is None else mean
+
+    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
+        """The path of a bucket that travels compressed."""
+        assert bucket.kept is not None
+        adam, names, groups = self._applier.adam, self._parameters.names, step.group_of
+        gradients = {}
+        for p in parameters:
+            if adam.used:
+                adam.check(groups[p])
+            elif self._settings.config.momentum_correction:
+                check_dampening(groups[p])
+            gradients[names[p]] = Gradient(self._gradient(p, step), *momentum_of(groups[p]))
+        scale = step.scaled_out(step.clip)
+        factor = scale if not adam.compressed else share(
+            scale, {names[p]: groups[p] for p in parameters}, bucket.kept.v)
+        return reduce(bucket.kept, gradients, self._progress.config(), self._parameters.step, step.world,
+                      average=self._settings.average, scale=factor, hands_back=step.hands_back)
+
+    def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
+        """The path of a bucket that travels dense."""
+        kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
+        rounded = not bucket.compressed and bucket.accumulates(step.stock) and step.world.size > 1
+        addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
+                   for p in (parameters if rounded else bucket.parameters)}
+        if bucket.compressed and kept is not None:
+            kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
+                          if not bucket.accumulates(step.stock) else None)
+        if rounded:
+            assert kept is not None
+            gradients = {self._parameters.names[p]: g for p, g in addends.items()}
+            bits = 0 if step.hands_back else SUM_BITS  # nothing may stay in v, which stock's steps do not send
+            return reduce_rounded(kept, gradients, bits, step.world.flat, average=self._settings.average)
+        gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
+                     for i, (p, g) in enumerate(addends.items())}
+        # In float16 under DDP, as DDP does, all are divided by N before they are added up.
+        halves = self._settings.in_ddp and bucket.dtype(step.stock) == torch.float16
+        return reduce_dense(gradients, step.world.flat, average=self._settings.average,
+                            scale=step.clip if self._clipped_as_one(bucket, step) else None,
+                            predivide=step.world.size if halves else self._settings.gradient_predivide_factor)
+
+    def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
+        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
+        g = self._gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
+        g = g.to(bucket.dtype(step.stock))
+        if not takes_part or self._clipped_as_one(bucket, step):
+            return g
+        scale = self._gradients.factor_of(parameter, step)
+        if bucket.accumulates(step.stock):  # remembered from step to step, so without the loss's scale
+            scale = step.scaled_out(scale)
+        return g if scale is None else g * scale.to(g)
+
+    def _clipped_as_one(self, bucket: ParameterBucket, step: Step) -> bool:
+        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
+        return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
 
 
 def skip(step: Step, parameters: Parameters) -> None:
     """Leaves the gradients of a step that no rank takes infinite, so that a script, or a GradScaler, finds them so."""
-    taking_part = parameters.taking_part(parameters.all(), step.fired)
+    taking_part = parameters.taking_part(parameters.listed, step.fired)
     parameters.note_sparse(taking_part)  # in the next step a rank may have no gradient to tell by
     for parameter in taking_part:
         if parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
@@ -310,7 +276,7 @@ def skip(step: Step, parameters: Parameters) -> None:
 
 
 @torch.no_grad()
-def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite, count: Count) -> str:
+def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite) -> str:
     """Waits for every exchange of a step, in the order of their launch.
 
     Returns:
@@ -324,29 +290,29 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
     sparse: list[tuple[Flight, SparseUpdate]] = []
     blame = ""
     try:
-        nonfinite.raise_found(step.world.rank, count)
+        nonfinite.raise_found(step)
         while step.in_flight:
             flight = step.in_flight.pop(0)
-            update = flight.exchange.finish()
+            update = flight.run.finish()
             blame = blame or getattr(update, "blame", "")
             if isinstance(update, SparseUpdate):
                 flight.parameters[0].grad = update.tensor
                 sparse.append((flight, update))
                 continue
             delivered.append(Delivery(flight.bucket, flight.parameters, update))
-            applier.deliver(delivered[-1], step)
+            with stage("dgc::add"):
+                applier.deliver(delivered[-1], step)
             if isinstance(update, DenseUpdate) and update.verdict is not None:
                 nonfinite.expect(flight.bucket.name, update.verdict)
     except (FloatingPointError, ValueError):
         step.abandon(wait=True)
         applier.put_back(delivered, step)
-        nonfinite.look()
         nonfinite.forget()  # of this step, which fails
         raise
     if blame and nonfinite.is_error:
         applier.put_back(delivered, step)
         return blame
-    nonfinite.tell(blame, step.world.rank)
+    nonfinite.tell(blame)
     for flight, update in sparse:
         hand_over(parameters, flight, update, step)
     if not step.stock:
@@ -354,13 +320,14 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
     return ""
 
 
-def flush_all(parameters: Parameters, settings: Settings, world: World, applier: Applier, count: Count) -> None:
+def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
     """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate; with
     AdamW, at that of the gradients' own steps.
 
     Raises:
         FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
     """
+    settings, world = parameters.settings, step.world
     if settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups):  # AdamW's has the rate of its time
         warn("flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
              "times 0, and gone (call it before the scheduler's last step)")
@@ -370,7 +337,7 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
         if bucket.kept is not None and thawed and applier.pending_in(bucket):
             path = flush(bucket.kept, [parameters.names[p] for p in thawed], world if bucket.compressed else world.flat,
                          average=settings.average)
-            exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", count)))
+            exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", step.count)))
     group_of = parameters.group_of()
     try:
         while exchanges:
@@ -378,7 +345,7 @@ def flush_all(parameters: Parameters, settings: Settings, world: World, applier:
             delivery = Delivery(bucket, thawed, exchange.finish())
             with stage("dgc::add"):
                 applier.add(delivery, group_of)
-            applier.flushed(thawed)
+            applier.adam.flushed(thawed)
     except (FloatingPointError, ValueError):  # on all ranks alike
         for *_, exchange in exchanges:
             exchange.abandon(wait=True)

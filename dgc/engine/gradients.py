@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.compression.residual import clip_scale, norm, residual_dtype
-from dgc.engine.buckets import ParameterBucket
-from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
-from dgc.engine.shards import local, shard, sum_of_shards
+from dgc.engine.parameters import ParameterBucket, Parameters, local, shard, sum_of_shards
 from dgc.engine.step import Inverse, Step
 from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import who_is_not_finite
@@ -20,16 +18,38 @@ from dgc.paths.nodes import average_in_node
 from dgc.warn import warn
 
 
-class Scaling:
-    """Scales gradients before they are accumulated.
+def own(parameter: Tensor) -> Tensor:
+    """A parameter's local gradient; zero where this rank has none but another may."""
+    g = local(parameter.grad)
+    if g is None:
+        return torch.zeros_like(local(parameter))
+    if g.is_sparse:
+        g = g.to_dense()
+    return g.detach() if g.requires_grad else g
+
+
+class Gradients:
+    """Scales the gradients of a step, and averages them within a machine under ``Config(hierarchical=...)``.
 
     Args:
-        settings: of the optimizer.
         parameters: whose gradients.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
+        self._node_size = 1  # ranks whose gradients are averaged before they are compressed
+        self._single_node = False  # hierarchical was asked for, and all ranks are on one machine
+        self.residuals_may_differ = False  # within a node
+
+    @property
+    def world(self) -> World:
+        """The ranks, by node."""
+        return replace(self._settings.world, node_size=self._node_size)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to exchange compressed gradients with."""
+        return self._single_node or self._settings.world.size == 1
 
     def measure_inverse(self) -> Inverse | None:
         """1 / the loss's scale of this step. A host-device synchronisation; None without a scaler."""
@@ -38,31 +58,16 @@ class Scaling:
         inverse = torch.tensor(1 / scaler.get_scale(), device="cpu")
         return Inverse(inverse.to(self._parameters.device), inverse.item())
 
-    def gradients(self, step: Step) -> list[Tensor]:
+    def all(self, step: Step) -> list[Tensor]:
         """All gradients that this rank, or its node, has in this step."""
         step.wait_for_gradients()
-        taking_part = self._parameters.taking_part(self._parameters.all(), step.fired)
+        taking_part = self._parameters.taking_part(self._parameters.listed, step.fired)
         return [step.node_means[p] if p in step.node_means else local(p.grad).detach()
                 for p in taking_part if p in step.node_means or p.grad is not None]
 
-    def own(self, parameter: Tensor) -> Tensor:
-        """A parameter's local gradient; zero where this rank has none but another may."""
-        g = local(parameter.grad)
-        if g is None:
-            return torch.zeros_like(local(parameter))
-        if g.is_sparse:
-            g = g.to_dense()
-        return g.detach() if g.requires_grad else g
-
-    def gradient(self, parameter: Tensor, step: Step) -> Tensor:
-        """The gradient that is exchanged: the local one, or the mean of the node's."""
-        mean = step.node_means.get(parameter)
-        return self.own(parameter) if mean is None else mean
-
     def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""
-        config = self._settings.config
-        if config.clip_norm is None or not config.clip_per_tensor:
+        if not self._settings.config.clip_per_tensor:
             return step.clip
         if parameter in step.node_means:
             return self._clipped(norm(step.node_means[parameter]), step, step.world)
@@ -76,9 +81,8 @@ class Scaling:
         device = norms[0].device if norms else torch.device("cpu")
         total = (torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms
                  else torch.zeros((), device="cpu"))
-        first = self._parameters.all()[0]
-        if shard(first) is not None:
-            total = sum_of_shards(total.square(), first).sqrt()
+        if shard(self._parameters.first) is not None:
+            total = sum_of_shards(total.square(), self._parameters.first).sqrt()
         return self._clipped(total, step, step.world)
 
     def clip_alone(self, step: Step) -> None:
@@ -86,7 +90,7 @@ class Scaling:
         config = self._settings.config
         if config.clip_norm is None:
             return
-        gradients = [local(p.grad) for p in self._parameters.all() if p.grad is not None]
+        gradients = [local(p.grad) for p in self._parameters.listed if p.grad is not None]
         factor = self.global_factor(gradients, step) if config.clips_globally else None
         for g in gradients:
             g.mul_((clip_scale(norm(g), config.clip_norm, 1, True) if factor is None else factor).to(g.device))
@@ -97,36 +101,17 @@ class Scaling:
         assert bound is not None and unscaled is not None
         return clip_scale(unscaled, bound, world.nodes, self._settings.average, world.node_size)
 
+    # -- nodes ---------------------------------------------------------------------------------------------------------
 
-class Nodes:
-    """How ranks are grouped by machine, under ``Config(hierarchical=...)``.
-
-    Args:
-        settings: of the optimizer.
-        parameters: whose gradients.
-        scaling: of the gradients.
-    """
-
-    def __init__(self, settings: Settings, parameters: Parameters, scaling: Scaling):
-        self._settings, self._parameters, self._scaling = settings, parameters, scaling
-        self.size = 1  # ranks whose gradients are averaged before they are compressed
-        self.single = False  # hierarchical was asked for, and all ranks are on one machine
-        self.residuals_may_differ = False  # within a node
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to exchange compressed gradients with."""
-        return self.single or self._settings.world.size == 1
-
-    def group(self, world: World) -> None:
+    def group(self) -> None:
         """Has nodes take part from now on, rather than ranks.
 
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
         """
-        automatic = self._settings.config.hierarchical == "auto"
-        self.size, self.single = 1, False
-        if automatic and shard(self._parameters.all()[0]) is not None:
+        world, automatic = self._settings.world, self._settings.config.hierarchical == "auto"
+        self._node_size, self._single_node = 1, False
+        if automatic and shard(self._parameters.first) is not None:
             return
         try:
             size = self._settings.transport.by_node(self._parameters.device)
@@ -135,10 +120,10 @@ class Nodes:
                 raise
             return
         if size < world.size:
-            self.size, self.residuals_may_differ = size, True
+            self._node_size, self.residuals_may_differ = size, True
         else:  # nothing is left to compress; but who leaves it to us wants it compressed
-            self.single = not automatic
-            if self.single and world.rank == 0 and world.size > 1:
+            self._single_node = not automatic
+            if self._single_node and world.rank == 0 and world.size > 1:
                 warn(f"nothing is compressed: hierarchical=True exchanges between machines, and all {world.size} ranks "
                      "are on one (leave it out to compress between these)")
 
@@ -159,27 +144,27 @@ class Nodes:
                 differ = (flat != first).any().float().view(1)
                 if transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
                     total = transport.start(Collective("sum", flat.clone(), group="node"), name)()
-                    flat.copy_(total.div_(self.size))
+                    flat.copy_(total.div_(self._node_size))
         self.residuals_may_differ = False
 
     @property
     def must_level(self) -> bool:
         """Whether :meth:`level` has to be called before anything is exchanged."""
-        return self.residuals_may_differ and self.size > 1
+        return self.residuals_may_differ and self._node_size > 1
 
     def mean(self, bucket: ParameterBucket, parameters: list[Tensor],
              step: Step) -> Generator[Collective, Tensor, None]:
         """Fills in the means of the node's gradients, for the parameters of a bucket where that has not been done."""
         of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
         if of_name:
-            gradients = {name: self._scaling.own(p) for name, p in of_name.items()}
+            gradients = {name: own(p) for name, p in of_name.items()}
             dtype = bucket.dtype(step.stock)
             # In float16 a sum may be infinite whose mean is not.
             means = yield from average_in_node(gradients, residual_dtype(dtype), step.world)
             step.node_means.update({p: means[name].to(dtype) for name, p in of_name.items()})
 
     def path(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
-             onward: Callable[[ParameterBucket, list[Tensor], Step], Path[Update]]) -> Path[Update]:
+             onward: Callable[[], Path[Update]]) -> Path[Update]:
         """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is.
 
         Args:
@@ -187,7 +172,7 @@ class Nodes:
         """
         try:
             yield from self.mean(bucket, parameters, step)
-            update = yield from onward(bucket, parameters, step)
+            update = yield from onward()
         except FloatingPointError as error:  # found by all ranks in a node's message
             raise FloatingPointError((yield from self._whose(parameters)) or str(error)) from None
         if isinstance(update, DenseUpdate) and update.blame:
@@ -197,5 +182,5 @@ class Nodes:
     def _whose(self, parameters: list[Tensor]) -> Generator[Collective, Tensor, str]:
         """The ranks, of all in a node, whose own gradients are not finite; "" if there is none."""
         names = [self._parameters.names[p] for p in parameters]
-        bad = [self._parameters.names[p] for p in parameters if not torch.isfinite(self._scaling.own(p)).all()]
+        bad = [self._parameters.names[p] for p in parameters if not torch.isfinite(own(p)).all()]
         return (yield from who_is_not_finite(names, bad, parameters[0].device))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from weakref import ref
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from dgc.engine.backward import calling_scaler
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
-from dgc.engine.step import Phase, Step
+from dgc.engine.step import UNKNOWN, Phase, Step
 from dgc.warn import warn
 
 SYNCHRONIZED_TWICE = (  # Horovod's words
@@ -20,80 +18,17 @@ SYNCHRONIZED_TWICE = (  # Horovod's words
     "optimizer.synchronize() in your code.")
 
 
-Seen = tuple[ref[Tensor], int]  # a gradient and its version; a weak reference, as the id of a freed tensor is reused
-
-
 class Misuse:
     """Notices where a gradient is changed when that is too late, or an update is dropped.
 
     Args:
-        settings: of the optimizer.
         parameters: whose gradients.
         applier: knows what their updates were.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, applier: Applier):
-        self._settings, self._parameters, self._applier = settings, parameters, applier
-        self._versions: dict[Tensor, Seen] = {}  # parameter -> its gradient
-        self._updates: dict[Tensor, Seen] = {}  # the same of an update to which a backward pass adds
-        self._holds: dict[Tensor, bool] = {}  # what DDP's hook has found of that
+    def __init__(self, parameters: Parameters, applier: Applier):
+        self._parameters, self._settings, self._applier = parameters, parameters.settings, applier
         self._warned = False
-
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers the gradients as they are. Views of one tensor have one version, which tells nothing: -1."""
-        for p in parameters:
-            if (g := p.grad) is not None:
-                alone = g._base is None or g._base.numel() == g.numel()
-                self._versions[p] = ref(g), g._version if alone else -1
-
-    def note_copy(self, parameter: Tensor, gradient: Tensor, copies: int) -> None:
-        """Remembers a gradient into which somebody will copy so many times."""
-        self._versions[parameter] = ref(gradient), gradient._version + copies
-
-    def forget(self, parameter: Tensor | None = None) -> None:
-        """Forgets one gradient, or all."""
-        if parameter is None:
-            self._versions, self._updates, self._holds = {}, {}, {}
-        else:
-            self._versions.pop(parameter, None)
-
-    def step_goes_on(self) -> None:
-        """A backward pass begins although an update waits for step()."""
-        self._versions, self._updates = {}, self._versions
-
-    def note_holds(self, parameter: Tensor, holds: bool) -> None:
-        """Remembers what :meth:`holds_update` is to say of a parameter."""
-        self._holds[parameter] = holds
-
-    def changed(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is another, or was written into, since it was remembered."""
-        gradient, version = self._seen(parameter)
-        return gradient is None or gradient is not parameter.grad or gradient._version != version
-
-    def _seen(self, parameter: Tensor) -> tuple[Tensor | None, int]:
-        """A parameter's gradient and its version when it was remembered. None if it is gone."""
-        seen = (self._updates or self._versions).get(parameter)
-        return (None, 0) if seen is None else (seen[0](), seen[1])
-
-    def holds_update(self, parameter: Tensor, passes: int) -> bool:
-        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
-
-        Args:
-            passes: how many of them.
-
-        Raises:
-            RuntimeError: something else has changed it.
-        """
-        if parameter in self._holds:
-            return self._holds[parameter]
-        gradient, version = self._seen(parameter)
-        if gradient is None or gradient is not parameter.grad:
-            return False
-        if version < 0 or gradient._version != version + passes:
-            raise RuntimeError(f"the gradient of {self._parameters.names[parameter]} must be left as it is between the "
-                               "exchange and one more backward() before step(), got one that was changed, so that "
-                               "nobody can tell the new gradient in it (drop the update by optimizer.zero_grad())")
-        return True
 
     def refuse_backward(self) -> None:
         """Refuses one backward pass too many.
@@ -161,9 +96,9 @@ class Misuse:
                               "save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which gives it what "
                               "all ranks had"))
 
-    def tell_of_late_change(self) -> None:
+    def tell_of_late_change(self, step: Step) -> None:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
-        if (changed := next(self._changed(), None)) is not None:
+        if (changed := next(self._changed(step), None)) is not None:
             self.warn_of_loss(f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
                               "had sent it by then: this had no effect, or on a GPU a part of it had; a model in "
                               "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
@@ -174,7 +109,7 @@ class Misuse:
         if self._warned or not step.deliveries:
             return ""
         compressed = {p for delivery in step.deliveries for p in delivery.parameters}
-        changed = next((p for p in self._changed() if p in compressed and p.grad is not None
+        changed = next((p for p in self._changed(step) if p in compressed and p.grad is not None
                         and self._applier.was_changed(p, step)), None)
         if changed is None:
             return ""
@@ -191,8 +126,8 @@ class Misuse:
             self._warned = True
             warn(message)
 
-    def _changed(self) -> Iterator[Tensor]:
+    def _changed(self, step: Step) -> Iterator[Tensor]:
         """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
-        for p, (gradient, version) in self._versions.items():
-            if (g := p.grad) is None or gradient() is not g or version not in (-1, g._version):
+        for p, (gradient, version) in step.seen.items():
+            if (g := p.grad) is None or gradient() is not g or version not in (UNKNOWN, g._version):
                 yield p

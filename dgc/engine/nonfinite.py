@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dgc.collective import Collective
-from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
-from dgc.engine.shards import sum_of_shards
+from dgc.engine.parameters import Parameters, sum_of_shards
 from dgc.engine.step import Step
 from dgc.paths.finite import PendingVerdict
 from dgc.trace import stage
 from dgc.transport.run import PathRun, wait_for_own_stream
 from dgc.warn import LOG, warn
 
-Count = Callable[[Collective], None]  # told each collective that begins
-
 
 class NonFinite:
     """Keeps what was found until it is raised, on all ranks.
 
     Args:
-        settings: of the optimizer.
         parameters: whose gradients.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters):
-        self._settings, self._parameters = settings, parameters
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
         self._found: list[FloatingPointError | ValueError] = []  # in messages
         self._pending: list[tuple[str, PendingVerdict]] = []  # the name of an exchange, and the verdict on its sum
         self._warned = False
@@ -41,13 +35,12 @@ class NonFinite:
         """Whether a gradient that is not finite is an error: not where nothing is kept, nor clipped, as in Horovod."""
         return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
 
-    def all_finite(self, gradients: list[Tensor], step: Step, count: Count) -> bool:
+    def all_finite(self, gradients: list[Tensor], step: Step) -> bool:
         """Whether all gradients are finite, on all ranks: one collective, and one host-device synchronisation.
 
         Args:
             gradients: of this rank.
             step: that they belong to, with the loss's scale.
-            count: is told of the collective.
 
         Raises:
             ValueError: on all ranks alike, if they have scaled their losses by different numbers.
@@ -65,10 +58,10 @@ class NonFinite:
         one = torch.ones((), dtype=torch.float64, device=device)
         inverse = one if step.inverse is None else step.inverse.tensor.double()  # which is on the device by now
         bad = Collective("sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse]))
-        count(bad)
+        step.count(bad)
         with stage("dgc::exchange"):
             total = self._settings.transport.start(bad, "dgc.finite")()
-        found, n, inverses, squares = sum_of_shards(total, self._parameters.all()[0]).tolist()
+        found, n, inverses, squares = sum_of_shards(total, self._parameters.first).tolist()
         if n * squares - inverses ** 2 > 1e-9 * n * squares:  # n^2 times their variance
             everyones = self._settings.transport.start(Collective("gather", (1 / inverse).view(1)), "dgc.scale")()
             raise ValueError("the loss's scale must be the same on all ranks, got, rank by rank, "
@@ -88,41 +81,40 @@ class NonFinite:
         self._found += [error for _, verdict in self._pending if (error := verdict.damaged) is not None]
         self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
 
-    def raise_found(self, rank: int, count: Count) -> None:
+    def raise_found(self, step: Step) -> None:
         """Raises what was found, where all ranks are: they have found the same, and whoever raises it alone goes on
         alone.
         """
-        if (error := self.take_found(rank, count)) is not None:
+        if (error := self.take_found(step)) is not None:
             raise error
 
-    def take_found(self, rank: int, count: Count) -> FloatingPointError | ValueError | None:
-        """The error in what was found, which is forgotten with it; all ranks ask."""
+    def take_found(self, step: Step) -> FloatingPointError | ValueError | None:
+        """The error in what was found, which is forgotten with it; all ranks ask, and a step counts what they send."""
         self.look()
         for name, verdict in self._pending:
             asked = not self._settings.elastic  # where ranks that have come since would not know that they are asked
             blame = "" if not asked else PathRun(
-                verdict.blame(), self._settings.transport, f"{name}.blame", count).finish()
+                verdict.blame(), self._settings.transport, f"{name}.blame", step.count).finish()
             if self.is_error:
                 self._found.append(verdict.error(blame))
             else:
-                self.tell(str(verdict.error(blame)), rank)
-        self._pending = []
+                self.tell(str(verdict.error(blame)))
         error = self._found[0] if self._found else None
-        self.forget()
+        self._found, self._pending = [], []
         return error
 
-    def tell(self, blame: str, rank: int) -> None:
+    def tell(self, blame: str) -> None:
         """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same.
 
         Args:
             blame: whose gradient; "" if there is none.
-            rank: this one.
         """
-        if blame and not self._warned and rank == 0:
+        if blame and not self._warned and self._settings.world.rank == 0:
             self._warned = True
             warn(f"{blame}. It is applied as it is, as by Horovod: none of this optimizer's parameters is compressed. "
                  "Config(nonfinite='skip') leaves out such steps")
 
     def forget(self) -> None:
-        """Drops what was found, with the step that fails for it."""
+        """Drops what was found, with the step that fails for it, once what was bad is back in v."""
+        self.look()
         self._found, self._pending = [], []

@@ -1,4 +1,4 @@
-"""Updates on their way into the parameters: p.grad, SGD's rules, and what they leave to us."""
+"""The wrapped optimizer's part of a step: its momentum, p.grad, SGD's rules, and what they leave to us."""
 
 from __future__ import annotations
 
@@ -11,41 +11,123 @@ from torch import Tensor
 from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
-from dgc.engine.buckets import ParameterBucket
-from dgc.engine.momentum import Momentum
-from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
-from dgc.engine.shards import local
+from dgc.engine.parameters import ParameterBucket, Parameters, local
 from dgc.engine.step import Delivery, Step
 from dgc.engine.wrapped import is_sgd, momentum_of, sign, unhooked
 from dgc.trace import stage
 
 
 class Applier:
-    """Hands updates to the wrapped optimizer.
+    """Hands updates to the wrapped optimizer, and moves its momentum.
 
-    A compressed parameter's momentum is in u and its decay is added here, so for those both are switched off there.
+    As long as nothing is compressed, the momentum is in the wrapped optimizer's state. In compressed steps a compressed
+    parameter's momentum is in u and its decay is added here, so for those both are switched off there.
 
     Args:
-        settings: of the optimizer.
         parameters: that are updated.
-        inner: the class of the wrapped optimizer.
-        denominators: of AdamW.
-        momentum: of SGD.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, inner: type[torch.optim.Optimizer],
-                 denominators: Denominators, momentum: Momentum):
-        self._settings, self._parameters, self._inner = settings, parameters, inner
-        self._denominators, self._momentum = denominators, momentum
-        self.is_sgd = is_sgd(inner)
+    def __init__(self, parameters: Parameters):
+        self._parameters, self._settings = parameters, parameters.settings
+        self.adam = Denominators(parameters)
+        self.is_sgd = is_sgd(parameters.inner)
+        self._buffer_moves: dict[Tensor, bool] = {}  # see :meth:`_moves`
+
+    # -- the momentum --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begins, or goes on with a training that was loaded."""
+        self.adam.begin()
+        self._buffer_moves.clear()
+
+    def state_changes(self) -> None:
+        """Somebody has the state's tensors and may write into them."""
+        self.adam.shown()
+        self._buffer_moves.clear()
+
+    def fill_state(self) -> None:
+        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""
+        self.adam.fill_state()
+        if not self.is_sgd:
+            return
+        all_state = self._parameters.optimizer.state
+        for group in self._parameters.groups:
+            remembers = group["momentum"] != 0 and group["dampening"] == 0
+            for parameter in group["params"]:
+                if parameter.requires_grad or parameter in all_state:
+                    state = all_state[parameter]
+                    momentum = state.get("momentum_buffer")
+                    if momentum is not None and momentum.is_sparse:
+                        self._parameters.sparse[parameter] = momentum.sparse_dim()
+                    _default(state, "momentum_buffer", parameter if remembers else None)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on every rank: in a sum
+        each has its share.
+        """
+        if self.adam.used:
+            return self.adam.take_over()
+        group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
+        share = 1 / (1 if self._settings.average else self._settings.world.size)
+        for bucket in self._parameters.buckets:
+            if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
+                continue
+            u = bucket.kept.views(bucket.kept.u)
+            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+                momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
+                if momentum is None or momentum.is_sparse:
+                    continue
+                u[name].add_(local(momentum), alpha=sign(group) * share)
+
+    @torch.no_grad()
+    def taken_over(self) -> None:
+        """The first compressed step is taken: from now on SGD's buffer has the momentum of weight decay alone."""
+        if self.adam.used:
+            return self.adam.taken_over()
+        for bucket in self._parameters.buckets:
+            if bucket.compressed and bucket.kept is not None and bucket.kept.u is not None:
+                for p in bucket.parameters:
+                    momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
+                    if momentum is not None and not momentum.is_sparse:
+                        momentum.zero_()
+        self._buffer_moves.clear()
+
+    @torch.no_grad()
+    def hand_back(self, step: Step) -> set[Tensor]:
+        """Moves u, which all ranks have averaged, into SGD's momentum. Returns the parameters of which nothing is left
+        in u and v.
+        """
+        group_of, all_state, done = self._parameters.group_of(), self._parameters.optimizer.state, set[Tensor]()
+        for delivery in step.deliveries:
+            kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
+            stepped = [p for p in delivery.parameters if p.grad is not None]  # else its update went back into v
+            done.update(stepped)
+            if kept is None or kept.u is None or velocity is None:
+                continue
+            average, u = kept.views(velocity), kept.views(kept.u)
+            for p in stepped:
+                name, momentum = self._parameters.names[p], all_state[p].get("momentum_buffer")
+                if momentum is None and group_of[p].get("momentum"):
+                    momentum = all_state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                if momentum is not None:
+                    local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
+                    u[name].zero_()
+        self._buffer_moves.clear()
+        return done
+
+    def _moves(self, parameter: Tensor, buffer: Tensor | None) -> bool:
+        """Whether the buffer of a compressed parameter has anything in it, which without weight decay it has not."""
+        if buffer is None:
+            return False
+        if parameter not in self._buffer_moves:
+            self._buffer_moves[parameter] = bool(local(buffer).any())
+        return self._buffer_moves[parameter]
+
+    # -- updates -------------------------------------------------------------------------------------------------------
 
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
-        with stage("dgc::add"):
-            self._write(delivery, step)
-
-    def _write(self, delivery: Delivery, step: Step) -> None:
         bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
         targets, others = _targets(bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock))
         update.write(targets)
@@ -119,7 +201,7 @@ class Applier:
                 if left_out := [p for p in delivery.parameters if p.grad is None]:
                     self.take_back(delivery, left_out)
             if step.stock:
-                unhooked(self._inner.step)(self._parameters.optimizer)
+                unhooked(self._parameters.inner.step)(self._parameters.optimizer)
             else:
                 self._apply(step)
 
@@ -128,17 +210,17 @@ class Applier:
         optimizer, hidden = self._parameters.optimizer, list[tuple[dict[str, Any], list[Tensor]]]()
         original = optimizer.param_groups
         try:
-            if self._denominators.compressed:
+            if self.adam.compressed:
                 parts = [(group, *self._parted(group)) for group in original]
                 hidden = [(group, compressed) for group, _, compressed in parts]
                 optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
             elif self.is_sgd and self._settings.config.momentum_correction:
                 optimizer.param_groups = [part for group in original for part in self._split(group)]
-            unhooked(self._inner.step)(optimizer)
+            unhooked(self._parameters.inner.step)(optimizer)
         finally:
             optimizer.param_groups = original
         for group, compressed in hidden:
-            self._denominators.step(group, compressed)
+            self.adam.step(group, compressed)
         if step.direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
@@ -169,7 +251,7 @@ class Applier:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("momentum_buffer")
             takes_part = parameter.requires_grad and parameter.grad is not None
-            if not takes_part or (decay == 0 and (m == 0 or not self._momentum.moves(parameter, buffer))):
+            if not takes_part or (decay == 0 and (m == 0 or not self._moves(parameter, buffer))):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))
@@ -177,7 +259,7 @@ class Applier:
             if buffer is None:
                 buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
             if decay != 0:
-                self._momentum.note_decay(parameter)
+                self._buffer_moves[parameter] = True  # weight decay goes into it
             p, buffer = local(parameter), local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
@@ -190,7 +272,7 @@ class Applier:
             group_of: parameter -> its param group.
         """
         bucket, update = delivery.bucket, delivery.update
-        over = bucket.compressed and self._denominators.compressed  # D: it is divided before it is added
+        over = bucket.compressed and self.adam.compressed  # D: it is divided before it is added
         targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach(),
                                    bucket.dtype(False))
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
@@ -203,20 +285,24 @@ class Applier:
             update.write([None if p in fits else target
                           for p, target in zip(bucket.parameters, targets, strict=True)])
             for p, x in others:
-                self._denominators.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
-
-    def flushed(self, parameters: list[Tensor]) -> None:
-        """All that was pending of these parameters has been added to them."""
-        self._denominators.flushed(parameters)
+                self.adam.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
 
     @property
     def adds(self) -> bool:
         """Whether what is pending can be added to parameters: it is an update, not a gradient."""
-        return self.is_sgd or self._denominators.used
+        return self.is_sgd or self.adam.used
 
     def pending_in(self, bucket: ParameterBucket) -> bool:
         """Whether a bucket has such updates."""
-        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self._denominators.compressed))
+        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self.adam.compressed))
+
+
+def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
+    """Gives a state its buffer, if it is to have one."""
+    if state.get(key) is None:
+        state.pop(key, None)  # torch's distributed checkpoints know no None
+        if like is not None:
+            state[key] = torch.zeros_like(like, requires_grad=False)
 
 
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:

@@ -1,9 +1,18 @@
-"""The optimizer's parameters: their names, their buckets, and how they travel."""
+"""The optimizer's parameters: this rank's part of each, their names, their buckets, and how they travel.
+
+A parameter that ``fully_shard`` has split over the ranks of a node (FSDP2) is one like any other. ``fully_shard``
+averages within the node, leaves each rank the part of the gradient that belongs to its shard, and calls the hooks of
+``Tensor.register_post_accumulate_grad_hook`` with it. u and v are those of the shard, which is exchanged among the
+ranks that hold the same one, one in each node. Whether it travels compressed is decided by the size of the whole, alike
+for all shards. ``FSDPModule.set_all_reduce_hook`` would not do: it is given a module's gradients as one padded buffer,
+and is not told whose they are.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +22,132 @@ from dgc.collective import dense_bytes
 from dgc.compression import kernels
 from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Bucket
-from dgc.engine.buckets import DTYPES, ParameterBucket, compressible, pack
 from dgc.engine.settings import Settings
-from dgc.engine.shards import local
 from dgc.engine.wrapped import refuse_apex
 from dgc.paths.task import chosen
 
+BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
+MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)  # exchanged
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 BEGAN = "dgc_compressed_from"  # beside it: the first step since which steps are compressed; -1: they are stock's
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a sharded tensor, in the same memory; a complex one as real numbers, (*shape, 2); any other
+    tensor, and None, as it is.
+    """
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if tensor is None or tensor.is_sparse or not tensor.is_complex():
+        return tensor
+    with torch.no_grad():
+        return torch.view_as_real(tensor)
+
+
+def shard(parameter: Tensor) -> tuple[int, int] | None:
+    """The number of this rank's shard, and how many there are; None if the parameter is whole."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return None if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+def sum_of_shards(value: Tensor, parameter: Tensor) -> Tensor:
+    """The sum of a value over the ranks with the other shards; they all call this."""
+    if shard(parameter) is not None:
+        torch.distributed.all_reduce(value, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
+    return value
+
+
+@dataclass(eq=False)
+class ParameterBucket:
+    """Parameters that travel together.
+
+    Args:
+        name: of their exchange, alike on every rank.
+        parameters: in the order in which a backward pass completes them.
+        compressed: whether they travel compressed; else dense.
+        kept: u and v of compressed ones, v of dense ones that travel rounded, None of others.
+    """
+
+    name: str
+    parameters: list[Tensor]
+    compressed: bool
+    kept: Bucket | None
+
+    def accumulates(self, stock: bool) -> bool:
+        """Whether their gradients pass through v.
+
+        Args:
+            stock: nothing is compressed in this step.
+        """
+        return self.kept is not None and not stock
+
+    def dtype(self, stock: bool) -> torch.dtype:
+        """The dtype of their update."""
+        if self.kept is not None and self.accumulates(stock):
+            return self.kept.v.dtype
+        dtype = self.parameters[0].dtype
+        return dtype.to_real() if dtype.is_complex else dtype
+
+
+def compressible(parameter: Tensor, min_numel: int) -> bool:
+    """Whether a parameter travels compressed: others cost little, and less than their positions would, or are complex.
+    """
+    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel) and not parameter.is_complex()
+
+
+def pack(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
+         min_numel: int) -> list[tuple[list[str], list[Tensor]]]:
+    """The parameters that travel together: of one kind, in the order in which a backward pass completes them.
+
+    Args:
+        parameters: in the order of the optimizer.
+        names: parameter -> name.
+        groups: as for :func:`dgc.DistributedOptimizer`.
+        min_numel: of :class:`dgc.Config`.
+
+    Returns:
+        Of each bucket the names and the parameters. Frozen parameters travel apart, and last.
+    """
+    sets = _sets(parameters[::-1], groups)
+    packed = []
+    for together in [[p for p in kept if p.requires_grad] for kept in sets] + [
+            [p for p in kept if not p.requires_grad] for kept in sets]:
+        packed += _by_kind(together, min_numel, BUCKET_NUMEL if groups is None else None)
+    return [([names[p] for p in together], together) for together in packed]
+
+
+def _sets(backward: list[Tensor], groups: Any) -> list[list[Tensor]]:
+    """The groups that the user wants, in the order of the backward pass."""
+    if groups is None:
+        return [backward]
+    if isinstance(groups, int):
+        share, extra = divmod(len(backward), groups)
+        ends = [share * (i + 1) + min(i + 1, extra) for i in range(groups)]
+        return [backward[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    position = {p: i for i, p in enumerate(backward)}
+    sets = [sorted((p for p in group if p in position), key=position.__getitem__) for group in groups]
+    grouped = {p for together in sets for p in together}
+    return [*sets, [p for p in backward if p not in grouped]]
+
+
+def _by_kind(together: list[Tensor], min_numel: int, full: int | None) -> list[list[Tensor]]:
+    """Splits a set by device, dtype and way of travelling, and where a bucket is full."""
+    buckets: list[list[Tensor]] = []
+    filling: dict[Any, list[Tensor]] = {}
+    numel: dict[Any, int] = {}
+    for parameter in together:
+        kind = (parameter.device, parameter.dtype, compressible(parameter, min_numel))
+        if numel.get(kind, 0) + parameter.numel() > MAX_NUMEL and kind in filling:
+            buckets.append(filling.pop(kind))
+            numel[kind] = 0
+        filling.setdefault(kind, []).append(parameter)
+        numel[kind] = numel.get(kind, 0) + parameter.numel()
+        if full is not None and numel[kind] >= full:
+            buckets.append(filling.pop(kind))
+            numel[kind] = 0
+    return [*buckets, *filling.values()]
 
 
 class Parameters:
@@ -29,14 +156,15 @@ class Parameters:
     The optimizer is asked for its groups and its state each time, as loading replaces both, and is not kept alive.
 
     Args:
-        optimizer: whose parameters.
+        optimizer: whose parameters; one of ours.
         names: parameter -> name.
         settings: of the optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings):
-        self._optimizer, self._settings = weakref.ref(optimizer), settings
-        self.names = names
+    def __init__(self, optimizer: Any, names: dict[Tensor, str], settings: Settings):
+        self._optimizer = weakref.ref(optimizer)
+        self.inner: type[torch.optim.Optimizer] = optimizer._inner  # the wrapped optimizer's class
+        self.names, self.settings = names, settings
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
         self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
@@ -70,38 +198,35 @@ class Parameters:
         began: int = self.groups[0].get(BEGAN, -1)
         return began < 0
 
-    def all(self) -> list[Tensor]:
-        """The parameters whose gradients are exchanged, in order."""
-        return list(self.listed)
+    @property
+    def first(self) -> Tensor:
+        """The first parameter, which is like all of them in whether it is sharded."""
+        return next(iter(self.listed))
 
     @property
     def device(self) -> torch.device:
         """The device for what the ranks tell one another: the first parameter's."""
-        return self.all()[0].device
+        return self.first.device
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:
         """Parameter -> its param group."""
         return {p: group for group in self.groups for p in exchanged([group])}
 
-    def add(self, parameters: list[Tensor], all_take_part: bool) -> None:
-        """Notes which parameters there are, as stock's class does.
+    def add(self, parameters: list[Tensor], all_take_part: bool, groups: Any) -> None:
+        """Notes which parameters there are, as stock's class does, and puts them into buckets.
 
         Args:
+            parameters: that are new.
             all_take_part: in an exchange, also those that have no gradient.
-        """
-        self.listed.update(dict.fromkeys(parameters))
-        if self._settings.exchanges:
-            self.frozen.update(p for p in parameters if not p.requires_grad)
-        if self._settings.exchanges and all_take_part:
-            self.requires_update.update(p for p in parameters if p.requires_grad)
-
-    def register(self, parameters: list[Tensor], groups: Any) -> None:
-        """Puts these parameters into buckets.
-
-        Args:
             groups: as for :func:`dgc.DistributedOptimizer`.
         """
-        config = self._settings.config
+        self.listed.update(dict.fromkeys(parameters))
+        if not self.settings.exchanges:
+            return
+        self.frozen.update(p for p in parameters if not p.requires_grad)
+        if all_take_part:
+            self.requires_update.update(p for p in parameters if p.requires_grad)
+        config = self.settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
             kept, rounds = None, config.rounds_sums and not together[0].is_complex()
@@ -131,7 +256,7 @@ class Parameters:
     def travels_compressed(self, parameter: Tensor) -> bool:
         """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""
         brought = parameter in self.listed and parameter not in self.sparse
-        return brought and compressible(parameter, self._settings.config.min_numel)
+        return brought and compressible(parameter, self.settings.config.min_numel)
 
     def compressed(self) -> list[Bucket]:
         """u and v of what travels compressed."""
@@ -187,7 +312,7 @@ class Parameters:
 
     def note_sparse(self, parameters: Iterable[Tensor]) -> None:
         """Notes which of these have a sparse gradient: they travel as sparse tensors from now on."""
-        if not self._settings.sparse_as_dense:
+        if not self.settings.sparse_as_dense:
             self.sparse.update({p: p.grad.sparse_dim() for p in parameters
                                 if p.grad is not None and p.grad.is_sparse and p not in self.sparse})
 
@@ -202,7 +327,8 @@ class Parameters:
 
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
         """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
-        self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
+        if not self.settings.sparse_as_dense:
+            self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
 
 
 def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.compression.residual import norm
-from dgc.engine.gradients import Nodes
+from dgc.engine.gradients import Gradients
 from dgc.engine.nonfinite import NonFinite
-from dgc.engine.parameters import Parameters
-from dgc.engine.settings import Settings
-from dgc.engine.shards import shard
+from dgc.engine.parameters import Parameters, shard
 from dgc.warn import warn
 
 
@@ -22,17 +20,16 @@ class Pending:
     """This rank's residuals.
 
     Args:
-        settings: of the optimizer.
         parameters: whose residuals.
         nonfinite: what is still to be put back into them.
-        nodes: whose residuals may differ once they are loaded.
+        gradients: of nodes whose residuals may differ once they are loaded.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, nonfinite: NonFinite, nodes: Nodes):
-        self._settings, self._parameters, self._nonfinite, self._nodes = settings, parameters, nonfinite, nodes
-        self.missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
-        self.loaded = False  # since the last step
-        self._reached: int | None = None  # the step after the last one, to whose training they belong
+    def __init__(self, parameters: Parameters, nonfinite: NonFinite, gradients: Gradients):
+        self._parameters, self._settings = parameters, parameters.settings
+        self._nonfinite, self._gradients = nonfinite, gradients
+        self._missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
+        self._step: int | None = -1  # that comes after them; None: whatever step comes, as they were loaded
         self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
 
     def state(self) -> dict[str, Any]:
@@ -43,7 +40,7 @@ class Pending:
     def _identity(self) -> dict[str, Any]:
         """The rank, world size and shard that the residuals belong to."""
         world = self._settings.world
-        part = shard(self._parameters.all()[0])
+        part = shard(self._parameters.first)
         return {"version": 1, "rank": world.rank, "size": world.size, **({} if part is None else {"shard": part})}
 
     def views(self) -> dict[str, dict[str, Tensor]]:
@@ -84,8 +81,8 @@ class Pending:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave."""
-        self.missing, self.loaded, self.world_size = False, True, state["size"]
-        self._nodes.residuals_may_differ = True
+        self._missing, self._step, self.world_size = False, None, state["size"]
+        self._gradients.residuals_may_differ = True
         self._parameters.handed_over.clear()
         for letter, views in self.views().items():
             for name, view in views.items():
@@ -96,11 +93,14 @@ class Pending:
         before.
         """
         self._parameters.forget_sparse()
-        self._reached = self._parameters.step
-        if self.loaded:
-            return
-        self.missing = self._parameters.step > 0
-        self._clear()
+        if self._step is not None:
+            self.follow_step()
+            self.begin()
+            self._clear()
+
+    def begin(self) -> None:
+        """A training begins, at a step that its optimizer may have reached without these residuals."""
+        self._missing = self._settings.exchanges and self._parameters.step > 0
 
     def _clear(self) -> None:
         for views in self.views().values():
@@ -111,24 +111,18 @@ class Pending:
         """A step begins. Where it does not follow the last one, rank 0 has loaded another state in mid-training, and
         broadcast it: here, too, what was pending is of steps that are undone.
         """
-        if not self.loaded and self._reached not in (None, self._parameters.step):
+        if self._step not in (None, self._parameters.step):
             self._clear()
-        self.loaded = False
-        self._tell_of_missing()
+        self.follow_step()
+        if self._missing and self._parameters.kept() and not self._parameters.stock:
+            warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
+                 "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
+                 "optimizer.residual_state_dict() on every rank, and load it there with load_residual_state_dict()")
+        self._missing = False
 
-    def step_ends(self) -> None:
-        """A step has ended."""
-        self._reached = self._parameters.step
-
-    def _tell_of_missing(self) -> None:
-        """Warns once where training goes on without its residuals."""
-        if self.missing:
-            self.missing = False
-            if self._parameters.kept() and not self._parameters.stock:
-                warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: "
-                     "save by dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
-                     "optimizer.residual_state_dict() on every rank, and load it there with "
-                     "load_residual_state_dict()")
+    def follow_step(self) -> None:
+        """The next step is the one that comes after these residuals."""
+        self._step = self._parameters.step
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:

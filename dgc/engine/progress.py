@@ -12,11 +12,10 @@ import torch
 
 from dgc.collective import Collective
 from dgc.config import Config
-from dgc.engine.adam import Denominators
-from dgc.engine.gradients import Nodes
-from dgc.engine.momentum import Momentum
+from dgc.engine.gradients import Gradients
+from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import BEGAN, STEP, Parameters
-from dgc.engine.settings import Role, Settings
+from dgc.engine.settings import Role
 from dgc.engine.step import Step
 from dgc.schedule import FORGET, Adaptive, Found
 from dgc.transport import Transport
@@ -46,12 +45,10 @@ class AdaptiveSparsity:
         self._steps: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}  # since the last decision
 
     def __enter__(self) -> None:
-        if self._device.type != "cuda":
-            self.computing_stops()
+        self.computing_stops()
 
     def __exit__(self, *exception: object) -> None:
-        if self._device.type != "cuda":
-            self._exposed.append((self._since, self._mark()))
+        self._exposed.append((self._since, self._mark()))
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""
@@ -109,17 +106,14 @@ class Progress:
     """The step of the schedule. It lies in the first param group, so that it is saved, loaded and broadcast.
 
     Args:
-        settings: of the optimizer.
         parameters: of the optimizer.
-        nodes: without others of them there is nobody to save bytes for.
-        momentum: of SGD, which moves into u at the first compressed step.
-        denominators: of AdamW, which do so in its place, and have their own say in when.
+        gradients: without others to exchange them with there is nobody to save bytes for.
+        applier: whose momentum moves into u at the first compressed step.
     """
 
-    def __init__(self, settings: Settings, parameters: Parameters, nodes: Nodes, momentum: Momentum,
-                 denominators: Denominators):
-        self._settings, self._parameters, self._nodes = settings, parameters, nodes
-        self._momentum, self._denominators = momentum, denominators
+    def __init__(self, parameters: Parameters, gradients: Gradients, applier: Applier):
+        self._parameters, self._settings = parameters, parameters.settings
+        self._gradients, self._applier = gradients, applier
         self._adaptive: AdaptiveSparsity | None = None
 
     @property
@@ -128,8 +122,7 @@ class Progress:
 
     def begin(self) -> None:
         """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
-        self._denominators.begin()
-        self._momentum.shown()
+        self._applier.begin()
         if self._settings.role is Role.ALONE:
             self._group.pop(BEGAN, None)
             return
@@ -143,28 +136,23 @@ class Progress:
             self._adaptive = AdaptiveSparsity(sparsity, self._settings.transport, self._parameters.device)
             self._group.update(self._adaptive.first(self._group))
 
-    def shown(self) -> None:
-        """The optimizer's state is handed out, and may come back changed."""
-        self._denominators.shown()
-        self._momentum.shown()
-
     def open(self, step: Step) -> None:
         """A step begins: it is compressed, or it is stock's. The first compressed one takes the momentum of the wrapped
         optimizer over; the first one after it to which the schedule gives 0 sends all that is pending, and u with it.
         """
-        parameters, adam = self._parameters, self._denominators.used
-        if parameters.stock and not self._nodes.alone and self._scheduled().sparsity_at(parameters.step) > 0 and (
-                not adam or self._denominators.ready(self._scheduled())):
-            (self._denominators if adam else self._momentum).take_over()
+        parameters, adam = self._parameters, self._applier.adam
+        if parameters.stock and not self._gradients.alone and self._scheduled().sparsity_at(parameters.step) > 0 and (
+                not adam.used or adam.ready(self._scheduled())):
+            self._applier.take_over()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
-        step.hands_back = not step.stock and not adam and self.config().sparsity_at(parameters.step) == 0
+        step.hands_back = not step.stock and not adam.used and self.config().sparsity_at(parameters.step) == 0
 
     def config(self) -> Config:
         """The config, with the sparsity in force where it is not the schedule's."""
-        if self._nodes.alone:
+        if self._gradients.alone:
             return replace(self._settings.config, sparsity=0.0)
-        return self._denominators.in_force(self._scheduled())
+        return self._applier.adam.in_force(self._scheduled())
 
     def _scheduled(self) -> Config:
         return self._settings.config if self._adaptive is None else replace(
@@ -172,11 +160,13 @@ class Progress:
 
     def last_sparsity(self) -> float:
         """The sparsity that the schedule gave for the last step; of an adaptive one, for the next."""
-        return self._denominators.in_force(self._scheduled()).sparsity_at(max(0, self._group.get(STEP, 0) - 1))
+        return self._applier.adam.in_force(self._scheduled()).sparsity_at(max(0, self._group.get(STEP, 0) - 1))
 
     def compressing(self) -> AbstractContextManager[Any]:
         """Measures compression during the backward pass, within it."""
-        return nullcontext() if self._adaptive is None or self._parameters.stock else self._adaptive
+        if self._adaptive is None or self._parameters.stock or self._parameters.device.type == "cuda":
+            return nullcontext()  # a GPU computes meanwhile
+        return self._adaptive
 
     def computing_stops(self) -> None:
         """Computing stands still from here on, until the step has ended."""
@@ -186,7 +176,7 @@ class Progress:
     def advance(self) -> None:
         """A step is taken."""
         if self._group[BEGAN] == self._group[STEP]:
-            (self._denominators if self._denominators.used else self._momentum).taken_over()
+            self._applier.taken_over()
         self._group[STEP] += 1
         if self._adaptive is not None and not self._parameters.stock:  # dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])
@@ -195,7 +185,7 @@ class Progress:
         """Gives the wrapped optimizer its momentum back. The steps to come are stock's, once all parameters had part in
         such a step: until then they go on at density 1, which is momentum SGD too.
         """
-        done = self._momentum.hand_back(step)
+        done = self._applier.hand_back(step)
         if all(p in done or (p in self._parameters.frozen and not p.requires_grad)
                for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters):
             self._group[BEGAN] = -1
@@ -204,8 +194,3 @@ class Progress:
         """Residuals of before are loaded: a first compressed step that was not taken is none."""
         if self._settings.exchanges and self._group[BEGAN] == self._group[STEP]:
             self._group[BEGAN] = -1
-
-    def fill_state(self) -> None:
-        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""
-        self._momentum.fill_state()
-        self._denominators.fill_state()

@@ -1,21 +1,29 @@
-"""The state of one training step."""
+"""The state of one training step, and what this rank has sent in it and in all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from dgc.collective import World
-from dgc.engine.buckets import ParameterBucket
-from dgc.engine.shards import shard
+from dgc.collective import Collective, World, sent_bytes
+from dgc.compression.residual import norm
+from dgc.engine.parameters import ParameterBucket, Parameters, shard
+from dgc.engine.report import Report
 from dgc.paths.averaged import SparseUpdate, Update
-from dgc.transport.run import StreamedRun, join_streams
+from dgc.transport.run import PathRun, join_streams
+
+UNKNOWN = -1
+# A gradient as it was: how to find the tensor, and how often it had been written into. The reference is weak, as the id
+# of a freed tensor is used again. UNKNOWN: of a view, which has one version with the other views of its tensor.
+Seen: TypeAlias = "tuple[Callable[[], Tensor | None], int]"
 
 
 class Phase(Enum):
@@ -33,7 +41,7 @@ class Flight:
 
     bucket: ParameterBucket
     parameters: list[Tensor]  # those of the bucket that take part
-    exchange: StreamedRun[Update | SparseUpdate]
+    run: PathRun[Update | SparseUpdate]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +51,17 @@ class Delivery:
     bucket: ParameterBucket
     parameters: list[Tensor]
     update: Update
+
+
+def seen(gradient: Tensor | None, writes: int = 0) -> Seen:
+    """A gradient as it will be when somebody has written into it so many times."""
+    return (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version + writes)
+
+
+def is_unchanged(before: Seen, gradient: Tensor | None) -> bool:
+    """Whether it is the same tensor, in which nothing was written since."""
+    tensor, version = before
+    return tensor() is gradient and (gradient is None or gradient._version == version)
 
 
 class Inverse(NamedTuple):
@@ -86,6 +105,21 @@ class Step:
         self.deliveries: list[Delivery] = [] if before is None else before.deliveries
         self.earlier: list[Delivery] = []  # those of an exchange before, in the same step
         self.changes = 0  # of parameters, when the exchange had ended
+        self.seen: dict[Tensor, Seen] = {}  # parameter -> its gradient, when it left or its update came
+        self.updates: dict[Tensor, Seen] = {}  # the same of an exchange before, in the same step
+        self.holds: dict[Tensor, bool] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
+        self.sent: Any = Counter()  # bytes by kind; by the formulas they are fractions
+
+    def one_more(self, parameters: Iterable[Tensor], passes: int) -> Step:
+        """One more exchange, in the step whose update waits for step()."""
+        step = Step(parameters, passes)
+        step.earlier, step.direct, step.updates, step.holds = self.deliveries, self.direct, self.seen, self.holds
+        return step
+
+    @property
+    def has_earlier_update(self) -> bool:
+        """Whether an update of compressed gradients waits for step(), and a gradient to come is added to it."""
+        return bool(self.earlier or (self.phase is Phase.EXCHANGED and self.deliveries))
 
     @property
     def waits_for_update(self) -> bool:
@@ -123,9 +157,44 @@ class Step:
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
 
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Remembers the gradients as they are."""
+        for p in parameters:
+            if (g := p.grad) is not None:
+                alone = g._base is None or g._base.numel() == g.numel()
+                self.seen[p] = ref(g), g._version if alone else UNKNOWN
+
     def passes(self, parameter: Tensor) -> int:
         """How many backward passes of this step have added to a parameter's gradient."""
         return self._passes - self.delays[parameter] if parameter in self.fired else 0
+
+    def holds_update(self, parameter: Tensor, name: str, passes: Collection[int]) -> bool:
+        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
+
+        Args:
+            parameter: whose.
+            name: of the parameter.
+            passes: how many of them there may have been.
+
+        Raises:
+            RuntimeError: something else has changed it.
+        """
+        if parameter in self.holds:
+            return self.holds[parameter]
+        before, gradient = (self.updates or self.seen).get(parameter), parameter.grad
+        if before is None or gradient is None or before[0]() is not gradient:
+            return False
+        if before[1] == UNKNOWN or gradient._version - before[1] not in passes:
+            raise RuntimeError(f"the gradient of {name} must be left as it is between the exchange and one more "
+                               "backward() before step(), got one that was changed, so that nobody can tell the new "
+                               "gradient in it (drop the update by optimizer.zero_grad())")
+        return True
+
+    def count(self, collective: Collective) -> None:
+        """A collective begins."""
+        within = collective.group == "node"
+        self.sent["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, self.world)
+        self.sent["message_bytes"] += 0 if within else collective.tensor.nbytes
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -150,10 +219,73 @@ class Step:
     def leave_node(self, wait: bool) -> None:
         """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
         for flight in self.in_flight:
-            flight.exchange.leave_node(wait)
+            flight.run.leave_node(wait)
 
     def abandon(self, wait: bool) -> None:
         """Gives up what is under way; what was taken is put back into v."""
         for flight in self.in_flight:
-            flight.exchange.abandon(wait)
+            flight.run.abandon(wait)
         self.in_flight = []
+
+
+class Ledger:
+    """Counts what this rank sends, in all steps."""
+
+    def __init__(self) -> None:
+        self._last: Any = Counter()  # of the last step that was taken
+        self._totals: Any = Counter()
+        self._steps = self._skipped = 0
+        self.lost_residuals = 0
+
+    def skip(self, step: Step) -> None:
+        """The step is not taken, by any rank."""
+        self._skipped += 1
+        self.drop(step)
+
+    def drop(self, step: Step) -> None:
+        """The step is not taken: only the totals have what was sent."""
+        self._totals["bytes_sent"] += step.sent["bytes_sent"]
+        step.sent = Counter()
+
+    def close(self, step: Step, numel: int, dense: int) -> None:
+        """The step is exchanged.
+
+        Args:
+            step: that is.
+            numel: entries of all parameters.
+            dense: of those that travel dense.
+        """
+        self._steps += 1
+        self._last, step.sent = step.sent, Counter()
+        self._last["dense_entries"] = dense
+        self._totals["numel"] += numel
+        for key in ("bytes_sent", "dense_bytes", "dense_entries"):
+            self._totals[key] += self._last[key]
+
+    def report(self, parameters: Parameters, sparsity: float) -> Report:
+        """The last step, and totals. Norms are computed here.
+
+        Args:
+            parameters: of the optimizer.
+            sparsity: of the last step.
+        """
+        compressed, numel = parameters.compressed(), max(1, parameters.numel)
+        last, totals = self._last, self._totals
+        return Report(
+            steps=self._steps,
+            bytes_sent=float(last["bytes_sent"]),
+            node_bytes=float(last["node_bytes"]),
+            dense_bytes=float(last["dense_bytes"]),
+            message_bytes=last["message_bytes"],
+            sparsity=sparsity,
+            density=(sum(int(bucket.entries_sent) for bucket in compressed) + last["dense_entries"]) / numel,
+            gradient_norm=sum(float(bucket.gradient_square) for bucket in compressed) ** 0.5,
+            residual_norm=sum(float(norm(bucket.v)) ** 2 for bucket in parameters.kept()) ** 0.5,
+            total_bytes_sent=float(totals["bytes_sent"]),
+            total_dense_bytes=float(totals["dense_bytes"]),
+            total_density=(sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"])
+            / max(1, totals["numel"]),
+            skipped=self._skipped,
+            lost_residuals=self.lost_residuals,
+            overflow_entries=sum(int(bucket.overflow_entries) for bucket in compressed),
+            held_entries=sum(int(bucket.held_entries) for bucket in compressed))

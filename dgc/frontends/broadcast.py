@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective
-from dgc.engine.shards import local
+from dgc.engine.parameters import local
 from dgc.transport import ProcessSet, find
 
 

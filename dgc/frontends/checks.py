@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config, Sum
-from dgc.engine.buckets import DTYPES, MAX_NUMEL, compressible
+from dgc.engine.parameters import DTYPES, MAX_NUMEL, compressible
 from dgc.engine.settings import Role, Settings
 from dgc.engine.wrapped import check_dampening, check_decay, decays_apart, is_adam, is_sgd, refuse_apex
 from dgc.warn import warn
@@ -28,8 +28,8 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     Raises:
         TypeError, ValueError: it names the argument, its value, and what is accepted.
     """
-    check_kinds(optimizer, config, op)
-    check_optimizer(optimizer, config)
+    _check_kinds(optimizer, config, op)
+    _check_optimizer(optimizer, config)
     scaler = enabled_scaler(grad_scaler)
     if scaler is not None and config.momentum_correction and config.compresses and is_adam(type(optimizer)) and any(
             group.get("fused") for group in optimizer.param_groups):
@@ -38,7 +38,7 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     return scaler
 
 
-def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
+def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
     """Refuses arguments of other kinds."""
     if not isinstance(config, Config):
         raise TypeError(f"compression must be a dgc.Config, None, or a Horovod compressor such as "
@@ -56,7 +56,7 @@ def check_kinds(optimizer: Any, config: Any, op: Any) -> None:
         raise ValueError("optimizer must be the plain optimizer, wrapped once, got a DistributedOptimizer")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses an optimizer that the config does not suit."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -117,18 +117,12 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
                              "by Config: min_numel)")
 
 
-def tell_of_config(settings: Settings, inner: type[torch.optim.Optimizer], adaptive: bool) -> None:
-    """Warns, on rank 0, of what learns badly and could be done better.
-
-    Args:
-        settings: of the optimizer.
-        inner: the wrapped optimizer's class.
-        adaptive: whether it has Adam's betas.
-    """
-    config = settings.config
-    if settings.role is Role.OUTSIDE or settings.world.rank != 0:
-        return
-    if adaptive and not config.momentum_correction and config.compresses:
+def tell_of_config(settings: Settings, optimizer: Any) -> None:
+    """Warns, on rank 0, of what learns badly and could be done better."""
+    inner, config = optimizer._inner, settings.config
+    adaptive = "betas" in optimizer.defaults and not issubclass(inner, torch.optim.SparseAdam)
+    told = settings.role is not Role.OUTSIDE and settings.world.rank == 0
+    if told and adaptive and not config.momentum_correction and config.compresses:
         kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
         warn(f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "
              "where ranks accumulate gradients, a transformer ended 7 % above dense training's perplexity at 99 %, and "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -15,12 +15,12 @@ from dgc.collective import Collective
 from dgc.config import Average, Config
 from dgc.engine.backward import at_end_of_backward, backward_task, gradients_of, uncompiled
 from dgc.engine.engine import Engine, engine_of
-from dgc.engine.settings import Role, Settings
-from dgc.engine.shards import local
-from dgc.engine.step import Phase
+from dgc.engine.parameters import local
+from dgc.engine.settings import Settings
+from dgc.engine.step import Phase, Seen, is_unchanged, seen
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
-from dgc.frontends.optimizer import Shared, connect, distributed_class, pickled_parts, take_over
+from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
 from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
 from dgc.transport.run import PathRun
@@ -125,9 +125,8 @@ def _check_shared(model: DistributedDataParallel, optimizer: torch.optim.Optimiz
     if not any(p.requires_grad and p in held for p in model.module.parameters()):
         raise ValueError("the optimizer must have a parameter of ddp_model that requires a gradient, got none (give "
                          "the optimizer that steps this model)")
-    others = [] if known is None else [one.model for one in known.source.models]  # type: ignore[attr-defined]
-    if [one for one in others if one is not None and one is not model] and any(
-            one is not None and one.static_graph for one in [model, *others]):
+    models = {model} if known is None else {model, *(one.model for one in _source(known).models)} - {None}
+    if len(models) > 1 and any(one.static_graph for one in models if one is not None):
         raise ValueError("ddp_model must have static_graph=False where an optimizer has several models, got True")
     if _registered.get(model) is not None and optimizer in _registered[model].optimizers:
         raise RuntimeError("register_comm_hook() must be called once for a model and an optimizer, got a second call")
@@ -148,19 +147,16 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
 def _add_model(engine: Engine, model: DistributedDataParallel, buckets: ModelBuckets, config: Config,
                grad_scaler: Any) -> None:
     """Has an optimizer exchange the gradients of one more model, or of one that was made anew."""
-    settings, source, table = engine.settings, engine.source, engine.parameters
-    assert isinstance(source, DDPGradients)
+    settings, source, names = engine.settings, _source(engine), engine.names
     settings.transport, settings.config, settings.grad_scaler = find(model.process_group), config, grad_scaler
-    taken = {name for p, name in table.names.items() if p in table.listed}
+    taken = {name for p, name in names.items() if p in engine.listed}
     for name, p in model.module.named_parameters():
-        if p in table.names and p not in table.listed:
-            table.names[p] = name if name not in taken else f"{name}#{len(source.models)}"
+        if p in names and p not in engine.listed:
+            names[p] = name if name not in taken else f"{name}#{len(source.models)}"
     source.models[:] = [*(known for known in source.models if known.model is not None), buckets]
-    engine.adopt(table.groups)
-    engine.agreement.reached = False
-    engine.progress.begin()
-    if settings.role is not Role.ALONE:
-        engine.progress.fill_state()
+    engine.adopt(engine.optimizer.param_groups)
+    engine.compare_again()
+    engine.begin()
 
 
 def _follow(optimizer: Any) -> None:
@@ -179,11 +175,10 @@ def _step_with_the_others(engine: Engine) -> None:
     """A rank that has no more data takes the step that its hook has exchanged, as the others do in their ``step()``.
     Torch would give it their parameters in the end, but no momentum, no squares of AdamW's, and no loss scale.
     """
-    if (error := engine.found()) is not None:
-        raise error
-    scaler, optimizer = engine.settings.grad_scaler, engine.parameters.optimizer
+    engine.raise_found()
+    scaler, optimizer = engine.settings.grad_scaler, engine.optimizer
     if scaler is not None:
-        scaler.scale(torch.zeros((), device=engine.parameters.device))  # it may never have been asked
+        scaler.scale(torch.zeros((), device=next(iter(engine.listed)).device))  # it may never have been asked
         scaler.unscale_(optimizer)
     if engine.step.phase is Phase.EXCHANGED:
         engine.apply()
@@ -205,26 +200,21 @@ class _InDDP(Distributed):
         engine = engine_of(self)
         if engine.step.phase is Phase.COLLECTING:  # DDP has not ended its pass
             engine.give_up()
-        engine.source.updates.clear()  # type: ignore[attr-defined]
+        _source(engine).updates.clear()
         Distributed.zero_grad(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
-        inner, state, names, residuals, sparse = pickled_parts(self)
-        settings, table = engine_of(self).settings, engine_of(self).parameters
-        brought = [table.names[p] for p in table.listed]
-        scaler = Shared(settings.grad_scaler)
-        return _rebuild, (inner, state, names, settings.config, scaler, residuals, sparse, brought)
+        engine = engine_of(self)
+        return reduced(self, _connect_again, {
+            "config": engine.settings.config, "grad_scaler": Shared(engine.settings.grad_scaler),
+            "brought": [engine.names[p] for p in engine.listed]})
 
 
-def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, grad_scaler: Shared, residuals: Any, sparse: Mapping[str, int], brought: list[str]) -> Any:
-    """Makes a copy; pickles call it."""
-    optimizer: Any = inner.__new__(inner)
-    optimizer.__setstate__(state)
+def _connect_again(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, grad_scaler: Shared,
+                   brought: list[str]) -> Any:
     source = DDPGradients(of_copy={p for name, p in names if name in set(brought)})
     _change(optimizer, names, config, None, grad_scaler.value, source)
-    take_over(optimizer, residuals, sparse)
     return optimizer
 
 
@@ -240,7 +230,7 @@ class DDPGradients:
 
     def __init__(self, *models: ModelBuckets, of_copy: set[Tensor] | None = None):
         self.models, self._of_copy = list(models), of_copy or set()
-        self.updates: dict[Tensor, tuple[Tensor | None, int, Tensor]] = {}  # parameter -> p.grad, its version, update
+        self.updates: dict[Tensor, tuple[Seen, Tensor]] = {}  # parameter -> p.grad as it was, update
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
@@ -249,13 +239,10 @@ class DDPGradients:
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """DDP has hooks of its own."""
 
-    def arrived(self, engine: Engine) -> None:
-        """DDP's last bucket is the end."""
-
     def has_step(self, engine: Engine) -> bool:
         """A step() before any backward(), to quiet a scheduler's warning, is none in torch either."""
         return not engine.settings.exchanges or engine.step.exchanged or any(
-            p.grad is not None for group in engine.parameters.groups for p in group["params"])
+            p.grad is not None for group in engine.optimizer.param_groups for p in group["params"])
 
     def synchronize(self, engine: Engine) -> None:
         """Has been done by ``backward()``."""
@@ -263,13 +250,12 @@ class DDPGradients:
             engine.exchange()
         if engine.step.exchanged:
             return
-        table, idle = engine.parameters, engine.step.phase is Phase.IDLE
-        met = engine.agreement.reached or engine.settings.config.sparsity_at(table.step) == 0
-        if idle and table.stock and met:
+        idle = engine.step.phase is Phase.IDLE
+        if idle and engine.is_dense:
             return  # as in torch, whatever is in p.grad
-        if idle and not any(p.grad is not None and bool(p.grad.any()) for p in table.listed):
+        if idle and not any(p.grad is not None and bool(p.grad.any()) for p in engine.listed):
             return  # a script has dropped them
-        without = [table.names[p] for p in table.listed if p.requires_grad and (
+        without = [engine.names[p] for p in engine.listed if p.requires_grad and (
             p.grad is None if idle else p not in engine.step.fired)]
         if without:
             raise RuntimeError("backward() must reach every parameter of a DistributedDataParallel, got no gradient "
@@ -285,14 +271,25 @@ class DDPGradients:
         update of what was pending.
         """
         self.synchronize(engine)
-        for p, (grad, version, update) in self.updates.items():
-            if p.grad is grad and (grad is None or grad._version == version):  # a script has left it alone, too
+        for p, (grad, update) in self.updates.items():
+            if is_unchanged(grad, p.grad):  # a script has left it alone, too
                 # A fused step that has the loss's scale takes it out for itself.
-                fused = getattr(engine.parameters.optimizer, "grad_scale", None) is not None
+                fused = getattr(engine.optimizer, "grad_scale", None) is not None
                 inverse = None if fused else engine.step.inverse
                 p.grad = update.clone() if inverse is None else update * inverse.tensor.to(update)
-                engine.misuse.forget(p)
+                engine.step.seen.pop(p, None)
         self.updates.clear()
+
+
+@dataclass
+class _Pass:
+    """One backward pass through a model."""
+
+    task: int = -1  # torch's number of it
+    complete: bool = False  # the last bucket has come
+    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(default_factory=list)  # parameter, its p.grad meanwhile
+    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, gradient, that no optimizer applies
+    futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = field(default_factory=list)
 
 
 class ModelBuckets:
@@ -307,11 +304,7 @@ class ModelBuckets:
         self._model = None if model is None else ref(model)
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._lent: list[tuple[Tensor, Tensor | None, Engine]] = []  # parameter, its p.grad: DDP's bucket meanwhile
-        self._others: list[tuple[Tensor, Tensor]] = []  # parameter, gradient, that no registered optimizer applies
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = []
-        self._task = -1  # torch's number of the backward pass that runs
-        self._complete = False
+        self._pass = _Pass()
         self._had: dict[Tensor, bool] = {}  # whether p.grad was something when a backward pass came to it
         if model is not None and model.gradient_as_bucket_view:
             self._watch()
@@ -326,10 +319,10 @@ class ModelBuckets:
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings an optimizer its gradients from now on, in place of one that had the same parameters before."""
-        own = set(engine_of(optimizer).parameters.listed)
-        for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).parameters.listed)]:
+        own = set(engine_of(optimizer).listed)
+        for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).listed)]:
             self.optimizers.remove(other)
-            engine_of(other).source.models.remove(self)  # type: ignore[attr-defined]
+            _source(engine_of(other)).models.remove(self)
         self.optimizers.append(optimizer)
 
     @property
@@ -344,7 +337,7 @@ class ModelBuckets:
 
         def note(parameter: Tensor) -> None:
             buckets = alive()
-            if buckets is not None and any(_waits(engine) for engine in buckets._engines):
+            if buckets is not None and any(engine.step.has_earlier_update for engine in buckets._engines):
                 buckets._had[parameter] = parameter.grad is not None and bool(parameter.grad.any())
 
         for parameter in self.parameters:
@@ -359,10 +352,10 @@ class ModelBuckets:
             future.set_result(buffer)
             return future
         # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
-        unnumbered = bucket.index() == 0 and bool(self._futures) and backward_task() == self._task != -1
+        unnumbered = bucket.index() == 0 and bool(self._pass.futures) and backward_task() == self._pass.task != -1
         if bucket.index() == 0 and not unnumbered:
             self._begin_pass()
-        self._futures.append((future, buffer, parameters))
+        self._pass.futures.append((future, buffer, parameters))
         try:
             for p, engine in self._lend(parameters, gradients_of(bucket, parameters), engines):
                 engine.arrived(p)
@@ -377,8 +370,7 @@ class ModelBuckets:
         model = self.model
         if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
             raise ValueError("join() must have divide_by_initial_world_size=True with compressed gradients, got False")
-        self._lent, self._others, self._futures, self._complete = [], [], [], False
-        self._task = backward_task()
+        self._pass = _Pass(backward_task())
 
     def _lend(self, parameters: list[Tensor], gradients: list[Tensor],
               engines: list[Engine]) -> list[tuple[Tensor, Engine]]:
@@ -387,15 +379,15 @@ class ModelBuckets:
         for p, g in zip(parameters, gradients, strict=True):
             if not p.requires_grad:  # frozen since the model was wrapped: zeros
                 continue
-            engine = next((engine for engine in engines if p in engine.parameters.listed), None)
+            engine = next((engine for engine in engines if p in engine.listed), None)
             if engine is None:
-                self._others.append((p, g))
+                self._pass.others.append((p, g))
                 continue
-            if _waits(engine):
-                held = self._had.pop(p, p.grad is not None) if self._views else engine.misuse.holds_update(
-                    p, int(p.grad is not None and engine.misuse.changed(p)))
-                engine.misuse.note_holds(p, held)
-            self._lent.append((p, p.grad, engine))
+            step = engine.step
+            if step.has_earlier_update:
+                step.holds[p] = self._had.pop(p, p.grad is not None) if self._views else step.holds_update(
+                    p, engine.names[p], [0, 1])
+            self._pass.lent.append((p, p.grad, engine))
             p.grad = g
             came.append((p, engine))
         return came
@@ -406,7 +398,7 @@ class ModelBuckets:
 
     def _missing(self) -> list[str]:
         """The parameters that have had no gradient in this step."""
-        return [engine.parameters.names[p] for engine in self._engines for p in engine.parameters.listed
+        return [engine.names[p] for engine in self._engines for p in engine.listed
                 if p in self.parameters and p.requires_grad and p not in engine.step.fired]
 
     def _end_model(self) -> None:
@@ -418,8 +410,8 @@ class ModelBuckets:
             raise RuntimeError(f"DistributedDataParallel does not exchange {_some(strange)}: when it "
                                "was made it did not hold them, or they were frozen. Make it anew, and register "
                                "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
-        self._complete = True
-        if all(model._complete for model in self._connected()):
+        self._pass.complete = True
+        if all(model._pass.complete for model in self._connected()):
             self._end_pass()
         elif backward_task() == -1:
             raise RuntimeError("join() must not be used where an optimizer has several models, got a rank without data")
@@ -431,13 +423,12 @@ class ModelBuckets:
         found = [self]
         for model in found:
             for engine in model._engines:
-                sources = engine.source.models  # type: ignore[attr-defined]
-                found += [other for other in sources if other not in found and other.model is not None]
+                found += [other for other in _source(engine).models if other not in found and other.model is not None]
         return found
 
     def _end_pass(self) -> None:
         """The gradients of all models have come that are to come in this backward pass."""
-        came = [model for model in self._connected() if model._futures]
+        came = [model for model in self._connected() if model._pass.futures]
         steps = backward_task() != -1  # else DDP calls for a rank that has no more data
         engines = list(dict.fromkeys(engine for model in came for engine in model._engines))
         for engine in engines:
@@ -450,7 +441,7 @@ class ModelBuckets:
         if not steps:
             for engine in engines:
                 engine.give_up()
-        elif any(engine.source.updates for engine in engines):  # type: ignore[attr-defined]
+        elif any(_source(engine).updates for engine in engines):
             # DDP writes p.grad at the end, too, and has asked for that later than this, but before the inner call.
             at_end_of_backward(lambda: at_end_of_backward(lambda: _keep_unwritten(engines)))
 
@@ -458,7 +449,7 @@ class ModelBuckets:
         """Averages the gradients that no registered optimizer applies, as DDP does. Returns the sparse ones."""
         transport, world = engine.settings.transport, engine.settings.world
         sparse, by_kind = dict[Tensor, Tensor](), dict[Any, list[Tensor]]()
-        for p, g in self._others:
+        for p, g in self._pass.others:
             if g.is_sparse:
                 name = f"dgc.others.sparse.{len(sparse)}"
                 sparse[p] = PathRun(reduce_sparse(name, g, world), transport, name, lambda _: None).finish().tensor
@@ -474,12 +465,13 @@ class ModelBuckets:
     def _fail(self, error: BaseException) -> None:
         """Gives DDP its gradients back, and the error."""
         for model in self._connected():
-            for p, grad, _ in model._lent:
+            for p, grad, _ in model._pass.lent:
                 p.grad = grad
-            waiting = model._futures[:-1] if model is self else model._futures  # or DDP would wait for them
+            futures = model._pass.futures
+            waiting = futures[:-1] if model is self else futures  # or DDP would wait for them
             for future, _, _ in waiting:
                 future.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
-            model._lent, model._others, model._futures, model._complete = [], [], [], False
+            model._pass = _Pass()
         for engine in self._engines:
             engine.give_up()
 
@@ -489,11 +481,11 @@ class ModelBuckets:
         Args:
             sparse: parameter -> its averaged sparse gradient, where no registered optimizer has it.
         """
-        for p, grad, engine in self._lent:
+        for p, grad, engine in self._pass.lent:
             update, p.grad = p.grad, grad
-            updates = engine.source.updates  # type: ignore[attr-defined]
+            updates, noted = _source(engine).updates, engine.step.seen
             updates.pop(p, None)
-            engine.misuse.forget(p)
+            noted.pop(p, None)
             if update is None:
                 continue
             if update.is_sparse:
@@ -501,25 +493,26 @@ class ModelBuckets:
                 continue
             shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
             if not shared and not engine.step.stock:
-                updates[p] = grad, -1 if grad is None else grad._version, update
+                updates[p] = seen(grad), update
             if grad is not None:  # which DDP will copy into, once
-                engine.misuse.note_copy(p, grad, copies=int(not shared))
-        for future, buffer, parameters in self._futures:
+                noted[p] = seen(grad, writes=int(not shared))
+        for future, buffer, parameters in self._pass.futures:
             future.set_result(sparse.get(parameters[0], buffer))
-        self._lent, self._others, self._futures, self._complete = [], [], [], False
+        self._pass = _Pass()
 
 
-def _waits(engine: Engine) -> bool:
-    """Whether a compressed update waits for step()."""
-    return bool(engine.step.earlier or (engine.step.phase is Phase.EXCHANGED and engine.step.deliveries))
+def _source(engine: Engine) -> DDPGradients:
+    """The source of an engine's gradients, where DDP brings them."""
+    assert isinstance(engine.source, DDPGradients)
+    return engine.source
 
 
 def _keep_unwritten(engines: list[Engine]) -> None:
     """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others are left to us."""
     for engine in engines:
-        updates = engine.source.updates  # type: ignore[attr-defined]
-        for p, (grad, version, _) in list(updates.items()):
-            if p.grad is not grad or (grad is not None and grad._version != version):
+        updates = _source(engine).updates
+        for p, (grad, _) in list(updates.items()):
+            if not is_unchanged(grad, p.grad):
                 del updates[p]
 
 

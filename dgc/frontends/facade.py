@@ -13,14 +13,13 @@ from torch import Tensor
 from dgc.config import Config
 from dgc.engine.adam import restore_counts
 from dgc.engine.backward import frames, making_state
-from dgc.engine.engine import Engine, drop, engine_of
+from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 from dgc.engine.report import Report
-from dgc.engine.settings import Role
 from dgc.engine.step import Phase
 from dgc.engine.wrapped import refuse_apex, unhooked
 from dgc.frontends import checks
-from dgc.transport.protocol import HOROVODS_MODULE, ProcessSet
+from dgc.transport.run import HOROVODS_MODULE, ProcessSet
 
 T = TypeVar("T")
 
@@ -56,8 +55,8 @@ class Distributed(torch.optim.Optimizer):
     process_set = _OfEngine[ProcessSet]("settings.transport.process_set")
     _compression = _OfEngine[Config]("settings.config")
     _groups = _OfEngine[Any]("settings.groups")
-    _parameter_names = _OfEngine[dict[Tensor, str]]("parameters.names")
-    _requires_update = _OfEngine[set[Tensor]]("parameters.requires_update")
+    _parameter_names = _OfEngine[dict[Tensor, str]]("names")
+    _requires_update = _OfEngine[set[Tensor]]("requires_update")
     _allreduce_delay = _OfEngine[dict[Tensor, int]]("step.delays")
     _should_synchronize = _OfEngine[bool]("synchronizes")
     _synchronized = _OfEngine[bool]("step.exchanged")
@@ -67,14 +66,13 @@ class Distributed(torch.optim.Optimizer):
         """Stock's: parameters that had a gradient since the last step, with what is under way for them."""
         step = engine_of(self).step
         return {} if step.phase is not Phase.COLLECTING else {**dict.fromkeys(step.fired, (None, None)), **{
-            p: (flight.exchange, None) for flight in step.in_flight for p in flight.parameters}}
+            p: (flight.run, None) for flight in step.in_flight for p in flight.parameters}}
 
     # -- Horovod's -------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
-        engine = engine_of(self)
-        engine.source.synchronize(engine)
+        engine_of(self).synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -98,8 +96,8 @@ class Distributed(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
         engine = engine_of(self)
-        if not engine.parameters.optimizer.state and making_state():
-            return unhooked(self._inner.step)(engine.parameters.optimizer)  # its gradients and learning rates are 0
+        if not engine.optimizer.state and making_state():
+            return unhooked(self._inner.step)(engine.optimizer)  # its gradients and learning rates are 0
         return engine.take_step(closure)
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
@@ -112,7 +110,7 @@ class Distributed(torch.optim.Optimizer):
                                  "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
         if engine.step.exchanged:
             engine.drop_update()
-        self._inner.zero_grad(engine.parameters.optimizer, *args, **kwargs)
+        self._inner.zero_grad(engine.optimizer, *args, **kwargs)
 
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
@@ -131,21 +129,18 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         if not engine.settings.exchanges:
             return
-        if not engine.applier.adds:
+        if not engine.adds_residuals:
             if not engine.settings.config.compresses:
                 return  # nothing is ever pending
             raise TypeError("flush() must be called on a torch.optim.SGD, or AdamW with momentum correction, got "
                             f"{type(self).__name__} (end its training with some dense steps instead, say by "
                             "dgc.piecewise({0: 0.999, last_steps: 0.0}))")
-        if engine.step.waits_for_update:
-            raise RuntimeError("flush() must be called after step(), got a call between backward() and step()")
+        engine.check_between_steps("flush()")
         engine.flush()
 
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
-        engine = engine_of(self)
-        engine.nonfinite.look()
-        return engine.ledger.report(engine.parameters, engine.progress.last_sparsity())
+        return engine_of(self).report()
 
     def residual_state_dict(self) -> dict[str, Any]:
         """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank.
@@ -154,10 +149,9 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on its way.
         """
         engine = engine_of(self)
-        if engine.step.waits_for_update and engine.settings.exchanges:
-            raise RuntimeError("residual_state_dict(), or a copy of the optimizer, must be asked for after step(), got "
-                               "a call between backward() and step()")
-        return engine.pending.state()
+        if engine.settings.exchanges:
+            engine.check_between_steps("residual_state_dict(), or a copy of the optimizer,")
+        return engine.residuals()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between ``backward()`` and
@@ -166,23 +160,16 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded then.
         """
-        engine = engine_of(self)
-        drop(engine)
-        engine.pending.check(state_dict)
-        engine.pending.load(state_dict)
-        engine.progress.take_back()
+        engine_of(self).load_residuals(state_dict)
 
     # -- torch's ---------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
         engine = engine_of(self)
-        settings, optimizer = engine.settings, engine.parameters.optimizer
-        if engine.step.waits_for_update:
-            raise RuntimeError("add_param_group() must be called after step(), got a call between backward() and "
-                               "step()")
-        if settings.exchanges:
-            engine.parameters.check_unchanged()
+        settings, optimizer = engine.settings, engine.optimizer
+        engine.check_between_steps("add_param_group()")
+        engine.check_unchanged()
         before = len(optimizer.param_groups)
         self._inner.add_param_group(optimizer, param_group)
         try:
@@ -192,10 +179,9 @@ class Distributed(torch.optim.Optimizer):
         except (TypeError, ValueError):
             del optimizer.param_groups[before:]
             raise
-        engine.parameters.names = {**names, **engine.parameters.names}
+        for parameter, name in names.items():
+            engine.names.setdefault(parameter, name)
         engine.adopt(optimizer.param_groups[-1:])
-        if settings.role is not Role.ALONE:
-            engine.progress.fill_state()
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
@@ -204,14 +190,14 @@ class Distributed(torch.optim.Optimizer):
         makes them where the state is empty, which ours never is.
         """
         engine = engine_of(self)
-        fresh = engine.parameters.groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
-        if (fresh and engine.applier.adds and type(engine.parameters.optimizer).__module__ == HOROVODS_MODULE
+        fresh = engine.optimizer.param_groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
+        if (fresh and engine.adds_residuals and type(engine.optimizer).__module__ == HOROVODS_MODULE
                 and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())):
-            for parameter in engine.parameters.all():
+            for parameter in engine.listed:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        engine.progress.shown()
-        state: dict[str, Any] = self._inner.state_dict(engine.parameters.optimizer)
+        engine.state_changes()
+        state: dict[str, Any] = self._inner.state_dict(engine.optimizer)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,9 +205,9 @@ class Distributed(torch.optim.Optimizer):
         They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
         """
         engine = engine_of(self)
-        optimizer = engine.parameters.optimizer
+        optimizer = engine.optimizer
         refuse_apex(optimizer)
-        drop(engine)
+        engine.drop_step()
         engine.synchronizes = True
         groups, given = optimizer.param_groups, [state_dict]
         last = optimizer.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))  # by other hooks
@@ -232,7 +218,7 @@ class Distributed(torch.optim.Optimizer):
         restore_counts(optimizer, given[-1])
         # A scheduler made before wrapping goes by this list.
         groups[:], optimizer.param_groups = optimizer.param_groups, groups
-        engine.go_on()
+        engine.resume()
 
     def __copy__(self) -> Any:
         raise TypeError("a copy of a DistributedOptimizer must be a copy.deepcopy, together with the model, got "

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dgc.config import Average, Config
-from dgc.engine.backward import Hooks, uncompiled
-from dgc.engine.engine import Engine, GradientSource, engine_of
+from dgc.engine.backward import uncompiled
+from dgc.engine.engine import Engine, GradientSource, Hooks, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
@@ -34,7 +34,7 @@ class HorovodCompressor(Protocol):
     def decompress(tensor: Tensor, ctx: Any) -> Tensor: ...
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         compression: Config | HorovodCompressor | None = None,
@@ -152,45 +152,43 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
 
 def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_config(settings, optimizer._inner, "betas" in optimizer.defaults
-                          and not issubclass(optimizer._inner, torch.optim.SparseAdam))
-    optimizer._dgc = Engine(optimizer, optimizer._inner, names, settings, source)
+    checks.tell_of_config(settings, optimizer)
+    optimizer._dgc = Engine(optimizer, names, settings, source)
 
 
 class _Hooked(Distributed):
     """The methods of a :func:`DistributedOptimizer` alone."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made at run time, so a copy is wrapped anew."""
+        """See :func:`reduced`."""
         given = engine_of(self).settings
-        arguments = (given.op, given.gradient_predivide_factor, given.groups, given.sparse_as_dense,
-                     Shared(given.process_set), Shared(given.grad_scaler))
-        inner, state, names, residuals, sparse = pickled_parts(self)
-        return _rebuild, (inner, state, names, given.config, given.backward_passes_per_step, arguments, residuals,
-                          sparse)
+        return reduced(self, _wrap_again, {
+            "compression": given.config, "backward_passes_per_step": given.backward_passes_per_step, "op": given.op,
+            "gradient_predivide_factor": given.gradient_predivide_factor, "groups": given.groups,
+            "sparse_as_dense": given.sparse_as_dense, "process_set": Shared(given.process_set),
+            "grad_scaler": Shared(given.grad_scaler)})
 
 
-def pickled_parts(optimizer: Any) -> tuple[Any, ...]:
-    """The parts of any distributed optimizer's pickle: inner class, state, names, residuals, sparse dimensions."""
+def _wrap_again(optimizer: Any, names: Any, process_set: Shared, grad_scaler: Shared, **arguments: Any) -> Distributed:
+    return DistributedOptimizer(optimizer, names, process_set=process_set.value, grad_scaler=grad_scaler.value,
+                                **arguments)
+
+
+def reduced(optimizer: Any, make: Callable[..., Distributed], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a copy, or a pickle, of a distributed optimizer is made from. Its class is made at run time, so a copy is
+    wrapped anew.
+
+    Args:
+        optimizer: the original.
+        make: wraps a plain optimizer, given its named parameters and these arguments.
+        arguments: of ``make``.
+    """
     engine = engine_of(optimizer)
     state = {"defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
     named = {p: name for name, p in engine.settings.named_parameters or ()}  # with those of groups still to be added
-    names = [(name, p) for p, name in {**named, **engine.parameters.names}.items()]
-    return optimizer._inner, state, names, optimizer.residual_state_dict(), engine.parameters.sparse_names()
-
-
-def take_over(optimizer: Distributed, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-    """Gives a copy what its original had, until another training is loaded into it. The residuals of another rank are
-    left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
-    """
-    engine = engine_of(optimizer)
-    if engine.pending.is_of_another_rank(residuals):
-        warn(f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, as "
-             "each has its own (to broadcast a scheduler, broadcast its state_dict())")
-    else:
-        optimizer.load_residual_state_dict(residuals)
-        engine.pending.loaded = False
-    engine.parameters.load_sparse_names(sparse)
+    names = [(name, p) for p, name in {**named, **engine.names}.items()]
+    return _rebuild, (optimizer._inner, state, make, names, arguments, optimizer.residual_state_dict(),
+                      engine.sparse_names())
 
 
 @dataclass(frozen=True)
@@ -203,14 +201,11 @@ class Shared:
         return self
 
 
-def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], names: list[tuple[str, Tensor]],
-             config: Config, backward_passes_per_step: int, arguments: tuple[Any, ...], residuals: Any,
-             sparse: Mapping[str, int]) -> Distributed:
+def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], make: Callable[..., Distributed],
+             names: list[tuple[str, Tensor]], arguments: Mapping[str, Any], *kept: Any) -> Distributed:
     """Makes a copy; pickles call it."""
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
-    op, predivide, groups, sparse_as_dense, process_set, grad_scaler = arguments
-    wrapped = DistributedOptimizer(optimizer, names, config, backward_passes_per_step, op, predivide, 0, groups,
-                                   sparse_as_dense, process_set.value, grad_scaler=grad_scaler.value)
-    take_over(wrapped, residuals, sparse)
-    return wrapped
+    made = make(optimizer, names, **arguments)
+    engine_of(made).become_copy(*kept)
+    return made

@@ -15,7 +15,7 @@ from dgc.compression.residual import Bucket
 from dgc.compression.sizes import Sizes
 from dgc.compression.wire import Layout
 from dgc.config import Config
-from dgc.engine.buckets import compressible, pack
+from dgc.engine.parameters import compressible, pack
 from dgc.plan.models import Shape
 
 

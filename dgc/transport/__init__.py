@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dgc.transport.protocol import ProcessSet, Transport, Wait
+from dgc.transport.run import ProcessSet, Transport, Wait
 
 __all__ = ["NotInitializedError", "ProcessSet", "Transport", "Wait", "find"]
 
@@ -35,11 +35,6 @@ def find(process_set: ProcessSet = None) -> Transport:
     distributed: Any = sys.modules.get("torch.distributed")
     has_horovod = horovod is not None and horovod.is_initialized()
     has_distributed = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    # The second is what torch.distributed.new_group gives the processes outside.
-    if has_distributed and (isinstance(process_set, distributed.ProcessGroup)
-                            or process_set is distributed.GroupMember.NON_GROUP_MEMBER):
-        from dgc.transport.torch_dist import TorchDistributed
-        return TorchDistributed(process_set)
     if has_horovod and has_distributed and process_set is None and 1 == horovod.size() < distributed.get_world_size():
         raise ValueError("process_set must say whether Horovod, with 1 process, or torch.distributed, with "
                          f"{distributed.get_world_size()}, exchanges gradients, got None (leave hvd.init() out, or "
@@ -47,9 +42,11 @@ def find(process_set: ProcessSet = None) -> Transport:
     if has_horovod and (process_set is None or isinstance(process_set, horovod.ProcessSet)):
         from dgc.transport.horovod import Horovod
         return Horovod(process_set)
-    if has_distributed and process_set is None:
+    # NON_GROUP_MEMBER is what torch.distributed.new_group gives the processes outside.
+    if has_distributed and (process_set is None or isinstance(process_set, distributed.ProcessGroup)
+                            or process_set is distributed.GroupMember.NON_GROUP_MEMBER):
         from dgc.transport.torch_dist import TorchDistributed
-        return TorchDistributed(None)
+        return TorchDistributed(process_set)
     if has_horovod or has_distributed:
         raise TypeError("process_set must be None, a ProcessSet of an initialised Horovod, or a "
                         f"torch.distributed.ProcessGroup, got {process_set!r}")

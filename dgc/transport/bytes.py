@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from dgc.collective import Collective
-from dgc.transport.protocol import Transport
+from dgc.transport.run import Transport
 
 
 def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.device) -> list[bytes]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
-from dgc.transport.protocol import HOROVODS_MODULE, Wait
+from dgc.transport.run import HOROVODS_MODULE, Wait
 
 MAX_BYTES = (1 << 31) - 1  # of one collective, if not NCCL's: it counts in 32 bits, and goes on somewhere else
 PAUSE = 2e-4  # seconds between two looks whether a collective is done

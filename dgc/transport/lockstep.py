@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective, World
-from dgc.transport.protocol import ProcessSet, Wait
+from dgc.transport.run import ProcessSet, Wait
 
 T = TypeVar("T")
 _here = threading.local()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dgc.collective import Collective, World
 from dgc.transport.bytes import node_size
-from dgc.transport.protocol import Wait
+from dgc.transport.run import Wait
 
 
 @atexit.register

@@ -82,7 +82,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
                                              Config(sparsity, min_numel=0, **options),
                                              groups=[[p] for p in weights.values()])
         order = [[optimizer._parameter_names[p] for p in bucket.parameters]
-                 for bucket in engine_of(optimizer).parameters.buckets]
+                 for bucket in engine_of(optimizer)._parameters.buckets]
         assert order == [["a"], ["c"], ["b"]]
         total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
         for step in range(5):

@@ -243,7 +243,7 @@ def mutated(message, draw):
         elif kind == 2:
             row[first:] = np.roll(row[first:], int(draw.integers(1, 5)))
         else:
-            row[first:first + 3] = draw.choice([0, 1, 2, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x7F807F80], 1)
+            row[first:first + 3] = draw.choice([0, 1, 2, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x7F807F80, 0x80008000], 1)
     message = torch.from_numpy(words.view(np.uint8))
     sealed = seal(message.clone())
     return torch.where(torch.from_numpy(draw.random(len(words)) < 0.8)[:, None], sealed, message)

@@ -87,7 +87,7 @@ def test_what_remains_pending_is_worth_as_much(former, remain, size, exchange, a
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, op=op)
-        pending = engine_of(optimizer).pending
+        pending = engine_of(optimizer)._pending
         if rank < remain:
             pending.load(kept[rank])
         if rank == 0 and remain < former:
@@ -116,7 +116,7 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
-        pending = engine_of(optimizer).pending
+        pending = engine_of(optimizer)._pending
         pending.load({**kept[rank], "size": sizes[rank]})
         if rank == 0:
             with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):
@@ -141,7 +141,7 @@ def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
         for p in network.parameters():
             inner.state[p]["momentum_buffer"] = torch.full_like(p, 7.0)
         optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), dgc.Config(0.9, factor_masking=False))
-        engine_of(optimizer).agreement.compare_again()
+        engine_of(optimizer).compare_again()
         return network, optimizer
 
     def worker():
@@ -152,7 +152,7 @@ def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
             network, optimizer = made()
             network.load_state_dict(parameters)
             optimizer.load_state_dict(state)  # as Horovod broadcasts it
-        engine_of(optimizer).agreement.compare_again()
+        engine_of(optimizer).compare_again()
         before = {} if joins else optimizer.residual_state_dict()["u"]
         optimizer.zero_grad()
         for p in network.parameters():
@@ -227,7 +227,7 @@ def test_a_lost_rank_is_counted_once(monkeypatch):
         handler._residuals["size"] = 3  # of which one is gone
         for step in range(2, 5):
             handler.restore()
-            engine.agreement.reached = False
+            engine.compare_again()
             train([step], None, network, optimizer)
         return optimizer.report().lost_residuals
 

@@ -58,7 +58,7 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
     if optimizer is None:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
-    looks = len(engine_of(optimizer).parameters.buckets) + 1  # as each of them is complete; synchronize()
+    looks = len(engine_of(optimizer)._parameters.buckets) + 1  # as each of them is complete; synchronize()
     unit = 10 ** 8 * looks  # whole numbers: no rounding
     computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
 

@@ -492,7 +492,7 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters():
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(),
                                              dgc.Config(value_bits=8), grad_scaler=scaler)
         scaler.scale(network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9).backward()
-        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], engine_of(optimizer).pending.views()["v"]
+        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], engine_of(optimizer).residual_views()["v"]
 
     (updates, v), _ = dgc.lockstep.run(worker, 2)
     for name, update in zip(("weight", "bias"), updates, strict=True):

@@ -44,13 +44,13 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
         backward(network)
         optimizer.synchronize()
         grads = [p.grad.clone() for p in network.parameters()]
-        v = copy.deepcopy(engine_of(optimizer).pending.views()["v"])
+        v = copy.deepcopy(engine_of(optimizer).residual_views()["v"])
         if rank() == 0:  # catching warnings is not for several threads
             with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
                 optimizer.step()
         assert optimizer.report().steps == 1
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, network.parameters(), strict=True))
-        now = engine_of(optimizer).pending.views()["v"]
+        now = engine_of(optimizer).residual_views()["v"]
         assert all(torch.equal(a, b) for a, b in zip(v.values(), now.values(), strict=True))
 
     in_lockstep(worker)
@@ -116,7 +116,7 @@ def test_a_step_left_out_is_left_out(to_none):
             backward(network, step)
             optimizer.synchronize()
             optimizer.zero_grad(set_to_none=to_none)
-        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).pending.views())
+        before, pending = flat(network), copy.deepcopy(engine_of(optimizer).residual_views())
         backward(network, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is not the second synchronize() before this step
@@ -156,6 +156,33 @@ def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
     assert len(told) == 2  # each rank; and none of a second synchronize() before the step
     for found, expected in ranks:
         assert torch.equal(found, expected) and torch.equal(found, ranks[0][0])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_is_given_up_takes_back_what_its_exchanges_have_sent(again):
+    """As dropping its update does; also of an exchange before, in the same step."""
+    def worker():
+        network, optimizer = wrapped(SPARSE)
+        backward(network)
+        optimizer.synchronize()
+        pending = engine_of(optimizer).residual_views()["v"]
+        sent = copy.deepcopy(pending)
+        if again:
+            network[0].weight.sum().backward()
+        engine_of(optimizer).give_up()
+        given_up = copy.deepcopy(pending)
+        optimizer.zero_grad()
+        network, optimizer = wrapped(SPARSE)
+        backward(network)
+        optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.zero_grad()
+        dropped = engine_of(optimizer).residual_views()["v"]
+        assert not all(torch.equal(sent[name], v) for name, v in dropped.items())
+        assert all(torch.equal(given_up[name], v) for name, v in dropped.items())
+
+    in_lockstep(worker)
 
 
 def test_alone_a_step_left_out_does_not_keep_the_next_from_being_clipped():

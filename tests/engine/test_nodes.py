@@ -215,8 +215,8 @@ def test_each_byte_crosses_the_network_once(sparsity, n, g):
 def level(optimizer):
     """What is done before an exchange."""
     engine = engine_of(optimizer)
-    engine.nodes.group(engine.settings.transport.world)
-    engine.nodes.level()
+    engine._gradients.group()
+    engine._gradients.level()
 
 
 def taken_up(config, states):

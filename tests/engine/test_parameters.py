@@ -9,7 +9,7 @@ from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, rank, t
 from torch import nn
 
 import dgc
-from dgc.engine.buckets import pack
+from dgc.engine.parameters import pack
 
 
 def test_buckets_follow_the_backward_pass_and_never_mix_kinds():

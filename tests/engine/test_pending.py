@@ -109,7 +109,7 @@ def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronize
         if synchronized:
             optimizer.synchronize()
         with pytest.raises(RuntimeError,
-                           match=r"must be asked for after step\(\)"):
+                           match=r"must be called after step\(\)"):
             asked(optimizer)
         with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
             optimizer.step()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dgc.collective import World
-from dgc.engine.buckets import ParameterBucket
+from dgc.engine.parameters import ParameterBucket
 from dgc.engine.step import Delivery, Inverse, Phase, Step
 from dgc.paths.averaged import DenseUpdate
 

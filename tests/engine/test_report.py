@@ -8,7 +8,7 @@ from torch import nn
 
 import dgc
 from dgc.collective import Collective, World, dense_bytes
-from dgc.engine.report import Ledger
+from dgc.engine.step import Ledger, Step
 
 
 class Nothing:
@@ -26,13 +26,19 @@ def told(ledger):
     return ledger.report(Nothing(), 0.9)
 
 
+def sending(world, dense_bytes, *collectives):
+    """A step in which this rank has begun some collectives."""
+    step = Step((), 1)
+    step.world, step.sent["dense_bytes"] = world, dense_bytes
+    for collective in collectives:
+        step.count(collective)
+    return step
+
+
 def test_a_step_is_counted_and_added_to_the_totals():
-    ledger, world, message = Ledger(), World(1, 4), torch.zeros(120, dtype=torch.uint8)
-    ledger.open(dense_bytes(100, 4))
-    ledger.count(world, Collective("gather", message))
-    ledger.count(world, Collective("sum", message))
-    ledger.count(world, Collective("share", message))
-    ledger.close(100, 30)
+    ledger, message = Ledger(), torch.zeros(120, dtype=torch.uint8)
+    ledger.close(sending(World(1, 4), dense_bytes(100, 4), Collective("gather", message), Collective("sum", message),
+                         Collective("share", message)), 100, 30)
     report = told(ledger)
     assert report.bytes_sent == report.total_bytes_sent == 120 * (3 + 2 * 3 / 4 + 3 / 4)
     assert report.dense_bytes == report.total_dense_bytes == 2 * 3 / 4 * 400
@@ -40,13 +46,10 @@ def test_a_step_is_counted_and_added_to_the_totals():
 
 
 def test_a_logger_gets_plain_numbers_and_the_compression():
-    ledger, world = Ledger(), World(1, 4)
-    ledger.open(dense_bytes(100, 4))  # 2 (N - 1) / N * 400
-    ledger.count(world, Collective("gather", torch.zeros(20, dtype=torch.uint8)))  # (N - 1) * 20
-    ledger.close(100, 30)
-    ledger.open(dense_bytes(100, 4))
-    ledger.count(world, Collective("gather", torch.zeros(10, dtype=torch.uint8)))
-    ledger.close(100, 30)
+    ledger = Ledger()
+    for nbytes in (20, 10):  # of which (N - 1) times as many are sent, instead of 2 (N - 1) / N * 400
+        message = Collective("gather", torch.zeros(nbytes, dtype=torch.uint8))
+        ledger.close(sending(World(1, 4), dense_bytes(100, 4), message), 100, 30)
     report = told(ledger)
     numbers = report.as_dict()
     assert {name: getattr(report, name) for name in numbers if "compression" not in name} == {
@@ -57,52 +60,44 @@ def test_a_logger_gets_plain_numbers_and_the_compression():
 
 def test_there_is_no_compression_where_nothing_was_sent():
     ledger = Ledger()
-    ledger.open(0.0)
-    ledger.close(100, 100)
+    ledger.close(sending(World(0, 1), 0.0), 100, 100)
     assert not {"compression", "total_compression"} & told(ledger).as_dict().keys()
 
 
 def test_what_stays_within_a_node_is_counted_apart():
-    ledger, world = Ledger(), World(0, 6, node_size=3)
-    ledger.open(0.0)
-    ledger.count(world, Collective("sum", torch.zeros(30), group="node"))
-    ledger.count(world, Collective("gather", torch.zeros(30), group="across"))
-    ledger.close(100, 0)
+    ledger, numbers = Ledger(), torch.zeros(30)
+    ledger.close(sending(World(0, 6, node_size=3), 0.0, Collective("sum", numbers, group="node"),
+                         Collective("gather", numbers, group="across")), 100, 0)
     report = told(ledger)
     assert (report.node_bytes, report.bytes_sent, report.message_bytes) == (120 * 2 * 2 / 3, 120, 120)
+
+
+def summing(numel, dense_bytes=1000.0):
+    return sending(World(0, 2), dense_bytes, Collective("sum", torch.zeros(numel)))
 
 
 def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     """The last step stays the last one that was taken."""
     ledger = Ledger()
-    ledger.open(1000.0)
-    ledger.count(World(0, 2), Collective("sum", torch.zeros(50)))
-    ledger.close(100, 30)
+    ledger.close(summing(50), 100, 30)
     taken = told(ledger)
-    ledger.open(1000.0)
-    ledger.count(World(0, 2), Collective("sum", torch.zeros(1)))
-    ledger.skip()
+    ledger.skip(summing(1))
     report = told(ledger)
     assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (1, 1, 204.0, 1000.0)
     assert (report.bytes_sent, report.dense_bytes, report.density) == (200.0, 1000.0, 0.3) == (
         taken.bytes_sent, taken.dense_bytes, taken.density)
     for skip in (False, True, True):  # one that is dropped, as its exchange has failed
-        ledger.open(1000.0)
-        ledger.count(World(0, 2), Collective("sum", torch.zeros(2)))
-        (ledger.skip if skip else ledger.drop)()
-    ledger.drop()  # where no step is under way
+        step = summing(2)
+        (ledger.skip if skip else ledger.drop)(step)
+        ledger.drop(step)  # which has been dropped already
     report = told(ledger)
     assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (200.0, 0.3, 3, 228.0)
 
 
 def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
     ledger = Ledger()
-    ledger.open(0.0)
-    ledger.count(World(0, 2), Collective("sum", torch.zeros(1)))
-    ledger.close(100, 0)
-    ledger.open(0.0)
-    ledger.count(World(0, 2), Collective("sum", torch.zeros(10)))
-    ledger.drop()
+    ledger.close(summing(1, 0.0), 100, 0)
+    ledger.drop(summing(10, 0.0))
     report = told(ledger)
     assert (report.bytes_sent, report.total_bytes_sent, report.steps) == (4.0, 44.0, 1)
 

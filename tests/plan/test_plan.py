@@ -54,7 +54,7 @@ SHAPES = ((300, 90), (90,), (300, 200), (50, 3), (64, 64), (2000,))
 @pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.999])
 @pytest.mark.parametrize("ranks", [2, 9])
 def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch):
-    monkeypatch.setattr("dgc.engine.buckets.BUCKET_NUMEL", 1 << 15)
+    monkeypatch.setattr("dgc.engine.parameters.BUCKET_NUMEL", 1 << 15)
 
     def train():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]

@@ -23,7 +23,7 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
 
     def exchange():
         transport = type("Nowhere", (), {"start": lambda self, collective, name: Wait(fails)})()
-        return run.StreamedRun(device, path(), transport, "x", lambda collective: None)
+        return run.PathRun(path(), transport, "x", lambda collective: None, device)
 
     main, own, device = Stream(), Stream(), torch.device("cuda", 0)
     monkeypatch.setattr(run, "_stream", lambda device: own)

@@ -17,7 +17,6 @@ from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
 
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 SHARE = 128  # groups of slots that are worth another thread
-POWERS = 2.0 ** (np.arange(32) - 25)  # of the exponents of float16
 LARGEST = np.finfo(np.float32).max
 ONE, HALF = np.float32(1), np.float32(0.5)
 WHOLE = np.float32(1 << EXACT)
@@ -46,15 +45,6 @@ def _put(words, at, codes, count, width):
 
 
 @_jit
-def _get(words, at, slot, width):
-    """The number in a slot of those from the word ``at`` on."""
-    bit = slot * width
-    at += bit >> 5
-    two = np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
-    return np.int64(two >> np.uint64(bit & 31) & np.uint64((1 << width) - 1))
-
-
-@_jit
 def _half(x, single, bits):
     """float32 -> the bits of the nearest float16, ties to even."""
     single[0] = x
@@ -72,22 +62,28 @@ def _half(x, single, bits):
 
 @_jit
 def _wide(code, width, single, bits):
-    """What 16 or 32 bits say, before their exponent."""
-    if width == 32:
-        bits[0] = np.uint32(code)
-        return np.float64(single[0])
-    exponent, fraction = (code >> 10) & 31, code & 1023
-    if exponent == 31:
+    """What 16 or 32 bits say, before their exponent; a number that is not finite is NaN."""
+    magnitude = code & (1 << width - 1) - 1
+    if magnitude >= (0x7F800000 if width == 32 else 0x7C00):
         return np.nan
-    magnitude = (fraction if exponent == 0 else fraction + 1024) * POWERS[max(exponent, 1)]
-    return -magnitude if code & 0x8000 else magnitude
+    bits[0] = np.uint32(magnitude if width == 32 else magnitude << 13)
+    x = np.float64(single[0]) if width == 32 else np.float64(single[0]) * 2.0**112
+    return -x if code >> width - 1 & 1 else x
+
+
+@_jit
+def _bounded(x, like):
+    """x in a dtype, the largest number of it where x is larger."""
+    most = LARGEST if like.itemsize == 4 else np.finfo(np.float64).max
+    return like.dtype.type(min(max(x, -most), most) if x == x else np.nan)
 
 
 @_jit
 def _level(code, width, a, d):
     """What a sign and a level say."""
     root = a + np.float32(code & (1 << width - 1) - 1) * d
-    return -(root * root) if code >> width - 1 & 1 else root * root
+    x = min(root * root, LARGEST)
+    return -x if code >> width - 1 & 1 else x
 
 
 @_jit
@@ -161,7 +157,7 @@ def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits)
             else:
                 single[0] = y
                 codes[j] = np.int64(bits[0])
-            sent[j] = x.dtype.type(_wide(codes[j], width, single, bits) * down)
+            sent[j] = _bounded(_wide(codes[j], width, single, bits) * down, x)
         return
     levels, largest, least = 1 << width - 1, np.float32(0), np.float32(np.inf)
     for j in range(count):
@@ -267,43 +263,67 @@ def _checksum(words):
 @_jit
 def decode(first, last, form, words, sizes, status, used, places, values):
     """Rows first to last: their status, how many slots they use, and the entries in these."""
-    single = np.empty(1, np.float32)
-    bits, width, low, k = single.view(np.uint32), form[BITS], form[LOW], form[SLOTS]
     for r in range(first, last):
-        row = words[r]
+        digest, row = _checksum(words[r]), words[r]
         used[r], status[r] = 0, np.int64(np.int32(row[0]))
-        digest = _checksum(row)
         bad = row[-2] != np.uint32(digest & 0xFFFFFFFF) or row[-1] != np.uint32(digest >> 32 & 0xFFFFFFFF)
         bad |= status[r] < -1 or status[r] > len(words)
-        count, size = 0, sizes[min(r, len(sizes) - 1)]
-        if status[r] == 0 and not bad and not form[ALL]:
-            for w in range(form[HIGHER], form[CHECKSUM]):
-                word, base = np.uint64(row[w]), 32 * (w - form[HIGHER])
-                while word and count < k:
-                    place = base + lowest(np.int64(word)) - count << low
-                    if low:
-                        place |= _get(row, form[LOWER], count, low)
-                    bad |= place >= size
-                    places[r, count] = place
-                    count += 1
-                    word &= word - np.uint64(1)
-                bad |= word != 0
-        elif form[ALL]:
-            count = k
-        for group in range(0 if status[r] or bad else -(-count // GROUP)):
-            a, d, power = _scale(row, form, group, single, bits)
-            for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
-                code = _get(row, form[VALUES], j, width)
-                if width > 8:
-                    x = values.dtype.type(_wide(code, width, single, bits) * power)
-                else:
-                    x = values.dtype.type(_level(code, width, a, d))
-                bad |= not abs(x) < np.inf
-                values[r, j] = x
-        if bad:
-            status[r] = 1 + r
-        if not status[r]:
+        if status[r] == 0 and not bad:
+            count = form[SLOTS] if form[ALL] else _places(form, row, sizes[min(r, len(sizes) - 1)], places[r])
+            bad = count < 0 or not _values(form, row, count, values[r])
             used[r] = count
+        if bad:
+            status[r], used[r] = 1 + r, 0
+
+
+@_jit
+def _places(form, row, size, places):
+    """Reads the places of a row. Returns how many there are, or -1 if one is wrong."""
+    low, count, most = form[LOW], 0, np.int64(-1)
+    at, held, filled, mask = form[LOWER], np.uint64(0), 0, np.uint64((1 << low) - 1)
+    for w in range(form[HIGHER], form[CHECKSUM]):
+        word, base = np.int64(row[w]), 32 * (w - form[HIGHER])
+        while word:
+            if count == len(places):
+                return -1
+            place = base + lowest(word) - count << low
+            word &= word - 1
+            if filled < low:
+                held |= np.uint64(row[at]) << np.uint64(filled)
+                at += 1
+                filled += 32
+            place |= np.int64(held & mask)
+            held >>= np.uint64(low)
+            filled -= low
+            most = max(most, place)
+            places[count] = place
+            count += 1
+    return count if most < size else -1
+
+
+@_jit
+def _values(form, row, count, values):
+    """Reads so many values of a row. Returns whether all of them are what a row may have."""
+    single, width, fine = np.empty(1, np.float32), form[BITS], True
+    bits = single.view(np.uint32)
+    at, held, filled, mask = form[VALUES], np.uint64(0), 0, np.uint64((1 << width) - 1)
+    for group in range(-(-count // GROUP)):
+        a, d, power = _scale(row, form, group, single, bits)
+        fine &= 0 <= a < np.inf and 0 <= d < np.inf
+        for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
+            if filled < width:
+                held |= np.uint64(row[at]) << np.uint64(filled)
+                at += 1
+                filled += 32
+            code = np.int64(held & mask)
+            held >>= np.uint64(width)
+            filled -= width
+            if width > 8:
+                values[j] = _bounded(_wide(code, width, single, bits) * power, values)
+                fine &= values[j] == values[j]
+            else:
+                values[j] = _level(code, width, a, d)
+    return fine
 
 
 @_jit
@@ -372,7 +392,7 @@ def read(rows: Rows, messages: Tensor, sizes: Any, dtype: Any) -> tuple[Any, Any
     rows.check_size(messages)
     words, threads = messages.contiguous().numpy().view(np.uint32), torch.get_num_threads()
     status, used = np.empty((2, len(words)), np.int64)
-    places = np.empty((len(words), 0 if rows.all_entries else rows.slots), np.int64)
+    places = np.empty((len(words), 0 if rows.all_entries else rows.slots), np.int32)
     values = np.empty((len(words), rows.slots), dtype)
     form = form_of(rows)
     in_threads(lambda a, b: decode(a, b, form, words, sizes, status, used, places, values),
