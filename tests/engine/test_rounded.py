@@ -50,7 +50,7 @@ def test_sums_are_rounded_from_the_first_compressed_step_on():
             train(range(3, 6), config, network, optimizer)
             ends.append(flat(network))
             v = optimizer.residual_state_dict()["v"]
-            assert all(v[name].any() for name in SMALL if name in v)
+            assert any(v[name].any() for name in SMALL if name in v) == (bits == 8)
             train(range(6, 7), config, network, optimizer)
             assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
         return ends
@@ -59,7 +59,7 @@ def test_sums_are_rounded_from_the_first_compressed_step_on():
         assert torch.equal(stock, same) and not torch.equal(sparse, rounded)
 
 
-@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("size", [2, 24])
 def test_rounding_keeps_what_a_frozen_parameter_has_pending(size):
     """For when it thaws: among few ranks, which round, and among many, where so short a sum is fewer bytes as it is."""
     def worker():
