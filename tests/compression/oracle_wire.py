@@ -26,7 +26,7 @@ def cut(x):
 
 def shape(k, n, b, all_entries):
     """The low bits of a place, and the bits of the five sections before the checksum."""
-    low = min(16, math.floor(math.log2(n / k)))
+    low = max(0, min(16, math.floor(math.log2(n / k))))
     scales = 16 * -(-k // GROUP) * (1 if b > 8 else 2)
     places = [0, 0] if all_entries else [k * low, k + ((n - 1) >> low)]
     return low, [32, scales, k * b, *places]

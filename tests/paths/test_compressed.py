@@ -46,7 +46,7 @@ def test_conservation(bits, dtype, sparsity, masking):
                         reduce(pair[1], {}, config, step, World(1, 2), average=False)])
         assert torch.equal(updates[0], updates[1])
         apart = updates[0].double() + pair[0].v.double() + pair[1].v.double() - accumulated.double()
-        largest = torch.maximum(accumulated.abs(), updates[0].abs()).double()
+        largest = torch.stack([accumulated, updates[0], pair[0].v, pair[1].v]).abs().amax(0).double()
         assert (apart.abs() <= (0 if bits > 8 else 8 * torch.finfo(u.dtype).eps) * largest).all()
         assert bits <= 8 or not pair[1].v.any()
         assert (sparsity == 0 and bits > 8) or pair[0].v.any()

@@ -92,7 +92,9 @@ def test_nothing_is_lost(bits, residual, n):
         updates = walk([reduce_rounded(b, g[r], bits, World(r, n), average=False) for r, b in enumerate(mine)])
         assert all(torch.equal(update, updates[0]) for update in updates)
         left = before.double().sum(0) - torch.stack([b.v for b in mine]).double().sum(0)
-        assert ((left - updates[0].double()).abs() <= 1e-6 * before.double().abs().sum(0)).all()
+        size = before.double().abs().sum(0)
+        size = size if bits > 8 else size.max()  # small entries are rounded to what is larger
+        assert ((left - updates[0].double()).abs() <= 1e-6 * size).all()
         assert all(b.v.any() for b in mine) == (n > 1)
 
 
