@@ -48,8 +48,8 @@ class Config:
             docs/concepts/wire-format.md). What rounding drops stays in v, to be sent later. With 8 bits or fewer, dense
             sums travel in 8 bits from the first compressed step on: those of small parameters, and those of all where
             a step is dense or a dense sum is fewer bytes. Each entry is rounded, added up by one rank, and the sum is
-            rounded; what rounding drops is sent with the next gradient. Sums of a few entries a rank, and what
-            ``flush()`` sends, are not rounded.
+            rounded; what rounding drops is sent with the next gradient. Sums of a few entries a rank, what
+            ``flush()`` sends, and the first dense step after compressed ones are not rounded.
         min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel dense.
         exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest entries, to all; the
             bytes that a rank sends grow with the number of ranks. ``"reduce"``: every entry has an owner, a rank that

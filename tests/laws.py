@@ -1,5 +1,6 @@
 """What several test files share: walking paths without a transport, small models, and comparing."""
 
+import math
 import os
 import signal
 
@@ -9,7 +10,6 @@ from torch import nn
 import dgc
 from dgc.collective import World
 from dgc.compression import select
-from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket
 from dgc.compression.wire import Layout
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
@@ -263,6 +263,13 @@ def counted_sizes(sparsity):
     """Of the model's only bucket; and how many entries travel dense."""
     compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
     bucket = Bucket("", dict(reversed(compressed.items())))
-    layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], torch.float16)
-    sizes = messages.Sizes(4 * bucket.numel, layout.nbytes, bucket.numel, layout.slots)
-    return sizes, sum(p.numel() for p in model().parameters()) - bucket.numel
+    layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], 16)
+    return layout.sizes, sum(p.numel() for p in model().parameters()) - bucket.numel
+
+
+def bytes_of_a_row(k, n, bits, all_entries=False):
+    """As wire.py says it: a status, scales, values, the low bits of places and the others, and a checksum."""
+    low = max(0, min(16, math.floor(math.log2(n / k))))
+    scales = 16 * math.ceil(k / 256) * (1 if bits > 8 else 2)
+    places = [] if all_entries else [k * low, k + ((n - 1) >> low)]
+    return sum(4 * math.ceil(section / 32) for section in (32, scales, k * bits, *places)) + 8

@@ -20,8 +20,10 @@ ERRORS = [
     ({"clip_norm": -float("inf")}, ValueError, r"clip_norm must be .*, got -inf"),
     ({"clip_norm": True}, ValueError, r"clip_norm must be .*, got True"),
     ({"clip_per_tensor": True}, ValueError, r"clip_norm must be the bound where clip_per_tensor is True, got None"),
-    ({"wire_dtype": torch.float64}, ValueError, r"wire_dtype must be one of torch\.float16, .* got torch\.float64"),
-    ({"wire_dtype": "float16"}, ValueError, r"wire_dtype must be .*, got 'float16'"),
+    ({"value_bits": 3}, ValueError, r"value_bits must be one of 1, 2, 4, 8, 16, 32, got 3"),
+    ({"value_bits": True}, ValueError, r"value_bits must be .*, got True"),
+    ({"value_bits": 16.0}, ValueError, r"value_bits must be .*, got 16\.0"),
+    ({"value_bits": torch.float16}, ValueError, r"value_bits must be .*, got torch\.float16"),
     ({"min_numel": -1}, ValueError, r"min_numel must be an integer >= 0, got -1"),
     ({"min_numel": 10.0}, ValueError, r"min_numel must be .*, got 10\.0"),
 ]

@@ -11,16 +11,27 @@ places. In bytes, with G = ceil(k / 256) groups of slots, each section filled up
     bits    (k + ((n - 1) >> l))   places: the other bits h, in unary: bit h + slot is set for each slot that is used
     int32   (2)                    checksum, the lower half first
 
-Bit i of a section is bit i % 8 of its byte i // 8; numbers are little-endian.
+Bit i of a section is bit i % 8 of its byte i // 8; numbers are little-endian. Slots that are used come before those
+that are not, and all other bits are 0. A row whose status is not 0 has nothing but its status. The checksum is the sum
+of all 32-bit words before it, unsigned, modulo 2^64; word i, from 1 on, times (m ^ m >> 32) | 1, m = i 0x61C88647.
 
-**Places** are ascending and coded as by Elias (1974) and Fano (1971): with l = floor(log2(n / k)) a place takes
-l + 1 + n / (k 2^l) bits, at most half a bit more than its information.
+**Places** are ascending and coded as by Elias (1974) and Fano (1971): with l = floor(log2(n / k)), at least 0 and at most
+16, a place takes l + 1 + n / (k 2^l) bits, about half a bit more than its information.
 
-**Values** of 32 and 16 bits are a float32 or float16, times 2^e; e puts the group's largest value just below 2^15. In b
-<= 8 bits a value is a sign and a level j of 2^(b-1): (a + j d)^2, with a and d in bfloat16. From 4 bits on, a^2 is the
-group's smallest magnitude and the last level its largest, so that small values are told apart better than large ones.
-With 2 bits the levels are the means of those below the mean magnitude and of the others, and with 1 bit the mean. A
-group that has a zero has a = 0.
+**Values** of 32 and 16 bits are a float32, or a float16 rounded from one, times 2^e; e, which is at least -1022, puts
+the group's largest magnitude into [2^14, 2^15). An empty scale is 0.
+
+In b <= 8 bits a value is a level j < L = 2^(b-1), and above it the sign: (a + j d)^2, with a and d in bfloat16.
+From 4 bits on, a^2 is the group's smallest magnitude and the last level its largest, so that small values are told
+apart better than large ones. With 2 bits the levels are the means of the magnitudes below their mean and of the others,
+and with 1 bit the level is their mean. From 2 bits on, a group that has a zero has a = 0, and level 0 is for zeros
+alone. It is computed in float32, rounded after each operation:
+
+    a = sqrt(first level)                     bits beyond bfloat16 are cut off here and in d
+    d = (sqrt(last level) - a) / (L - 1)      0 with 1 bit
+    j = floor((sqrt(|x|) - a) / d + 1 / 2)    within 0 to L - 1, or 1 to L - 1; 0 where d is 0
+
+Of x only the nearest float32 counts, or the largest. Means are those of floor(2^24 |x| / largest), computed in float64.
 """
 
 from __future__ import annotations
@@ -179,16 +190,17 @@ class Rows:
         Args:
             sizes: int64 (R,) or (1,): entries of the interval that each row is about; None: n.
         """
+        self.check_size(message)
         rows = len(message)
         parts = [message[:, a:b] for a, b in zip((0, *self.ends), self.ends, strict=False)]
         told = parts[0].view(torch.int32)[:, 0].to(torch.int64)
         slot = torch.arange(self.slots, device=self.device).expand(rows, -1)
-        bad = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1)
+        bad = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1) | (told < NONFINITE) | (told > rows)
         if self.all_entries:
             places, used = slot, slot.new_full((rows, 1), self.slots)
         else:
             places, used = self._places(parts[3], parts[4])
-            bad |= (used > self.slots)[:, 0]
+            bad |= (told == 0) & (used > self.slots)[:, 0]
         valid = slot < used
         limit = self.size if sizes is None else sizes[:, None]
         bad |= (told == 0) & (valid & (places >= limit)).any(1)
@@ -196,12 +208,19 @@ class Rows:
         values = self._values(unpack(parts[2], self.slots, self.bits), scales)
         in_use = valid[:, ::GROUP, None]
         wrong = (valid & values.isnan()).any(1)
-        if self.bits <= 8:  # no number is negative, infinite or NaN
-            wrong |= (in_use & ((scales < 0) | (scales >= 0x7F80))).flatten(1).any(1)
+        if self.bits <= 8:
+            numbers = (scales.to(torch.int32) << 16).view(torch.float32)
+            wrong |= (in_use & ~((numbers >= 0) & (numbers < torch.inf))).flatten(1).any(1)
         bad |= (told == 0) & wrong
         status = torch.where(bad, 1 + torch.arange(rows, device=self.device), told)
         valid = valid & (status == 0)[:, None]
         return Entries(status, torch.where(valid, places, 0), torch.where(valid, values, 0))
+
+    def check_size(self, message: Tensor) -> None:
+        """Raises a ValueError where rows of a message have another size."""
+        if message.shape[1] != self.nbytes:
+            raise ValueError(f"a message must have {self.nbytes} bytes a row, got {message.shape[1]} (give all ranks "
+                             "the same model, Config and schedule)")
 
     @property
     def _numbers(self) -> int:

@@ -238,7 +238,8 @@ class Launcher:
         if rounded:
             assert kept is not None
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
-            return reduce_rounded(kept, gradients, SUM_BITS, step.world.flat, average=self._settings.average)
+            bits = 0 if step.hands_back else SUM_BITS  # nothing may stay in v, which stock's steps do not send
+            return reduce_rounded(kept, gradients, bits, step.world.flat, average=self._settings.average)
         gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
                      for i, (p, g) in enumerate(addends.items())}
         # In float16 under DDP, as DDP does, all are divided by N before they are added up.

@@ -99,7 +99,8 @@ def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
         total = yield from among_nodes("sum", bucket.u.clone(), world)
         velocity = total.div_(world.divisor(task.average))
     taken = task.take_all(() if verdict.names else task.gradients)
-    update = yield from summed(bucket, None, taken, world, task.average, verdict, task.layout.sizes.sum_bits)
+    bits = 0 if hands_back else task.layout.sizes.sum_bits  # nothing may stay in v, which stock's steps do not send
+    update = yield from summed(bucket, None, taken, world, task.average, verdict, bits)
     update.velocity = velocity
     return update
 

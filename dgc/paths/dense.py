@@ -60,7 +60,7 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], bits: int, w
     Args:
         bucket: has v and no u.
         gradients: parameter -> gradient, already clipped. A parameter without one sits this step out.
-        bits: of a value.
+        bits: of a value; 0: the sum is not rounded.
         world: this rank and how many there are.
         average: divide the sum by N.
 

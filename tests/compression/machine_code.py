@@ -5,43 +5,30 @@ import sys
 from importlib import import_module
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-WIDTHS = ((32, tl.float16, True), (64, tl.bfloat16, True), (32, tl.float32, False))  # of the residual, of messages
+WIDTHS = (32, True), (64, True), (32, False)  # bits of the residual, and whether options are on
 
 
 def pointers(**types):
     return {name: kind for kind, names in types.items() for name in names.split()}
 
 
-DOORS = {
-    "cuda": "sample accumulate narrow tally choose largest write sums check receive decay",
-    "denominator_cuda": "count follow",
-    "owners_cuda": "deal order fit largest write close check conclude read add sum average score clear spread"}
+DOORS = {"cuda": "sample accumulate narrow tally choose decay", "denominator_cuda": "count follow"}
 NAMES = {  # each kernel's pointers by what they point to; the others are numbers
     "cuda": pointers(
-        i16="places message16", i64="table parameters tiles state blocks index used chunks work slots sums checksum",
-        i32="histogram above crowded found larger equal flags message32 messages verdict",
-        real="u v p w scale like squares total", mark="marks"),
-    "denominator_cuda": pointers(i32="received total", real="x square largest factor deficits weights rates"),
-    "owners_cuda": pointers(
-        i16="message16", i32="refused row kept wrong message32 damaged absent",
-        i64="parameters chunks used index places numbers wanted order firsts largest digests sent_entries told "
-            "whose starts status pieces pieces_of lengths blocks table",
-        fp64="sizes sums keys", real="u v tiny taken values means scores like")}
+        i16="places", i64="table parameters tiles state blocks index used",
+        i32="histogram above crowded found larger equal flags", real="u v p w scale like squares", mark="marks"),
+    "denominator_cuda": pointers(i32="received total", real="x square largest factor deficits weights rates")}
 FLOATS = {"_decay": "m decay lr", "_follow": "grown top scale inverse eps"}  # numbers with a fraction, in float32
-OTHERWISE = {  # where a name means something else in one of them
-    "_check": {"sizes": "*i64", "largest": "i32"}, "_read": {"keys": "*i32"}, "_add": {"keys": "*i32"}}
 
 
 def compile_all(module):
     kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
-    for bits, wire, yes in WIDTHS:
+    for bits, yes in WIDTHS:
         constants = {"SCALED": 1 + yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
-                     "WIRE": wire, **dict.fromkeys(("VELOCITY", "MASKING", "FLAGS", "ADD", "LOOKS_AHEAD",
-                                                    "LARGEST"), yes)}
+                     **dict.fromkeys(("VELOCITY", "LOOKS_AHEAD", "LARGEST"), yes)}
         for door in DOORS[module].split():
             if bits == 64 and f"_{door}" in FLOATS:
                 continue
@@ -49,7 +36,6 @@ def compile_all(module):
             here = {n: c for n, c in constants.items() if n in kernel.arg_names}
             types = {n: "*" + {"real": f"fp{bits}", "mark": f"i{bits}"}.get(k, k) for n, k in NAMES[module].items()}
             types |= dict.fromkeys(FLOATS.get(f"_{door}", "").split(), "fp32")
-            types |= OTHERWISE.get(f"_{door}", {}) if module == "owners_cuda" else {}
             signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
             aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
                        if signature[n][0] == "*"}

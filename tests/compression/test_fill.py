@@ -21,7 +21,7 @@ TRAINING = """
 import json, sys, time
 import torch
 import dgc
-from dgc.compression.kernels import cpu, denominator_cpu, fill, owners_cpu
+from dgc.compression.kernels import cpu, denominator_cpu, fill, owners_cpu, rows_cpu
 
 torch.set_num_threads(1)
 chosen = []
@@ -32,7 +32,7 @@ def worker():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Tanh(), torch.nn.Linear(100, 20))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-3)
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(0.9))
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(0.9, value_bits=8))
     data = torch.utils.data.DataLoader(list(range(40)), num_workers=1, multiprocessing_context="fork")
     for step, _ in enumerate(data):
         if step == 20:  # from here on all are compiled, wherever it began
@@ -57,9 +57,10 @@ def worker():
 
 (first, values), _ = dgc.lockstep.run(worker, 2)
 misses = sum(sum(loop.stats.cache_misses.values()) for loop in (
-    cpu._accumulate, cpu._thresholds, cpu._choose, cpu._encode, cpu._seal, cpu._check, cpu._receive, cpu._decay,
-    owners_cpu._deal, owners_cpu._write, owners_cpu._check, owners_cpu._add, owners_cpu._sum, owners_cpu._average,
-    owners_cpu._threshold, owners_cpu._find, owners_cpu._score, owners_cpu._held, owners_cpu._spread,
+    cpu._accumulate, cpu._thresholds, cpu._choose, cpu._scatter, cpu._decay, cpu.index_of_owners,
+    rows_cpu.fetch, rows_cpu.encode, rows_cpu.close, rows_cpu.decode, rows_cpu.encode_all, rows_cpu.find_wrong,
+    owners_cpu._deal, owners_cpu._add, owners_cpu._sum, owners_cpu._average, owners_cpu._threshold, owners_cpu._find,
+    owners_cpu._score, owners_cpu._held,
     denominator_cpu._note, denominator_cpu._follow))
 print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)), "misses": misses}))
 """

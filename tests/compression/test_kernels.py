@@ -15,11 +15,11 @@ from pairwise import pairwise
 from dgc.compression import kernels, select
 from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import BLOCK, Layout, seal
+from dgc.compression.wire import NONFINITE, Layout
 
 cpu = pytest.importorskip("dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
-WIRES = [torch.float16, torch.bfloat16, torch.float32]
+BITS = [1, 2, 4, 8, 16, 32]
 
 
 @pytest.fixture
@@ -48,15 +48,18 @@ def agree(a, b):
 
 
 def both(buckets, layout, **arguments):
-    """A step of either: what was chosen, and the messages."""
-    messages = []
-    chosen = []
+    """A step of either: what was chosen, what was taken, and the messages. Returns the message."""
+    messages, chosen, no = [], [], torch.tensor(False)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         masking = arguments.get("masking", True)
         bad, index, used = kernel.select(bucket, arguments["gradients"], arguments.get("scale"), layout,
-                                             arguments["step"])
-        chosen.append((bad, index[layout.ordinal < used[layout.owner]].tolist(), used.tolist()))
-        messages.append(kernel.encode(bucket, layout, index, used, masking))
+                                         arguments["step"])
+        before = bucket.v.clone()
+        message, taken = kernel.encode(bucket, layout, index, used, no, masking)
+        assert torch.equal(bucket.v, before.index_add(0, taken.places, -taken.sent))
+        flat = torch.zeros_like(bucket.v).index_add_(0, taken.places, taken.sent)
+        chosen.append((bad, index[layout.uses(used)].tolist(), used.tolist(), flat.tolist()))
+        messages.append(message)
     assert chosen[0] == chosen[1]
     assert torch.equal(*messages)
     agree(*buckets)
@@ -64,12 +67,12 @@ def both(buckets, layout, **arguments):
     return messages[0]
 
 
-@pairwise(wire=WIRES, dtype=[torch.float32, torch.float64], sparsity=[0.5, 0.99, 0.999], nesterov=[False, True])
+@pairwise(bits=BITS, dtype=[torch.float32, torch.float64], sparsity=[0.5, 0.99, 0.999], nesterov=[False, True])
 @pytest.mark.usefixtures("two_threads")
-def test_steps(wire, dtype, sparsity, nesterov):
+def test_steps(bits, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
     buckets = pair(dtype)
-    layout = Layout(buckets[0], [select.count(sparsity, n) for n in buckets[0].numels], wire)
+    layout = Layout(buckets[0], [select.count(sparsity, n) for n in buckets[0].numels], bits)
     for step in range(7):
         some = gradients(step, dtype, nesterov)
         scale = None
@@ -80,7 +83,8 @@ def test_steps(wire, dtype, sparsity, nesterov):
         if step == 4:
             scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
         message = both(buckets, layout, gradients=some, scale=scale, step=step, masking=step != 5)
-        received = [kernel.Received(layout, torch.stack([message] * 3), 3) for kernel in (cpu, plain)]
+        received = [kernel.Received(layout, layout.rows, message.expand(3, -1), 3) for kernel in (cpu, plain)]
+        assert not any(update.status.any() for update in received)
         for wanted in (None, "c"):
             ours, theirs = ([None if n == wanted else torch.ones(s, dtype=dtype) for n, s in SHAPES.items()]
                             for _ in range(2))
@@ -103,7 +107,7 @@ def test_gradients_of_any_layout(layout):
         g = g.half()
     if layout == "strided":
         g = g.transpose(0, 1).contiguous().transpose(0, 1)
-    both(buckets, Layout(buckets[0], [30], torch.float16), gradients={"a": Gradient(g, 0.9)}, step=0)
+    both(buckets, Layout(buckets[0], [30], 16), gradients={"a": Gradient(g, 0.9)}, step=0)
 
 
 def test_gradients_that_lie_as_their_parameters_do_are_not_copied():
@@ -115,7 +119,7 @@ def test_gradients_that_lie_as_their_parameters_do_are_not_copied():
 @pytest.mark.parametrize("velocity", [True, False])
 def test_accumulate(velocity):
     buckets = pair(velocity=velocity)
-    layout = Layout(buckets[0], buckets[0].numels, torch.float32)
+    layout = Layout(buckets[0], buckets[0].numels, 32)
     for step in range(3):
         for kernel, bucket in zip((cpu, plain), buckets, strict=True):
             assert kernel.accumulate(bucket, gradients(step), None, layout) == []
@@ -129,7 +133,7 @@ def test_what_overflowed_to_no_number_is_chosen_within_bounds(entries):
     """Sums can: infinity less infinity. Comparisons with it are all false, which must not lead outside of v."""
     bucket, _ = pair(shapes={"a": (200, 200)})
     bucket.v.normal_(generator=torch.Generator().manual_seed(0))[:entries] = float("nan")
-    layout = Layout(bucket, [500], torch.float16)
+    layout = Layout(bucket, [500], 16)
     zeros = {"a": Gradient(torch.zeros(200, 200), 0.0)}
     _, index, used = cpu.select(bucket, zeros, None, layout, 0)
     chosen = index[:int(used[0])]
@@ -140,7 +144,7 @@ def test_what_overflowed_to_no_number_is_chosen_within_bounds(entries):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_counts_as_zero(bad):
     buckets = pair()
-    layout = Layout(buckets[0], [1] * len(SHAPES), torch.float16)
+    layout = Layout(buckets[0], [1] * len(SHAPES), 16)
     for step in range(2):
         some = gradients(step)
         some["a"].g[200, 13] = some["a"].g[299, 400] = some["f"].g[0, 0] = bad
@@ -153,25 +157,38 @@ def test_what_is_not_finite_counts_as_zero(bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_residual_that_overflowed_is_told_and_kept(bad, at):
-    layout = Layout(pair(shapes={"a": (4, 5), "b": (3, 3)})[0], [3, 2], torch.float16)
-    messages = []
-    for kernel, bucket in zip((cpu, plain), pair(shapes={"a": (4, 5), "b": (3, 3)}), strict=True):
+    """And all others, as nothing is sent."""
+    buckets, messages = pair(shapes={"a": (4, 5), "b": (3, 3)}), []
+    layout = Layout(buckets[0], [3, 2], 16)
+    for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         bucket.v[:] = 1
         bucket.v[at] = bad
         before = bucket.v.clone()
-        messages.append(kernel.encode(bucket, layout, torch.tensor([1, 2, 3, 20, 21]), torch.tensor([3, 2]),
-                                      True))
-        with pytest.raises(FloatingPointError) as told:
-            kernel.Received(layout, messages[-1][None], 1)
-        assert str(told.value) == "rank 0 has a gradient that is not finite, in: a"
-        before[20:22] = 0
-        assert torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0))
+        message, taken = kernel.encode(bucket, layout, torch.tensor([1, 2, 3, 20, 21]), torch.tensor([3, 2]),
+                                       torch.tensor(False), True)
+        messages.append(message)
+        assert kernel.Received(layout, layout.rows, message, 1).status.tolist() == [NONFINITE]
+        assert torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0)) and not taken.sent.any()
     assert torch.equal(*messages)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_gradient_that_is_refused_is_told_and_nothing_is_taken(bits):
+    buckets, messages = pair(), []
+    layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], bits)
+    for kernel, bucket in zip((cpu, plain), buckets, strict=True):
+        _, index, used = kernel.select(bucket, gradients(0), None, layout, 0)
+        u, v = bucket.u.clone(), bucket.v.clone()
+        message, taken = kernel.encode(bucket, layout, index, used, torch.tensor(True), True)
+        assert torch.equal(bucket.u, u) and torch.equal(bucket.v, v) and not taken.sent.any()
+        assert int(bucket.entries_sent) == 0
+        messages.append(message)
+    assert torch.equal(*messages) and torch.equal(messages[0], layout.rows.telling(1, NONFINITE))
 
 
 def test_large_gradients_whose_squares_overflow():
     buckets = pair(shapes={"a": (50, 50)})
-    layout = Layout(buckets[0], [10], torch.float16)
+    layout = Layout(buckets[0], [10], 16)
     both(buckets, layout, gradients={"a": Gradient(torch.full((50, 50), 1e38).triu(), 0.0)}, step=0)
 
 
@@ -183,7 +200,7 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
     g = misleading(n, step % 100, zeros, pattern)
     k = max(1, int(density * n))
     buckets = pair(shapes={"a": (n,)})
-    layout = Layout(buckets[0], [k], torch.float32)
+    layout = Layout(buckets[0], [k], 32)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         _, index, used = kernel.select(bucket, {"a": Gradient(g, 0.5)}, None, layout, step)
         chosen = index[:int(used)]
@@ -191,43 +208,24 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
         assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used):])
 
 
-def test_messages_of_another_size_are_refused():
-    layout = Layout(pair()[0], [1] * len(SHAPES), torch.float16)
-    for kernel in (cpu, plain):
-        with pytest.raises(ValueError, match=r"rank 0 for bucket 0 must have \d+ bytes, got \d+"):
-            kernel.Received(layout, torch.zeros(2, layout.nbytes - 4, dtype=torch.uint8), 2)
-
-
-def test_a_message_that_was_changed_is_refused():
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_that_tell_of_errors_add_nothing(bits):
+    """A damaged one, and one of a gradient that is not finite; the others are read alike."""
     buckets = pair()
-    layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], torch.float16)
+    layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], bits)
     message = both(buckets, layout, gradients=gradients(0), step=0)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        at, by = (int(torch.randint(high, (1,), generator=generator)) for high in (len(message), 254))
-        changed = message.clone()
-        changed[at] = (int(changed[at]) + 1 + by) % 256
-        for kernel in (cpu, plain):
-            with pytest.raises(ValueError, match="the message of rank 1 for bucket 0 is corrupt"):
-                kernel.Received(layout, torch.stack([message, changed]), 2)
-    layout.sections(changed).positions[layout.starts[3]] = -1  # 65,535, of the 5 entries of d
-    for wrong in (seal(changed), layout.nonfinite_message(["b", "d"])):
-        errors = []
-        for kernel in (cpu, plain):
-            with pytest.raises((ValueError, FloatingPointError)) as error:
-                kernel.Received(layout, torch.stack([message, wrong]), 2)
-            errors.append((error.type, str(error.value)))
-        assert errors[0] == errors[1]
-    assert errors[0][1] == "rank 1 has a gradient that is not finite, in: b, d"
-
-
-def test_more_entries_than_a_block_has_are_refused():
-    layout = Layout(pair(shapes={"a": (BLOCK + 5,)})[0], [8], torch.float16)
-    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.sections(message).counts[1] = 6
+    damaged = message.clone()
+    damaged[0, 100] ^= 4
+    rows, results = torch.cat([message, damaged, layout.rows.telling(1, NONFINITE), message]), []
     for kernel in (cpu, plain):
-        with pytest.raises(ValueError, match="the message of rank 0 for bucket 0 is corrupt"):
-            kernel.Received(layout, seal(message)[None], 1)
+        received = kernel.Received(layout, layout.rows, rows, 2)
+        assert received.status.tolist() == [0, 2, NONFINITE, 0]
+        results.append([torch.full(shape, 7.0) for shape in SHAPES.values()])
+        received.write(results[-1])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    expected = [torch.zeros(shape) for shape in SHAPES.values()]
+    plain.Received(layout, layout.rows, message, 1).write(expected)
+    assert all(torch.equal(x, y) for x, y in zip(results[0], expected, strict=True))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from laws import misleading, worlds
-from pairs import DEVICE, SHAPES, Pair, count_beyond, counts_that_cancel, gradients, position_beyond, targets
+from pairs import DEVICE, SHAPES, Pair, gradients, targets
 
 from dgc.compression import kernels
 from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import seal
+from dgc.compression.wire import NONFINITE
 from dgc.config import Config
 from dgc.paths.compressed import reduce
 
@@ -32,14 +32,14 @@ def assert_same(ours, theirs):
         assert x is y or torch.equal(x.cpu(), y)
 
 
-@pytest.mark.parametrize(("wire", "dtype", "sparsity", "nesterov"), [
-    (torch.float16, torch.float32, 0.99, False), (torch.bfloat16, torch.float64, 0.99, True),
+@pytest.mark.parametrize(("bits", "dtype", "sparsity", "nesterov"), [
+    (16, torch.float32, 0.99, False), (4, torch.float64, 0.99, True),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (torch.bfloat16, torch.float32, 0.8, True), (torch.float32, torch.float32, 0.99, True),
-        (torch.float16, torch.float64, 0.8, False), (torch.float32, torch.float64, 0.99, False)))])
-def test_steps(wire, dtype, sparsity, nesterov):
+        (8, torch.float32, 0.8, True), (32, torch.float32, 0.99, True), (1, torch.float32, 0.99, False),
+        (2, torch.float64, 0.8, False), (32, torch.float64, 0.99, False)))])
+def test_steps(bits, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
-    both, messages = Pair(dtype, sparsity=sparsity, wire=wire), []
+    both, messages = Pair(dtype, sparsity=sparsity, bits=bits), []
     for step in range(4):
         some, scale = gradients(step, dtype, nesterov), None
         if step == 1:
@@ -124,8 +124,8 @@ def test_what_is_not_finite_is_confessed(bad):
     both, some = Pair(), gradients(0)
     some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
     message = both.step(some)
-    error = both.received([both.step(gradients(1), 1), message], 2)
-    assert str(error) == "rank 1 has a gradient that is not finite, in: a, e"
+    assert both.received([both.step(gradients(1), 1), message], 2)[0].status.tolist() == [0, NONFINITE]
+    assert both.buckets[0].not_finite() == []  # of the step after
 
 
 def test_what_has_overflowed_in_v_is_confessed():
@@ -136,15 +136,15 @@ def test_what_has_overflowed_in_v_is_confessed():
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
         _, index, used = kernel.select(bucket, there, None, layout, 0)
-        message = kernel.encode(bucket, layout, index, used, True).cpu()
-        assert layout.sections(message).exponents.tolist() == [32767, -14]
+        message, taken = kernel.encode(bucket, layout, index, used, torch.tensor(False, device=bucket.v.device), True)
+        assert torch.equal(message, layout.rows.telling(1, NONFINITE)) and not taken.sent.any()
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 
 
 def test_a_sum_that_overflows_is_infinite():
     shapes, messages = {"a": (9000,)}, []
     for _ in range(3):
-        both, g = Pair(shapes=shapes, counts=[2], wire=torch.float32), torch.zeros(9000)
+        both, g = Pair(shapes=shapes, counts=[2], bits=32), torch.zeros(9000)
         g[[3, 8999]] = torch.tensor([3e38, -2e38])
         messages.append(both.step({"a": Gradient(g)}))
     updates, results = both.received(messages, 3), targets(torch.float32, shapes=shapes)
@@ -179,27 +179,18 @@ def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
 
 
 def test_a_message_that_was_changed_is_refused():
-    both = Pair(shapes={"a": (30, 41), "b": (66_000,), "d": (5,)})
-    message = both.step(gradients(0, shapes={"a": (30, 41), "b": (66_000,), "d": (5,)}))
-    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (30, 41), "b": (66_000,), "d": (5,)}
+    both = Pair(shapes=shapes)
+    message, draw = both.step(gradients(0, shapes=shapes)), torch.Generator().manual_seed(0)
     for _ in range(5):
-        at, by = (int(torch.randint(high, (1,), generator=generator)) for high in (len(message), 254))
+        at, by = (int(torch.randint(high, (1,), generator=draw)) for high in (message.shape[1], 254))
         changed = message.clone()
-        changed[at] = (int(changed[at]) + 1 + by) % 256
-        assert "the message of rank 1 for bucket 0 is corrupt" in str(both.received([message, changed], 2))
-    layout = both.layouts[1]
-    for wrong in (position_beyond, count_beyond, counts_that_cancel, layout.nonfinite_message(["b", "d"])):
-        if callable(wrong):
-            wrong(layout, changed := message.clone())
-            wrong = seal(changed)
-        error = both.received([message, wrong, message], 3)
-        assert str(error).startswith(("the message of rank 1", "rank 1 has a gradient that is not finite, in: b, d"))
-    with pytest.raises(ValueError, match="rank 0 for bucket 0 must have 2728 bytes, got 7"):
-        cuda.Received(both.layouts[0], message[:7].view(1, 7).to(DEVICE), 1)
+        changed[0, at] = (int(changed[0, at]) + 1 + by) % 256
+        assert both.received([message, changed], 2)[0].status.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("sparsity", [0.3, 0.95])
-def test_whole_steps_of_four_ranks(sparsity, monkeypatch):
+@pytest.mark.parametrize(("sparsity", "bits"), [(0.3, 32), (0.95, 16)])
+def test_whole_steps_of_four_ranks(sparsity, bits, monkeypatch):
     """Also where a sum of dense tensors is cheaper, and where a rank's gradient is not finite."""
     shapes, results = {"a": (30, 41), "b": (7, 9)}, []
     for kernel, device in ((cuda, DEVICE), (plain, "cpu")):
@@ -210,7 +201,7 @@ def test_whole_steps_of_four_ranks(sparsity, monkeypatch):
                     for rank in range(4)]
             if step == 1:
                 some[1]["b"].g[3, 3] = torch.inf
-            paths = [reduce(bucket, g, Config(sparsity=sparsity), step, world)
+            paths = [reduce(bucket, g, Config(sparsity, value_bits=bits), step, world)
                      for bucket, g, world in zip(buckets, some, worlds(4), strict=True)]
             sent = torch.stack([next(path).tensor.cpu() for path in paths])
             result = sent if sent.dtype == torch.uint8 else sent.sum(0)
@@ -250,8 +241,7 @@ def settled(end, bucket):
         return str(end)
     parts = [torch.empty(n, device=bucket.v.device) for n in bucket.numels]
     end.value.write(parts)
-    error = cuda.settle(bucket)
-    return str(error) if isinstance(error, FloatingPointError) else torch.cat(parts).cpu()
+    return torch.cat(parts).cpu()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -289,7 +279,7 @@ def test_the_benchmark_runs(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("module", "kernels"), [("cuda", "32"), ("owners_cuda", "45"), ("denominator_cuda", "5")])
+@pytest.mark.parametrize(("module", "kernels"), [("cuda", "17"), ("denominator_cuda", "5")])
 def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -300,7 +290,7 @@ def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     assert done.stdout.split() == [kernels, "kernels"]
 
 
-@pytest.mark.parametrize("name", ["cuda", "owners_cuda", "denominator_cuda"])
+@pytest.mark.parametrize("name", ["cuda", "denominator_cuda"])
 def test_no_kernel_can_be_given_a_tensor_of_the_host(name):
     """Triton's interpreter reads the host's memory, and would not notice: such a module makes tensors on its device
     alone, numbers of the host by ``tensor_of`` and ``to_device``.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from laws import SPARSE, backward, flat, in_lockstep, loss, model, rank, train, wrapped
+from laws import SPARSE, backward, bytes_of_a_row, flat, in_lockstep, loss, model, rank, train, wrapped
 
 import dgc
 
@@ -55,7 +55,7 @@ def test_a_flush_that_fails_leaves_in_v_what_it_has_not_applied():
     assert first == second and False in first[:-1]
 
 
-@pytest.mark.parametrize("config", [SPARSE, replace(SPARSE, value_bits=8)], ids=["plain", "dense_dtype"])
+@pytest.mark.parametrize("config", [SPARSE, replace(SPARSE, value_bits=8)], ids=["plain", "rounded"])
 def test_flush_leaves_frozen_parameters_alone(config):
     """They keep what they have pending, and thaw with it."""
     def worker():
@@ -79,13 +79,13 @@ def test_flush_leaves_frozen_parameters_alone(config):
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "reduce"])
-@pytest.mark.parametrize("dtype", [torch.float16, None])
-def test_flushing_while_evaluating(exchange, dtype):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_flushing_while_evaluating(exchange, bits):
     """As a trainer does that evaluates in inference mode: the training goes on as after any flush."""
     def worker():
         ends = []
         for mode in (torch.no_grad, torch.inference_mode):
-            network, optimizer = train(range(2), dgc.Config(sparsity=0.9, exchange=exchange, dense_dtype=dtype))
+            network, optimizer = train(range(2), dgc.Config(sparsity=0.9, exchange=exchange, value_bits=bits))
             with mode():
                 optimizer.flush()
             train(range(2, 5), None, network, optimizer)
@@ -115,9 +115,7 @@ def test_the_report():
         entries = sum(-(-n // 100) for n in compressed.values())
         dense = numel - sum(compressed.values())
         report = optimizer.report()
-        # float16 and 16-bit positions; for each parameter the count of its one block and an exponent; the checksum
-        message = 4 * entries + 6 * len(compressed)
-        message += -message % 4 + 8
+        message = bytes_of_a_row(entries, sum(compressed.values()), 16)
         assert report.message_bytes == message + 4 * dense
         assert report.bytes_sent == (4 - 1) * message + 2 * 3 / 4 * 4 * dense
         assert report.dense_bytes == 2 * 3 / 4 * 4 * numel

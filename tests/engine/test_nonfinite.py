@@ -10,14 +10,13 @@ from dgc.engine.engine import engine_of
 from dgc.transport import Wait
 
 
-def test_what_a_device_found_is_put_back_after_what_runs_beside(monkeypatch):
-    """That has v in use."""
+def test_what_runs_beside_is_waited_for_before_v_is_read(monkeypatch):
+    """On a GPU it puts back what was taken out of v, where a message told of an error."""
     optimizer = in_lockstep(lambda: train(range(1), SPARSE, groups=3)[1])[0]
     called = []
-    monkeypatch.setattr("dgc.engine.nonfinite.wait_for_own_stream", lambda device: called.append("rejoin"))
-    monkeypatch.setattr("dgc.engine.nonfinite.settle", lambda bucket: called.append("settle"))
+    monkeypatch.setattr("dgc.engine.nonfinite.wait_for_own_stream", lambda device: called.append(device))
     optimizer.report()
-    assert called[0] == "rejoin" and set(called[1:]) == {"settle"}
+    assert set(called) == {torch.device("cpu")}
 
 
 def test_an_optimizer_goes_on_after_a_bad_gradient():
@@ -62,7 +61,7 @@ def test_a_bad_gradient_loses_nothing_of_other_buckets(config, op):
             optimizer.step()
         after = optimizer.residual_state_dict()
         kept = [name for name in after["v"] if name != "worse"]
-        assert sorted(kept) == ["good"] + ["small"] * (config.dense_dtype is not None)
+        assert sorted(kept) == ["good"] + ["small"] * (config.value_bits <= 8)
         u = {name: before["u"].get(name, torch.zeros(())) for name in kept}
         return ({name: before["v"][name] + 0.9 * u[name] + given[name] for name in kept},
                 {name: after["v"][name] for name in kept})

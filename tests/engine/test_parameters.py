@@ -32,7 +32,7 @@ def test_buckets_follow_the_backward_pass_and_never_mix_kinds():
 @pytest.mark.parametrize("config", [
     SPARSE, DENSE,
     dgc.Config(sparsity=0.9, min_numel=10**6, value_bits=8)],
-    ids=["p.grad", "density 1", "float16"])
+    ids=["p.grad", "density 1", "rounded"])
 def test_any_order_of_dimensions(config):
     """Channels last, transposed, with gradients in that order and in another: to the bit as if all were contiguous.
     What is rounded is so with its neighbours in memory, and so nearly.
@@ -66,8 +66,8 @@ def test_any_order_of_dimensions(config):
     assert difference(plain[0], draw(0)) > 0.01
     for parameter, residuals, _ in others:
         assert all(residuals[letter].keys() == plain[1][letter].keys() for letter in "uv")
-        if config.dense_dtype is not None:
-            assert difference(parameter, plain[0]) < 1e-4
+        if config.value_bits == 8:
+            assert difference(parameter, plain[0]) < 1e-3
             continue
         assert torch.equal(parameter, plain[0])
         for letter in "uv":

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from laws import performed, walk, worlds
+from laws import bytes_of_a_row, performed, walk, worlds
 from pairwise import pairwise
 
 import dgc
@@ -15,7 +15,6 @@ from dgc.paths.dense import reduce_dense
 from dgc.paths.sparse import reduce_sparse
 
 SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def buckets(n, dtype=torch.float32):
@@ -28,26 +27,29 @@ def gradients(rank, step, dtype=torch.float32, m=0.9, nesterov=False):
             for i, (k, s) in enumerate(SHAPES.items())}
 
 
-@pairwise(wire=DTYPES, dtype=[torch.float16, torch.bfloat16, torch.float32, torch.float64], sparsity=[0.0, 0.5, 0.99],
-          masking=[True, False])
-def test_conservation(wire, dtype, sparsity, masking):
-    """Law 1, to the bit: what rank 0 sent and what is in its v add up to what it had accumulated.
+@pairwise(bits=[1, 2, 4, 8, 16, 32], dtype=[torch.float16, torch.bfloat16, torch.float32, torch.float64],
+          sparsity=[0.0, 0.5, 0.99], masking=[True, False])
+def test_conservation(bits, dtype, sparsity, masking):
+    """Law 1: what rank 0 sent and what is in v add up to what it had accumulated; with 16 and 32 bits, to the bit.
 
-    The other rank has no gradient, so the sum is what rank 0 sent. v is recomputed here from the u that was left.
+    The other rank has no gradient, so the sum is what rank 0 sent; where the sum is rounded again, what that drops is
+    in the v of either. v is recomputed here from the u that was left.
     """
-    config = dgc.Config(sparsity=sparsity, value_bits=wire, factor_masking=masking, min_numel=0)
+    config = dgc.Config(sparsity=sparsity, value_bits=bits, factor_masking=masking, min_numel=0)
     pair = buckets(2, dtype)
     for step in range(8):
-        u, v = pair[0].u.clone(), pair[0].v.clone()
+        u, v = pair[0].u.clone(), (pair[0].v + pair[1].v)
         g = gradients(0, step, dtype)
         flat = torch.cat([g[name].g.flatten().to(u.dtype) for name in pair[0].names])
         accumulated = v + (u * torch.tensor(0.9, dtype=u.dtype) + flat)
         updates = walk([reduce(pair[0], g, config, step, World(0, 2), average=False),
                         reduce(pair[1], {}, config, step, World(1, 2), average=False)])
         assert torch.equal(updates[0], updates[1])
-        assert torch.equal(updates[0].double() + pair[0].v.double(), accumulated.double())
-        assert not pair[1].v.any()
-        assert sparsity == 0 or pair[0].v.any()
+        apart = updates[0].double() + pair[0].v.double() + pair[1].v.double() - accumulated.double()
+        largest = torch.stack([accumulated, updates[0], pair[0].v, pair[1].v]).abs().amax(0).double()
+        assert (apart.abs() <= (0 if bits > 8 else 8 * torch.finfo(u.dtype).eps) * largest).all()
+        assert bits <= 8 or not pair[1].v.any()
+        assert (sparsity == 0 and bits > 8) or pair[0].v.any()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -141,19 +143,21 @@ def test_never_more_bytes_than_dense(exchange, n, sparsity):
     b = mine[0]
     assert sent <= 2 * (n - 1) / n * 4 * b.numel
     if exchange == "allgather":
-        assert asked == ["sum" if sparsity == 0 or (1 - sparsity) * n >= 2 else "gather"]  # 4 bytes an entry, 8/N dense
+        k = sum(math.ceil(round((1 - sparsity) * math.prod(shape), 6)) for shape in SHAPES.values())
+        dense = sparsity == 0 or 2 * 4 * b.numel < n * bytes_of_a_row(k, b.numel, 16)
+        assert asked == ["sum" if dense else "gather"]
     assert asked in (["sum"], ["gather"], ["alltoall", "gather"])
 
 
 def test_the_dense_fallback_sends_the_same_entries():
     """16 ranks at 75 %: by allreduce, in float32, what all-gather would have sent in float32."""
     n, seen = 16, {}
-    for wire in (torch.float16, torch.float32):  # on the dense road the wire's dtype plays no part
+    for bits in (16, 32):  # on the dense road this plays no part
         mine = buckets(n)
-        config = dgc.Config(sparsity=0.75, value_bits=wire, min_numel=0)
+        config = dgc.Config(sparsity=0.75, value_bits=bits, min_numel=0)
         updates = walk([reduce(b, gradients(r, 0), config, 0, w)
                         for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))])
-        seen[wire] = updates[0], mine[0].v.clone()
+        seen[bits] = updates[0], mine[0].v.clone()
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
     given = [torch.cat([gradients(r, 0)[k].g.flatten() for k in mine[0].names]) for r in range(n)]
     sent = sum((g - b.v).double() for g, b in zip(given, mine, strict=True)) / n

@@ -25,15 +25,15 @@ def flat(some, bucket):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(("exchange", "n", "wire"), [
-    *((*case, wire) for wire in (torch.float16, torch.float32) for case in (
+@pytest.mark.parametrize(("exchange", "n", "bits"), [
+    *((*case, bits) for bits in (2, 16, 32) for case in (
         ("allgather", 1), ("allgather", 3), ("reduce", 3))),
-    ("allgather", 16, torch.float16), ("reduce", 16, torch.float32)])
-def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, wire, nesterov):
+    ("allgather", 16, 4), ("allgather", 16, 16), ("reduce", 16, 32)])
+def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, bits, nesterov):
     """Through changes of the sparsity, dense steps, dense sums (which are fewer bytes with 16 ranks), rounding, missing
     gradients, messages that are put back, early or late, and a flush.
     """
-    config = dgc.Config(SPARSITY, factor_masking=False, exchange=exchange, value_bits=wire, min_numel=0)
+    config = dgc.Config(SPARSITY, factor_masking=False, exchange=exchange, value_bits=bits, min_numel=0)
     mine, m = buckets(n, torch.float64), 0.9
     c = to_come(m, nesterov)
     accumulated, sent = torch.zeros(mine[0].numel, dtype=torch.float64), torch.zeros(mine[0].numel, dtype=torch.float64)

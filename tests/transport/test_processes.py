@@ -20,7 +20,7 @@ import dgc
 from dgc.collective import Collective
 from dgc.transport import find
 
-EXCHANGES = (0.0, "as it is"), (0.0, "rounded"), (0.9, "allgather"), (0.9, "reduce")
+EXCHANGES = (0.0, "as it is"), (0.9, "rounded"), (0.9, "allgather"), (0.9, "reduce")
 
 
 def socket_bytes():
@@ -30,8 +30,11 @@ def socket_bytes():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(1000, 1200, bias=False), nn.Linear(1200, 800, bias=False))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        config = dgc.Config(sparsity=sparsity, exchange=exchange if sparsity else "allgather",
-                            value_bits=8 if exchange == "rounded" else None)
+        config = dgc.Config(sparsity=sparsity)
+        if exchange == "rounded":  # all of them are so small that they travel dense
+            config = dgc.Config(sparsity=sparsity, value_bits=8, min_numel=10**9)
+        elif sparsity:
+            config = dgc.Config(sparsity=sparsity, exchange=exchange)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
         everybody_is_here = torch.zeros(1)
         # Made beforehand, as Horovod also negotiates by the clock.

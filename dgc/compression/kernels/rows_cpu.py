@@ -271,6 +271,7 @@ def decode(first, last, form, words, sizes, status, used, places, values):
         digest, row = _checksum(words[r]), words[r]
         used[r], status[r] = 0, np.int64(np.int32(row[0]))
         bad = row[-2] != np.uint32(digest & 0xFFFFFFFF) or row[-1] != np.uint32(digest >> 32 & 0xFFFFFFFF)
+        bad |= status[r] < -1 or status[r] > len(words)
         if status[r] == 0 and not bad:
             count = form[SLOTS] if form[ALL] else _places(form, row, sizes[min(r, len(sizes) - 1)], places[r])
             bad = count < 0 or not _values(form, row, count, values[r])
@@ -396,6 +397,7 @@ def written(rows: Rows, begins: Any, places: Any, n: int, u: Any, v: Any, maskin
 
 def read(rows: Rows, messages: Tensor, sizes: Any, dtype: Any) -> tuple[Any, Any, Any, Any]:
     """What rows say: status (R,), used (R,), places (R, k) and values (R, k), where slots are used."""
+    rows.check_size(messages)
     words, threads = messages.contiguous().numpy().view(np.uint32), torch.get_num_threads()
     status, used = np.empty((2, len(words)), np.int64)
     places = np.empty((len(words), 0 if rows.all_entries else rows.slots), np.int32)
@@ -418,4 +420,4 @@ def write_all(rows: Rows, values: Tensor) -> Tensor:
     return torch.from_numpy(words.view(np.uint8))
 
 
-assert NONFINITE == -1  # as close() writes it
+assert NONFINITE == -1  # as close() writes it, and decode() reads it
