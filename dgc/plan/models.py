@@ -17,7 +17,7 @@ from dgc.compression.residual import Bucket
 from dgc.compression.sizes import Sizes
 from dgc.compression.wire import Layout
 from dgc.config import Config
-from dgc.engine.buckets import compressible, pack
+from dgc.engine.parameters import compressible, pack
 from dgc.user_code import NAME, callable_named, theirs
 
 Shape = tuple[int, ...]

@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,8 +250,7 @@ def test_a_short_training_is_advised_to_send_more(steps, sparsity):
 def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     """Dense steps first, a tenth of the training as in the recipe, and 99 % at most; the line is one that works."""
     told = plan.advise(RESNET50, cluster(4), 0.01, None, FREE, steps=steps, optimizer="adamw")
-    assert told.line == (f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False, "
-                         "dense_dtype=torch.float16)")
+    assert told.line == f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False)"
     assert told.sparsity <= 0.99 and config(told).sparsity_at(10**6) == told.sparsity
     assert "ResNet-20" not in notes(told)["Accuracy"]
     assert fits(told) == (f"{steps:,} steps" if steps else "about 10,000 steps")
@@ -273,10 +271,8 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     on = cluster(4)
     told = plan.advise(RESNET50, on, 0.25, given, GPU, steps=steps, optimizer=optimizer)
     line = config(told)
-    assert (line.dense_dtype is not None) == (optimizer == "adamw")
     assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
-    made = dgc.Config(dense_dtype=line.dense_dtype)
-    of = {s: plan.predict(RESNET50, on, told.dgc.method, 0.25, replace(made, sparsity=s), GPU).step_seconds
+    of = {s: plan.predict(RESNET50, on, told.dgc.method, 0.25, dgc.Config(s), GPU).step_seconds
           for s in {line.sparsity_at(step) for step in range(steps)}}
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
