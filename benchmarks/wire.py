@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import gradients
 import typer
 from outfile import Out, write
 from rich import box
@@ -41,8 +42,8 @@ RING, DGC = Method("ring", "float32"), Method("allgather", "dgc")
 def models() -> dict[str, Shapes]:
     """Their parameters' shapes."""
     resnet20 = tuple(tuple(p.shape) for p in cifar10.resnet(20).parameters())
-    named = {"ResNet-50": "resnet50", "BERT-large": "bert-large", "LSTM": "lstm"}
-    return {**{name: tuple(plan.MODELS[model]()) for name, model in named.items()}, "ResNet-20": resnet20}
+    return {"ResNet-50": tuple(plan.MODELS["resnet50"]()), "BERT-large": tuple(plan.MODELS["bert-large"]()),
+            "LSTM": tuple(gradients.lstm()), "ResNet-20": resnet20}
 
 
 def bits_of_entry(shapes: Shapes, sparsity: float, value_bits: int) -> dict[str, float]:

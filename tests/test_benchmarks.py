@@ -113,7 +113,7 @@ def test_the_bits_of_an_entry_are_those_of_the_messages(value_bits):
     shapes, config = ((300, 200), (200,), (50, 90)), dgc.Config(0.9, value_bits=value_bits)
     (bucket,) = [bucket for bucket in wire.plan.buckets(shapes, config) if bucket.sizes is not None]
     bits = wire.bits_of_entry(shapes, 0.9, value_bits)
-    assert bits["sum"] == pytest.approx(8 * bucket.sizes.message / bucket.slots)
+    assert bits["sum"] == pytest.approx(8 * bucket.sizes.message / bucket.sizes.slots)
     assert value_bits < bits["information"] < bits["sum"]
     assert wire.ways(5, 2) == pytest.approx(math.log2(10))
     whole, paper = wire.whole_training(shapes, value_bits), wire.after_warmup(shapes, value_bits)
