@@ -29,7 +29,7 @@ from network import METHODS, exchanges, sgd
 from outfile import write
 
 HERE = Path(__file__).resolve()
-OPTIONS = {"dense_dtype": "torch.float16"}  # so that DGC itself takes the least
+OPTIONS: dict[str, Any] = {}  # of dgc.Config
 ALONE = 20  # steps without an exchange; the first 5 are not counted
 FOLLOWS = 1.25  # a density has followed when it is within this factor of the one that it settles at
 WITHIN = 1.15  # of computing alone

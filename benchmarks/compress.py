@@ -153,8 +153,9 @@ class Rank:
         entries, energy, exact = 0, 0.0, 0.0
         for bucket, _, messages in self.buckets:
             layout = layout_of(bucket, self.config.sparsity_at(0), self.config)
-            index, values = layout.read(messages[-1])
-            entries += len(index)
+            message = layout.rows.decode(messages[-1].view(1, -1))
+            index, values = message.places[0], message.values[0]
+            entries += int(torch.count_nonzero(values))
             energy += float(values.double().square().sum())
             before = bucket.v.clone().index_add_(0, index, values)
             for v, k in zip(before.split(bucket.numels), layout.counts, strict=True):

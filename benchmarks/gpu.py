@@ -42,11 +42,13 @@ class Kernel:
     def __init__(self, kernel: ModuleType, shapes: Shapes, sparsity: float, device: torch.device):
         self.kernel = kernel
         self.bucket = Bucket("benchmark", {str(i): torch.empty(s, device=device) for i, s in enumerate(shapes)})
-        self.layout = Layout(self.bucket, [select.count(sparsity, n) for n in self.bucket.numels], torch.float16)
+        self.layout = Layout(self.bucket, [select.count(sparsity, n) for n in self.bucket.numels], 16)
+        self.refused = torch.zeros((), dtype=torch.bool, device=device)
 
     def step(self, gradients: dict[str, Gradient], step: int) -> Tensor:
         _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
-        return self.kernel.encode(self.bucket, self.layout, index, used, True)
+        message, _ = self.kernel.encode(self.bucket, self.layout, index, used, self.refused, True)
+        return message
 
     def quality(self, gradients: dict[str, Gradient], step: int) -> tuple[int, float]:
         """Entries chosen, and their energy relative to the k largest."""

@@ -1,4 +1,4 @@
-"""What the benchmarks exchange: shapes of ResNet-50 and of an LSTM, and fresh heavy-tailed gradients for every step."""
+"""What the benchmarks exchange: shapes of networks, and fresh heavy-tailed gradients for every step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def lstm() -> list[Shape]:
     shapes: list[Shape] = [(10_000, 1500), *layer, *layer, (10_000,)]
     assert sum(torch.Size(shape).numel() for shape in shapes) == 51_034_000
     return shapes
+
+
+def resnet110(last: int = 64) -> list[Shape]:
+    """Shapes of CIFAR-10's, with shortcuts that have no weights: 1,727,962 parameters (recipes/cifar10.py --depth 110).
+    ``last`` is the number of channels of the last stage.
+    """
+    convolutions: list[Shape] = [(16, 3, 3, 3)]
+    inputs = 16
+    for width in (16, 32, last):
+        for _ in range(18):
+            convolutions += [(width, inputs, 3, 3), (width, width, 3, 3)]
+            inputs = width
+    normalised = [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
+    return [*normalised, (10, last), (10,)]
+
+
+def alexnet() -> list[Shape]:
+    """61,100,840 parameters (torchvision; Krizhevsky 2014)."""
+    weights: list[Shape] = [(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
+                            (4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)]
+    return [shape for w in weights for shape in (w, (w[0],))]
 
 
 def scales(count: int) -> list[float]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from dgc.compression import kernels
 from dgc.compression import select as selection
 from dgc.compression.kernels import plain
+from dgc.compression.regions import Taken
 from dgc.compression.residual import Bucket, Gradient
-from dgc.compression.wire import Layout
+from dgc.compression.wire import NONFINITE, Layout
 from dgc.engine.engine import engine_of
 from dgc.paths import task
 
@@ -70,10 +71,14 @@ class Idea:
                 index[start:start + len(chosen)] = chosen + bucket.offsets[p]
         return bad, index, used
 
-    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, masking: bool) -> Tensor:
-        message, sent = layout.encode(index, used, self.values(layout, used, bucket.v[index]))
+    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+               masking: bool) -> tuple[Tensor, Taken]:
+        valid = layout.uses(used) & ~refused
+        index = torch.where(valid, index, 0)
+        values = self.values(layout, used, bucket.v[index])
+        message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, values, 1)
         bucket.take(index, sent, self.masking(bucket, layout, masking))
-        return message
+        return torch.where(refused, layout.rows.telling(1, NONFINITE), message), Taken(index, sent)
 
 
 class Scale(Idea):

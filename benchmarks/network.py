@@ -102,11 +102,8 @@ def dgc_reduce(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def dgc_config(options: dict[str, Any]) -> Any:
-    import torch
-
     import dgc
-    dtypes = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-    return dgc.Config(**{key: dtypes.get(value, value) for key, value in options.items()})
+    return dgc.Config(**options)
 
 
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {

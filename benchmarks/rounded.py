@@ -1,5 +1,5 @@
-"""What a dense sum in float16 costs beside its bytes, ``Config(dense_dtype=...)``: to round, add, round and read it, on
-one core.
+"""What a dense sum in 8 bits costs beside its bytes, ``Config(value_bits=8)`` or fewer: to round, add, round and read,
+on one core.
 
     python benchmarks/rounded.py --out benchmarks/results/rounded.json
 
@@ -18,7 +18,9 @@ import typer
 from outfile import Out, write
 
 from dgc.collective import World
+from dgc.compression.kernels import compile_ahead
 from dgc.compression.residual import Bucket
+from dgc.compression.sizes import SUM_BITS
 from dgc.paths.dense import reduce_rounded
 
 RANKS = (4, 16, 64)
@@ -26,10 +28,10 @@ RANKS = (4, 16, 64)
 
 def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
     """One rank's work: it is sent what it sends itself."""
-    path = reduce_rounded(bucket, {"w": gradient}, torch.float16, World(0, size))
+    path = reduce_rounded(bucket, {"w": gradient}, SUM_BITS, World(0, size))
     began = time.perf_counter()
     rows = next(path).tensor
-    message = path.send(rows).tensor
+    message = path.send(rows).tensor.view(1, -1)
     worked = time.perf_counter() - began
     messages = message.expand(size, -1).contiguous()
     began = time.perf_counter()
@@ -44,6 +46,7 @@ def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: 
          out: Out = None) -> None:
     """Times rounded sums, and prints nanoseconds for each entry."""
     torch.set_num_threads(1)
+    compile_ahead(torch.float32)
     gradient, medians = torch.randn(numel), dict[int, float]()
     for size in RANKS:
         bucket = Bucket("benchmark", {"w": torch.empty(numel)}, velocity=False)

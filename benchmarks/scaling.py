@@ -18,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import gradients
 import torch
 import typer
 from outfile import write
@@ -30,14 +31,15 @@ from dgc.plan import cost
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
-SHAPES = tuple(shape for shape in plan.MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
+MODELS = {"resnet50": gradients.resnet50, "resnet110": gradients.resnet110}
+SHAPES = tuple(shape for shape in MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024)
 NAMES = tuple(cost.EXCHANGES)
 MANY = (4, 16, 64, 256, 1024, 4096)  # workers, by formula
 FEW = (("resnet110", 512), ("resnet110", 1000), ("resnet110", 1024), ("resnet50", 4096))  # entries in a row
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 
-def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
+def counted(name: str, workers: int, given: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
     by_node = cost.EXCHANGES[name].hierarchical
     config = dgc.Config(exchange=cost.EXCHANGES[name].exchange, hierarchical=by_node)
@@ -45,7 +47,7 @@ def counted(name: str, workers: int, gradients: list[torch.Tensor]) -> float:
     def worker() -> float:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), None, config)
-        for p, g in zip(parameters, gradients, strict=True):
+        for p, g in zip(parameters, given, strict=True):
             p.grad = g.clone()
         optimizer.step()
         return optimizer.report().bytes_sent
@@ -61,7 +63,7 @@ def predicted(name: str, workers: int, sizes: messages.Sizes) -> float:
 
 def buckets(model: str) -> list[messages.Sizes]:
     """What of a model travels compressed."""
-    shapes = tuple(s for s in plan.MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
+    shapes = tuple(s for s in MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
     return [bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None]
 
 
@@ -114,12 +116,12 @@ def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in
     (shipment,) = plan.buckets(SHAPES, dgc.Config())
     assert shipment.sizes is not None
     sizes = shipment.sizes
-    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]
-    rows = [{"exchange": name, "workers": n, "counted": counted(name, n, gradients),
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 3 for shape in SHAPES]
+    rows = [{"exchange": name, "workers": n, "counted": counted(name, n, given),
              "predicted": predicted(name, n, sizes)}
             for name in NAMES for n in WORKERS if not cost.EXCHANGES[name].hierarchical or n > NODE]
     many = [in_messages(n) for n in MANY]
-    result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": shipment.slots,
+    result = {"benchmark": "scaling", "model": "resnet110", "entries": shipment.numel, "slots": sizes.slots,
               "node": NODE, "sizes": sizes._asdict(), "rows": rows,
               "resnet50_in_messages": many, "by_slack": [each for n in OF for each in by_slack(n)],
               "with_few": [with_few(model, n) for model, n in FEW]}

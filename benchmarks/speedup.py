@@ -20,6 +20,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import gradients
 import typer
 from outfile import write
 
@@ -32,6 +33,9 @@ FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
 # Examples a GPU, and multiply-adds of the forward pass of each; the backward pass has twice as many.
 WORK = {"alexnet": (512, 0.714e9), "resnet50": (32, 4.09e9), "lstm": (20 * 35, 51.0e6)}
 WORK_TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50", "lstm": "LSTM"}
+LSTM_LAYER = ((6000, 1500), (6000, 1500), (6000,), (6000,))
+SHAPES = {"alexnet": tuple(gradients.alexnet()), "resnet50": tuple(gradients.resnet50()),
+          "lstm": ((10_000, 1500), (10_000,), *LSTM_LAYER, *LSTM_LAYER)}  # recipes/ptb.py --size large
 NETWORKS = ("1gbit", "10gbit")
 PAPER = ((40, "the paper's AlexNet, DGC:\n    more than 40"),  # with 64 nodes
          (30, "the paper's AlexNet, dense:\n    about 30"))
@@ -47,7 +51,7 @@ def compute(model: str) -> float:
 def seconds(model: str, network: str, method: Method, nodes: int, overlap: bool) -> float:
     """Of a step."""
     cluster = Cluster(nodes, GPUS, plan.NETWORKS[network], plan.INSIDE["pcie"])
-    return plan.predict(tuple(plan.MODELS[model]()), cluster, method, compute(model), Config(), plan.LOCAL["gpu"],
+    return plan.predict(SHAPES[model], cluster, method, compute(model), Config(), plan.LOCAL["gpu"],
                         overlap).step_seconds
 
 

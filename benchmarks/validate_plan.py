@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import gradients
-import torch
 import typer
 from outfile import Out, write
 from rich.console import Console
 from rich.table import Table
 
-from dgc import Config, plan
+from dgc import plan
 from dgc.plan import Local, Method, Shape
 from dgc.plan.cost import Cluster, Link
 
@@ -54,7 +53,7 @@ Cell = dict[str, Any]
 
 SHAPES: dict[str, Callable[[], list[Shape]]] = {
     "resnet50": gradients.resnet50, "lstm": gradients.lstm,
-    "resnet110-wide": partial(plan.MODELS["resnet110"], last=256)}
+    "resnet110-wide": partial(gradients.resnet110, last=256)}
 
 
 def cells(files: list[Path]) -> list[Cell]:
@@ -64,8 +63,8 @@ def cells(files: list[Path]) -> list[Cell]:
         run = json.loads(file.read_text())
         if run.get("benchmark") != "network":
             continue
-        if others := run["options"].keys() - {"dense_dtype"}:
-            print(f"{file.name} is left out: {', '.join(sorted(others))} is not modelled here")
+        if run["options"]:
+            print(f"{file.name} is left out: {', '.join(sorted(run['options']))} is not modelled here")
         else:
             found += [{**case, "file": file.name, "hosts": run["hosts"], "cores": run["machine"]["cores"],
                        "options": run["options"], "bits": run["buckets"][case["rate"]]["bits"]}
@@ -83,21 +82,14 @@ def predicted(cell: Cell, machine: dict[str, float]) -> float:
                   sharing * machine["start"] * over_horovod, sharing * Local().round)
     shapes = tuple(SHAPES[cell["model"]]())
     compute = machine["compute"] if cell["model"].startswith("resnet110") else 0.0
-    return plan.predict(shapes, Cluster(cell["hosts"], 1, link, link), METHODS[cell["method"]], compute, config(cell),
-                        local).step_seconds
-
-
-def config(cell: Cell) -> Config:
-    """Of DGC in a cell, as far as a prediction depends on it."""
-    rounds = cell["options"].get("dense_dtype")
-    return Config(dense_dtype=getattr(torch, rounds.removeprefix("torch.")) if rounds else None)
+    return plan.predict(shapes, Cluster(cell["hosts"], 1, link, link), METHODS[cell["method"]], compute,
+                        local=local).step_seconds
 
 
 def by_default(cell: Cell) -> float:
     """The same, as ``dgc plan`` has it for a cell without computation."""
     cluster = Cluster(cell["hosts"], 1, Link(plan.NETWORKS["1gbit"].latency, cell["bits"] / 8), plan.INSIDE["pcie"])
-    return plan.predict(tuple(SHAPES[cell["model"]]()), cluster, METHODS[cell["method"]], 0.0,
-                        config(cell)).step_seconds
+    return plan.predict(tuple(SHAPES[cell["model"]]()), cluster, METHODS[cell["method"]], 0.0).step_seconds
 
 
 def fitted(measured: list[Cell], machine: dict[str, float]) -> list[Cell]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import signal
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ from dgc.compression import kernels
 from dgc.config import Config
 from dgc.frontends.broadcast import broadcast_parameters
 from dgc.frontends.optimizer import DistributedOptimizer
+from dgc.transport import find, lockstep
+from dgc.user_code import end
 from dgc.version import __version__
 
 LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
 CYCLE = 5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes
-RANKS = 2
 STEPS = 3
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-PACKAGES = ("numba", "triton", "optuna", "matplotlib")
-HOROVOD = ("gloo_built", "mpi_built", "nccl_built", "cuda_built", "rocm_built", "mpi_enabled", "gloo_enabled")
+PACKAGES = {"numba": "compression on CPUs becomes 3 to 10 times faster", "triton": "compression on GPUs needs it",
+            "optuna": "dgc tune needs it", "matplotlib": "pictures need it"}
 
 
 def examine(limit: float = LIMIT) -> dict[str, Any]:
@@ -43,86 +43,88 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.
     """
+    has_gpu = torch.cuda.is_available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is among the problems
+        compilers = {kind: kernels.COMPILERS.get(kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2],
+                                                 "plain torch")
+                     for kind in (("cpu", "cuda") if has_gpu else ("cpu",))}
     found: dict[str, Any] = {
-        "python": platform.python_version(), "dgc": __version__, "torch": _torch(),
-        "horovod": _package("horovod", "horovod.torch", HOROVOD), "kernels": _kernels(),
-        **{name: _package(name) for name in PACKAGES}}
-    found["self_test"] = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
-                          {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found, limit)}
-    if torch.cuda.is_available():
-        found["self_test"]["cuda"] = self_test("cuda", limit)
+        "dgc": __version__, "python": platform.python_version(), "torch": _torch(), "horovod": _horovod(),
+        **{name: _package(name) for name in PACKAGES},
+        "kernels": compilers}
+    tests = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
+             {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found["horovod"], limit)}
+    if has_gpu:
+        tests["cuda"] = self_test("cuda", limit)
+    found["self_test"] = tests
     found["problems"], found["advice"] = list(_problems(found)), list(_advice(found))
     return found
 
 
 def _torch() -> dict[str, Any]:
-    distributed = torch.distributed.is_available()
-    found: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "distributed": distributed,
-                             "gloo": distributed and torch.distributed.is_gloo_available(),
-                             "nccl": distributed and torch.distributed.is_nccl_available(), "devices": []}
+    dist = torch.distributed
+    found: dict[str, Any] = {
+        "version": torch.__version__, "cuda": torch.version.cuda, "devices": [],
+        "backends": [name for name in ("gloo", "nccl", "mpi")
+                     if dist.is_available() and getattr(dist, f"is_{name}_available")()]}
     try:
         found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except Exception as error:  # they are there, but the driver is older than torch's CUDA, say
         found["error"] = _line(error)
-    if found["nccl"]:
-        found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
-def _package(name: str, module: str = "", flags: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """The version of a package, and what its module says of flags; None where it is not installed."""
+def _package(name: str, module: str = "") -> dict[str, Any] | None:
+    """The version of a package, or the error with which it is imported; None where it is not installed."""
     if importlib.util.find_spec(name) is None:
         return None
-    found: dict[str, Any] = {"version": None}
+    found: dict[str, Any] = {}
     try:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found["version"] = importlib.metadata.version(name)
         imported = importlib.import_module(module or name)
-        for flag in flags:
-            found[flag] = bool(getattr(imported, flag)()) if hasattr(imported, flag) else None
+        found["version"] = getattr(imported, "__version__", None) or importlib.metadata.version(name)
     except Exception as error:  # also what a library built for another torch raises
         found["error"] = _line(error)
     return found
 
 
-def _kernels() -> dict[str, str]:
-    """Names the module whose loops will run, by device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it warns of is among the problems
-        return {kind: kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2]
-                for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))}
+def _horovod() -> dict[str, Any] | None:
+    found = _package("horovod", "horovod.torch")
+    if found and "error" not in found:
+        hvd = importlib.import_module("horovod.torch")
+        found["built"] = [name for name in ("gloo", "mpi", "nccl", "cuda", "rocm") if getattr(hvd, f"{name}_built")()]
+    return found
 
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _problems(found: dict[str, Any]) -> Any:
-    if "error" in found["torch"]:
-        yield f"there are GPUs, and CUDA does not work: {found['torch']['error']}"
-    for name in ("horovod", *PACKAGES):
+def _problems(found: dict[str, Any]) -> Iterator[str]:
+    for name in ("torch", "horovod", *PACKAGES):
         if found[name] and "error" in found[name]:
-            yield f"{name} is installed but cannot be imported: {found[name]['error']}"
+            yield f"{name} is installed and does not work: {found[name]['error']}"
     for kind, compiler in kernels.COMPILERS.items():
-        if found[compiler] and found["kernels"].get(kind) == "plain":
+        if found[compiler] and found["kernels"].get(kind, compiler) != compiler:
             yield f"{compiler} is installed, but on {kind} the plain torch operations run, several times slower"
     for name, test in found["self_test"].items():
         if "error" in test:
-            yield f"two processes over {name}: {test['error']}" if name != "cuda" else f"on the GPU: {test['error']}"
+            yield f"the self-test over {name} failed: {test['error']}"
 
 
-def _advice(found: dict[str, Any]) -> Any:
-    if found["horovod"] and "error" not in found["horovod"] and not os.environ.get("HOROVOD_CYCLE_TIME"):
-        yield (f"HOROVOD_CYCLE_TIME is not set, so Horovod asks all ranks for work every millisecond, which takes the "
+def _advice(found: dict[str, Any]) -> Iterator[str]:
+    for name, why in PACKAGES.items():
+        if found[name] is None:
+            yield f"pip install {name}: {why}"
+    if found["horovod"] and not os.environ.get("HOROVOD_CYCLE_TIME"):
+        yield (f"set HOROVOD_CYCLE_TIME, else Horovod asks all ranks for work every millisecond, which takes the "
                f"processor's time; {CYCLE} suits dgc's few, large messages (horovodrun --cycle-time-ms {CYCLE})")
 
 
-def _test_horovod(found: dict[str, Any], limit: float) -> dict[str, Any]:
-    if found["horovod"] is None:
-        return {"skipped": "not installed"}
-    if "error" in found["horovod"]:
-        return {"skipped": "cannot be imported"}
-    if not found["horovod"]["gloo_built"]:
+def _test_horovod(horovod: dict[str, Any] | None, limit: float) -> dict[str, Any]:
+    if horovod is None or "error" in horovod:
+        return {"skipped": "Horovod is not there"}
+    if "gloo" not in horovod["built"]:
         return {"skipped": "built without gloo: try mpirun -np 2 python your_script.py"}
     test, name = self_test("horovod", limit), socket.gethostname()
     if "error" in test:
@@ -136,86 +138,44 @@ def _test_horovod(found: dict[str, Any], limit: float) -> dict[str, Any]:
 # -- two local processes -----------------------------------------------------------------------------------------------
 
 def self_test(kind: str, limit: float) -> dict[str, Any]:
-    """Some steps of DGC between two processes of this machine, over ``torch`` or ``horovod``; or one on the GPU, as two
-    ranks in lockstep (``cuda``).
+    """Some steps of DGC between two processes of this machine, over ``torch`` or ``horovod``; or in one on the GPU, as
+    two ranks in lockstep (``cuda``).
 
     Returns:
         ``{"seconds": ...}``, or ``{"error": one line}``. The processes have ended.
     """
+    launchers = {"torch": "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2",
+                 "horovod": f"-m horovod.runner.launch --gloo -np 2 {sys.executable}", "cuda": ""}
+    # The processes import this very package, also from another folder: -m looks into the current one first.
+    path = os.pathsep.join(map(os.path.abspath, [str(Path(__file__).parents[1]), *sys.path]))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        server: Any = None
-        settings: list[dict[str, str]] = [{} for _ in range(1 if kind == "cuda" else RANKS)]
-        processes: list[subprocess.Popen[bytes]] = []
-        log = Path(folder) / "log"
+        process = subprocess.Popen(
+            [sys.executable, *launchers[kind].split(), "-m", "dgc.doctor", kind, folder], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+            cwd=folder, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         try:
-            if kind == "horovod":
-                server, settings = _rendezvous()
-            with log.open("wb") as file:
-                for rank, extra in enumerate(settings):
-                    processes.append(subprocess.Popen(
-                        [sys.executable, "-m", "dgc.doctor", kind, folder, str(rank)], stdin=subprocess.DEVNULL,
-                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
-                        env={**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", **extra}))
-            while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-                if time.monotonic() - began > limit:
-                    return {"error": f"not done after {limit:g} s"}
-                time.sleep(0.05)
-            if failed := [p.returncode for p in processes if p.poll()]:
-                return {"error": _told(log, failed[0])}
-            results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(processes))]
-        except Exception as error:
-            return {"error": _line(error)}
+            log, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {limit:g} s"}
         finally:
-            for process in processes:
-                _end(process)
-            if server is not None:
-                server.stop()
-    if any(result != results[0] for result in results):
+            end(process)
+        if process.returncode:
+            cause = re.findall(r"\w*Error: .*", log) or log.strip().splitlines()[-1:]
+            return {"error": f"status {process.returncode}: {' '.join(cause[:1])}"}
+        results = {file.read_text() for file in Path(folder).glob("*.json")}
+    if len(results) != 1:
         return {"error": f"the ranks do not have the same parameters after {STEPS} steps"}
     return {"seconds": round(time.monotonic() - began, 2)}
 
 
-def _path() -> str:
-    """So that the processes import this very package, from another folder: ``-m`` looks into the current one first."""
-    here, others = str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")
-    return os.pathsep.join([here, *map(os.path.abspath, others.split(os.pathsep) if others else [])])
-
-
-def _told(log: Path, status: int) -> str:
-    """Why a process failed: the last line that looks like an exception's, else the last; and the name of a signal."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    line = next((line for line in reversed(lines) if "Error" in line or "error" in line), lines[-1] if lines else "")
-    if status > 0 and line:
-        return line
-    how = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
-    return f"a process {how}" + (f": {line}" if line else "")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it and what it started, which has its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _rendezvous() -> tuple[Any, list[dict[str, str]]]:
-    """The server at which Horovod's processes meet without ``horovodrun``, and what each of them is told."""
-    from horovod.runner.http.http_server import RendezvousServer
-    server = RendezvousServer()
-    port = server.start()
-    server.init([])
-    return server, [{f"HOROVOD_{key}": str(value) for key, value in {
-        "RANK": rank, "SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_SIZE": RANKS, "CROSS_RANK": 0, "CROSS_SIZE": 1,
-        "HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": LOOPBACK,
-        "GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port}.items()} for rank in range(RANKS)]
-
-
-def _train(device: str, rank: int) -> list[float]:
-    """The parameters that a rank ends with."""
+def _train(device: str, folder: str) -> None:
+    """Trains, and writes the parameters that a rank ends with."""
     if device == "cpu":
         kernels.compile_ahead(torch.float32)  # so that they are tried here, and in the cache when a training wants them
-    torch.manual_seed(rank)
+    world = find().world
+    assert world is not None
+    torch.manual_seed(world.rank)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     broadcast_parameters(model.state_dict())
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(),
@@ -224,42 +184,25 @@ def _train(device: str, rank: int) -> list[float]:
         optimizer.zero_grad()
         model(torch.randn(8, 32, device=device)).square().mean().backward()
         optimizer.step()
-    values: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-    if any(value != value for value in values):
-        raise FloatingPointError("the parameters are not numbers")
-    return values
+    values = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(values))
 
 
-def main(kind: str, folder: str, rank: int) -> None:
+def main(kind: str, folder: str) -> None:
     """One process of a self-test."""
     torch.set_num_threads(1)
-    result: Any
     if kind == "cuda":
-        from dgc.transport import lockstep
-
-        def train() -> list[float]:
-            here = lockstep.current()
-            assert here is not None
-            return _train("cuda", here.world.rank)
-
-        both = lockstep.run(train, RANKS)
-        if both[0] != both[1]:
-            raise RuntimeError("the ranks do not have the same parameters")
-        result = both[0]
-    elif kind == "torch":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        # Where a file: URL would end at a # in the path.
-        store = torch.distributed.FileStore(f"{folder}/meeting", RANKS)  # type: ignore[attr-defined]
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        result = _train("cpu", rank)
-        torch.distributed.destroy_process_group()
-    else:
+        lockstep.run(lambda: _train("cuda", folder), 2)
+    elif kind == "horovod":
         import horovod.torch as hvd
         hvd.init()
-        result = _train("cpu", rank)
-        hvd.shutdown()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+        _train("cpu", folder)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        torch.distributed.init_process_group("gloo")
+        _train("cpu", folder)
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:])

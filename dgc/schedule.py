@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dgc.config import check_sparsity
 
@@ -91,25 +91,7 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     Raises:
         TypeError, ValueError: ``step`` is no int >= 0, or ``then`` no number in [0, 1).
     """
-    if not isinstance(step, Integral) or step < 0:
-        raise ValueError(f"dense_until: step must be an integer >= 0, got {step!r}")
-    return piecewise({0: 0.0, step: check_sparsity(then, "dense_until: then")})
-
-
-def _check_warmup(epochs: float, steps_per_epoch: int, stages: int | None, per_step: bool) -> None:
-    """Refuses the numbers of a warm-up that cannot be, but its sparsities."""
-    if not (isinstance(epochs, Real) and math.isfinite(epochs) and epochs >= 0):
-        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
-    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
-        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
-    if stages is not None and (not isinstance(stages, Integral) or stages < 1):
-        raise ValueError(f"warmup: stages must be an integer >= 1, got {stages!r} (leave it out for one each epoch)")
-    if not isinstance(per_step, bool):
-        raise ValueError(f"warmup: per_step must be True or False, got {per_step!r}")
-    if stages is not None and per_step:
-        raise ValueError(f"warmup: stages must be left out where per_step is True, got {stages}")
-    if (steps := epochs * steps_per_epoch) > 2**63:
-        raise ValueError(f"warmup: epochs times steps_per_epoch must be at most 2**63, got {steps:g}")
+    return piecewise({0: 0.0, step: then})
 
 
 def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = None, end: float = 0.999,
@@ -130,21 +112,25 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = Non
 
     Raises:
         TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
-            ``per_step``, more than 10,000 parts or 2**63 steps, or a sparsity that is no number in [0, 1).
+            ``per_step``, more than 10,000 parts, or a sparsity that is no number in [0, 1).
     """
     end = check_sparsity(end, "warmup: end")
     start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
-    _check_warmup(epochs, steps_per_epoch, stages, per_step)
+    parts = epochs if stages is None else stages
+    if not isinstance(epochs, Real) or not 0 <= epochs < math.inf:
+        raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
+    if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
+        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
+    if stages is not None and (per_step or not isinstance(stages, Integral) or stages < 1):
+        raise ValueError(f"warmup: stages must be an integer >= 1, and left out where per_step is True, got {stages!r}")
+    if parts > MAX_PARTS and not per_step:
+        raise ValueError(f"warmup: epochs, or stages, must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True "
+                         "falls at each step)")
     length = round(epochs * steps_per_epoch)
     if length == 0:
         return constant(end)
     if per_step:
         return Ramp(length, start, end)
-    parts = epochs if stages is None else stages
-    if parts > MAX_PARTS:
-        name = "epochs" if stages is None else "stages"
-        raise ValueError(f"warmup: {name} must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True falls at each "
-                         "step)")
     factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
     if parts <= ROUNDED_PARTS:
         factor = float(f"{factor:.2g}")
@@ -270,13 +256,22 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None =
     """
     least, most = check_sparsity(least, "adaptive: least"), check_sparsity(most, "adaptive: most")
     start = min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
-    if not least < most:
-        raise ValueError(f"adaptive: least must be less than most, got least {least!r} and most {most!r}")
-    if not least <= start <= most:
-        raise ValueError(f"adaptive: start must be from least, {least!r}, to most, {most!r}, got {start!r}")
-    if not isinstance(every, int) or isinstance(every, bool) or every < 3:
+    if not least <= start <= most or least == most:
+        raise ValueError("adaptive: least must be less than most, and start must be between them, got least "
+                         f"{least!r}, most {most!r} and start {start!r}")
+    if not isinstance(every, int) or every < 3:
         raise ValueError(f"adaptive: every must be an integer >= 3, got {every!r}")
     return Adaptive(least, most, start, every)
+
+
+# -- as text -----------------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+")
+BOOLS = {"true": True, "false": False}
+FORMS = ("0.999, constant:0.999, warmup:epochs=4,end=0.999, piecewise:0=0.75,1000=0.999, dense_until:1000,then=0.999, "
+         "adaptive:least=0.99,most=0.9999")
+BY_NAME: dict[str, Callable[..., Any]] = {"constant": constant, "piecewise": piecewise, "dense_until": dense_until,
+                                          "warmup": warmup, "adaptive": adaptive}
 
 
 def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
@@ -298,7 +293,35 @@ def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecew
         steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
 
     Raises:
-        TypeError, ValueError: it is none of these. The message repeats it, and says where it goes wrong and what is
-            accepted.
+        TypeError, ValueError: it is none of these. The message repeats it, and says what is wrong and what is accepted.
     """
-    return import_module("dgc.schedule_text").parse(expression, steps_per_epoch)  # trainings do not read text
+    if not isinstance(expression, str):
+        return constant(expression)
+    name, _, text = expression.partition(":")
+    if NUMBER.fullmatch(expression):
+        name, text = "constant", expression
+    try:
+        positional, named = _arguments(text)
+        if name == "piecewise":
+            positional.append({int(step): sparsity for step, sparsity in named.items()})
+            named = {}
+        if name == "warmup":
+            named["steps_per_epoch"] = steps_per_epoch
+        return BY_NAME[name](*positional, **named)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a schedule must be such as {FORMS}, got {expression!r} ({error})") from None
+
+
+def _arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments without a name, and those with one."""
+    positional, named = [], {}
+    for part in text.split(",") if text else ():
+        key, equals, value = part.rpartition("=")
+        if key in named or not (NUMBER.fullmatch(value) or value in BOOLS):
+            raise ValueError(f"each argument must be a number, true or false, and come once, got {part!r}")
+        number = BOOLS[value] if value in BOOLS else int(value) if value.isdigit() else float(value)
+        if equals:
+            named[key] = number
+        else:
+            positional.append(number)
+    return positional, named

@@ -1,4 +1,4 @@
-"""The user's own code, which ``dgc plan`` and ``dgc tune`` run: found by its name, its errors told apart from ours."""
+"""The user's own code: a function, found by its name, whose errors are told apart from ours; and processes, ended."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import importlib
 import operator
 import os
 import re
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NAME = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")  # module:callable
 
 
@@ -41,9 +44,6 @@ def callable_named(name: str) -> Callable[..., Any]:
         TheirError: by the module.
     """
     module, _, attributes = name.partition(":")
-    if module.endswith(".py"):
-        named = module.removesuffix(".py")
-        raise ValueError(f"{name!r} must name a module, got a file (for {module} in this folder: {named}:{attributes})")
     here = os.getcwd()  # which the module may change
     sys.path.insert(0, here)
     try:
@@ -62,3 +62,12 @@ def callable_named(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{name!r} must be a callable, got a {type(found).__name__}")
     return found
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process group, also what a command that has ended left there."""
+    for number in (signal.SIGTERM, signal.SIGKILL):  # a launcher passes the first one on to its workers
+        with suppress(OSError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)

@@ -118,7 +118,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.momentum_correction, a.factor_masking,
                       a.clip_norm or None, exchange=a.exchange,
-                      hierarchical=a.hierarchical)
+                      hierarchical=a.hierarchical, value_bits=a.value_bits)
 
 
 def turns(epochs: int) -> list[int]:
@@ -228,6 +228,7 @@ def main(
         clip_norm: Annotated[float | None, typer.Option(
             min=0, callback=job.bound, help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.")] = None,
         flush: job.Flush = True,
+        value_bits: job.ValueBits = 16,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: job.Seed = 0,

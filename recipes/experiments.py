@@ -40,7 +40,7 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "dense": ("dense", {"method": "dense"}, ""),
         "gradients": ("gradients are accumulated, 99 %",
                       {"method": "dgc", "momentum_correction": False, "sparsity": 0.99}, ""),
-        "dgc": ("DGC", {"method": "dgc", "dense_dtype": "float16"}, ""),
+        "dgc": ("DGC", {"method": "dgc"}, ""),
     },
 }
 WORKERS = {"dense": "dense", "topk": "gradient dropping", "dgc": "DGC"}  # the methods that are compared by workers

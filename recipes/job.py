@@ -18,8 +18,8 @@ import typer
 from torch import nn
 
 import dgc
-from dgc.config import check_sparsity
-from dgc.schedule_text import NUMBER, parse
+from dgc.config import ACCEPTED, check_sparsity
+from dgc.schedule import NUMBER, parse
 
 
 def sparsity(text: str) -> float | str:
@@ -57,6 +57,17 @@ def bound(number: float | None) -> float | None:
     return 0.0 if number == math.inf else finite(number)
 
 
+def value_bits(bits: int) -> int:
+    """Bits of a value in a message.
+
+    Raises:
+        typer.BadParameter: dgc has no such values.
+    """
+    if bits not in ACCEPTED["value_bits"]:
+        raise typer.BadParameter(f"it must be one of {', '.join(map(str, ACCEPTED['value_bits']))}, got {bits}")
+    return bits
+
+
 def writable(file: Path | None) -> Path | None:
     """A file that can be written in the end, hours from now; makes its folder.
 
@@ -84,8 +95,7 @@ Flush = Annotated[bool, typer.Option(
     help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
 Exchange = Annotated[Literal["allgather", "reduce"], typer.Option(help="As in dgc.Config.")]
 Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
-DenseDtype = Annotated[Literal["float16", "bfloat16"] | None, typer.Option(
-    help="Of what travels dense; what rounding drops is kept. Default: float32.")]
+ValueBits = Annotated[int, typer.Option(callback=value_bits, help="As in dgc.Config: 1, 2, 4, 8, 16 or 32.")]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
@@ -96,7 +106,7 @@ TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard."
 Out = Annotated[Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)]
 
 FOLDER = "epoch{:03d}"
-OF_DGC = {"exchange": "allgather", "hierarchical": False, "dense_dtype": None}  # -> without it
+OF_DGC = {"exchange": "allgather", "hierarchical": False, "value_bits": 16}  # -> without it
 NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
 
 

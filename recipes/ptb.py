@@ -147,7 +147,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     warmup = a.epochs * 1 / 40 if a.warmup_epochs is None else a.warmup_epochs
     return dgc.Config(job.schedule(a, steps, warmup), a.momentum_correction, a.factor_masking,
                       (a.clip_norm or None) if a.local_clipping else None, exchange=a.exchange,
-                      hierarchical=a.hierarchical)
+                      hierarchical=a.hierarchical, value_bits=a.value_bits)
 
 
 def update(model: nn.Module, optimizer: Any, a: Any) -> None:
@@ -272,6 +272,7 @@ def main(
             min=0, callback=job.finite, help="Of dgc alone. Default: 1 of 40.")] = None,
         momentum_correction: bool = True, factor_masking: bool = True,
         flush: job.Flush = False,
+        value_bits: job.ValueBits = 16,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: job.Seed = 0,

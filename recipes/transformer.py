@@ -86,8 +86,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
     return dgc.Config(schedule(a, steps), a.momentum_correction, a.factor_masking, exchange=a.exchange,
-                      hierarchical=a.hierarchical,
-                      dense_dtype=None if a.dense_dtype is None else getattr(torch, a.dense_dtype))
+                      hierarchical=a.hierarchical, value_bits=a.value_bits)
 
 
 def schedule(a: Any, steps: int) -> float | dgc.config.Schedule:
@@ -207,7 +206,7 @@ def main(
             min=0, callback=job.finite,
             help="After these, in which the sparsity rises from 75 %. Default: a fifth.")] = None,
         momentum_correction: bool = True, factor_masking: bool = False,
-        dense_dtype: job.DenseDtype = None,
+        value_bits: job.ValueBits = 16,
         exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
         virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
         seed: job.Seed = 0,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_speedups_are_over_one_node():
         assert alone == 1 and 1 < four < 4
 
 
+@pytest.mark.parametrize("value_bits", [4, 16])
+def test_the_bits_of_an_entry_are_those_of_the_messages(value_bits):
+    """No place takes fewer bits than its entropy, and the parts of a message are all of it."""
+    import wire
+
+    shapes, config = ((300, 200), (200,), (50, 90)), dgc.Config(0.9, value_bits=value_bits)
+    (bucket,) = [bucket for bucket in wire.plan.buckets(shapes, config) if bucket.sizes is not None]
+    bits = wire.bits_of_entry(shapes, 0.9, value_bits)
+    assert bits["sum"] == pytest.approx(8 * bucket.sizes.message / bucket.slots)
+    assert value_bits < bits["information"] < bits["sum"]
+    assert wire.ways(5, 2) == pytest.approx(math.log2(10))
+    whole, paper = wire.whole_training(shapes, value_bits), wire.after_warmup(shapes, value_bits)
+    assert 1 < whole < paper["on_the_wire"] < paper["as_the_paper_counts"]
+
+
 def test_receive(monkeypatch, tmp_path):
     pytest.importorskip("numba")
     import receive
@@ -199,22 +215,22 @@ def test_ideas_change_one_thing():
 
     like = {"a": torch.empty(40, 50), "b": torch.empty(900)}
     ours, theirs = Bucket("", like), Bucket("", like)
-    layout = Layout(ours, [100, 45], torch.float16)
+    layout = Layout(ours, [100, 45], 16)
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
         some = {name: Gradient(torch.randn(x.shape, generator=draw), 0.9, True) for name, x in like.items()}
         messages = []
         for kernel, bucket in ((ideas.Idea(), ours), (plain, theirs)):
             _, index, used = kernel.select(bucket, some, None, layout, step)
-            messages.append(kernel.encode(bucket, layout, index, used, True))
+            messages.append(kernel.encode(bucket, layout, index, used, torch.tensor(False), True)[0])
         assert torch.equal(*messages) and torch.equal(ours.u, theirs.u) and torch.equal(ours.v, theirs.v)
     values = torch.tensor([5.0, -2.0, 3.0, 1.0])
-    layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], torch.float16)
+    layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], 16)
     assert ideas.Cap().values(layout, torch.tensor([4]), values).tolist() == [2, -2, 2, 1]
     across, bucket = ideas.Across(), Bucket("", like)
     across.config, across.count = dgc.Config(0.95), ideas.selection.count
     few = {"a": Gradient(torch.arange(2000.0).view(40, 50)), "b": Gradient(1998.5 + torch.zeros(900))}
-    _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], torch.float16), 0)
+    _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], 16), 0)
     assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
 
 

@@ -1,11 +1,14 @@
 import json
+import re
 import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import dgc
@@ -13,7 +16,7 @@ from dgc import cli, doctor, plan
 from dgc.plan import commands
 from dgc.plan.cost import Cluster, Link
 
-PLAN = ["plan", "resnet110", "--compute", "0.1"]
+PLAN = ["plan", "resnet50", "--compute", "0.1"]
 
 
 def invoke(*arguments, status=0):
@@ -29,29 +32,37 @@ def command(*arguments, code=None):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_plan_prints_a_table_and_advice():
-    shown = invoke(*PLAN, "--nodes", 2, "--gpus", 4)
-    for method in plan.methods(Cluster(2, 4, plan.NETWORKS["1gbit"], plan.INSIDE["pcie"])):
-        assert str(method) in shown
-    assert "1,727,962 parameters on 2 x 4 workers, 1 Gbit/s" in shown and "DGC " in shown and "2,048" in shown
+MAIN = ("dense float32", "dense float16", "PowerSGD, rank 4", "DGC all-gather", "DGC reduce")
 
 
-def test_plan_as_json_and_picture(tmp_path):
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("options", [
+    [], ["--all"], ["--scaling"], ["--optimizer", "adamw", "--steps", 20_000, "--network", "1.5gbit,15us"]])
+def test_plan_says_the_verdict_first_then_the_line_then_a_table(columns, options, monkeypatch):
+    """Every figure and every name is whole."""
+    monkeypatch.setattr(commands, "console", lambda: Console(width=columns, markup=False))
+    shown = invoke(*PLAN, "--nodes", 8, "--gpus", 4, "--worker", "gpu", *options)
+    lines = shown.splitlines()
+    assert lines[0].startswith("DGC pays: a step takes ") and max(map(len, lines)) <= columns
+    whole = " ".join(shown.split())
+    assert "For " in whole and "dgc.Config(sparsity=" in whole
+    order = [whole.index(what) for what in ("dgc.Config", "Saves", "Memory", "Assumes", "Accuracy", "Untried")]
+    order += [whole.index(what, order[-1]) for what in MAIN]
+    assert order == sorted(order)
+    assert ("DGC hierarchical reduce" in whole) == ("--all" in options)
+    assert ("65,536" in whole) == ("--scaling" in options)
+    assert not re.search(r"\d\n *(ms|s|hours|%|MB|GB|Gbit/s|steps)\b", shown) and "\N{HORIZONTAL ELLIPSIS}" not in shown
+
+
+def test_plan_as_json():
     told = json.loads(invoke(*PLAN, "--json", "--nodes", 4, "--network", "100mbit,80us", "--sparsity", 0.99,
-                             "--compress-ns", 2, "--png", tmp_path / "plan.png"))
-    link, local = Link(80e-6, 12.5e6), plan.Local(compress=2e-9)
-    expected = plan.plan(plan.load("resnet110"), Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99),
-                         local)
-    assert told == json.loads(json.dumps(expected.json()))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("command", [PLAN, ("schedule", "0.9", "--model", "resnet110")])
-@pytest.mark.parametrize("how", [(), ("--json",)])
-def test_what_was_found_comes_before_a_picture_that_cannot_be_written(command, how, tmp_path):
-    (tmp_path / "file").touch()
-    done = CliRunner().invoke(cli.app, [*map(str, command), *how, "--png", str(tmp_path / "file" / "plan.png")])
-    assert isinstance(done.exception, OSError) and "resnet110" in done.output.lower()
+                             "--scaling"))
+    link, shapes = Link(80e-6, 12.5e6), plan.load("resnet50").shapes
+    expected = plan.advise(shapes, Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99))
+    assert told["advice"] == json.loads(json.dumps(asdict(expected), default=str))
+    assert told["advice"]["pays"] and told["advice"]["dgc"]["method"] == {"name": "allgather", "kind": "dgc"}
+    here = {json.dumps(p["method"]): p for p in told["advice"]["here"]}
+    assert all(p == here[json.dumps(p["method"])] for p in told["scaling"]["4"])
 
 
 def test_gpus_compress_faster():
@@ -63,16 +74,9 @@ def test_gpus_compress_faster():
 def test_what_was_timed_on_a_gpu_compresses_there(monkeypatch, tmp_path):
     monkeypatch.setattr(plan.models.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(commands, "timed", lambda loaded: 0.1)
-    measured, cpu = ["plan", "resnet110", "--json", "--measure"], ("--worker", "cpu")
+    measured, cpu = ["plan", "resnet50", "--json", "--measure"], ("--worker", "cpu")
     assert invoke(*measured) == invoke(*PLAN, "--json", "--worker", "gpu")
     assert invoke(*measured, *cpu) == invoke(*PLAN, "--json", *cpu) == invoke(*PLAN, "--json")
-
-
-def test_a_gpu_is_advised_to_those_who_have_not_said_what_compresses():
-    shown = [" ".join(invoke("plan", "llama-7b", "--nodes", 8, "--network", "10gbit", "--compute", 0.5, *how).split())
-             for how in ((), ("--worker", "gpu"), ("--compress-ns", 0.05))]
-    assert all("of that step is compressing and decoding" in text for text in shown)
-    assert [("--worker gpu" in text) for text in shown] == [True, False, False]
 
 
 def test_plan_measures(tmp_path, monkeypatch):
@@ -80,7 +84,7 @@ def test_plan_measures(tmp_path, monkeypatch):
     (tmp_path / "measured.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(40, 30), (torch.zeros(2, 40),)\n")
     told = json.loads(invoke("plan", "measured:build", "--measure", "--json"))
-    assert told["parameters"] == 1230 and 0 < told["compute_seconds"] < 10
+    assert told["parameters"] == 1230 and 0 < told["advice"]["compute"] < 10
 
 
 def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
@@ -96,22 +100,6 @@ def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
     assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1230
 
 
-def test_bytes_are_said_to_be_those_of_float32(tmp_path, monkeypatch):
-    import torch
-    monkeypatch.chdir(tmp_path)
-    torch.save({"a": torch.zeros(40, 30, dtype=torch.bfloat16), "b": torch.zeros(30)}, "half.pt")
-    torch.save({"a": torch.zeros(40, 30)}, "full.pt")
-    (tmp_path / "halves.py").write_text(
-        "import torch\ndef build():\n    return torch.nn.Linear(40, 30, dtype=torch.float16)\n")
-    for model, dtypes in (("half.pt", "bfloat16 and float32"), ("halves:build", "float16")):
-        said = f"Bytes are those of float32 parameters; those of {model} are {dtypes}."
-        assert said in invoke("plan", model, "--compute", 1) and said in invoke("schedule", "0.9", "--model", model)
-        assert said in json.loads(invoke("plan", model, "--compute", 1, "--json"))["advice"]["words"]
-    for model in ("full.pt", "resnet110"):
-        assert "those of float32" not in invoke("plan", model, "--compute", 1)
-        assert "those of float32" not in invoke("schedule", "0.9", "--model", model)
-
-
 @pytest.mark.parametrize(("text", "link"), [
     ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
     ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
@@ -122,25 +110,17 @@ def test_networks(text, link):
     assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(link.bandwidth)
 
 
-@pytest.mark.parametrize(("text", "part"), [
-    ("0gbit,1us", "rate, '0gbit'"), ("1..2gbit,1us", "rate, '1..2gbit'"), ("fast", "rate, 'fast'"), ("", "rate, ''"),
-    ("-1gbit,1us", "rate, '-1gbit'"), ("1000", "rate, '1000'"), ("40gbit,15", "latency, '15'"),
-    ("1gbit,", "latency, ''"), ("1gbit,-1us", "latency, '-1us'")])
-def test_networks_that_are_refused(text, part):
-    with pytest.raises(ValueError,
-                       match=rf"a link must be 1gbit, .* if it is not 50us, .* of which its {part} is wrong"):
+@pytest.mark.parametrize("text", [
+    "0gbit,1us", "1..2gbit,1us", "fast", "", "-1gbit,1us", "1000", "40gbit,15", "1gbit,", "1gbit,-1us",
+    "300GBps", "100MBps", "1.5 GB/s,2us", "25GB", "10GBPS"])  # bytes a second among them
+def test_networks_that_are_refused(text):
+    with pytest.raises(ValueError, match=rf"a link must be 1gbit, .* in bits a second .* got {re.escape(repr(text))}"):
         commands.link(text, plan.NETWORKS)
 
 
-@pytest.mark.parametrize("text", ["300GBps", "100MBps", "1.5 GB/s,2us", "25GB", "10GBPS"])
-def test_bytes_a_second_are_refused(text):
-    with pytest.raises(ValueError, match=rf"the rate must be in bits a second, eight .*, got '{text}'"):
-        commands.link(text, plan.INSIDE)
-
-
-def test_schedule_is_the_functions(tmp_path):
+def test_schedule_is_the_functions():
     told = json.loads(invoke("schedule", "warmup:epochs=2,end=0.99", "--steps-per-epoch", 3, "--epochs", 4, "--json",
-                             "--model", "resnet110", "--png", tmp_path / "schedule.png"))
+                             "--model", "resnet50"))
     expected = dgc.warmup(2, steps_per_epoch=3, end=0.99)
     assert [row["sparsity"] for row in told["steps"]] == [expected(step) for step in range(12)]
     total = 0.0
@@ -148,8 +128,7 @@ def test_schedule_is_the_functions(tmp_path):
         total += row["bytes"]
         assert row["total_bytes"] == pytest.approx(total)
         assert row["of_dense"] == pytest.approx(total / ((step + 1) * told["dense_bytes"]))
-    assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1_727_962
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 25_557_032
 
 
 def test_a_dense_schedule_sends_what_dense_training_sends():
@@ -158,14 +137,9 @@ def test_a_dense_schedule_sends_what_dense_training_sends():
     assert sent[:2] == [told["dense_bytes"]] * 2 and sent[2] == sent[3] < 0.01 * sent[0]
 
 
-def test_a_picture_is_where_it_is_said_to_be(tmp_path):
-    shown = invoke("schedule", "0.9", "--model", "resnet110", "--png", tmp_path / "sparse")
-    assert [file.name for file in tmp_path.iterdir()] == ["sparse.png"] and "sparse.png" in "".join(shown.split())
-
-
 def test_schedule_shows_also_what_changes_late():
     for text in ("dense_until:5000,then=0.99", "piecewise:0=0.75,5000=0.99"):
-        assert "5,000" in invoke("schedule", text, "--model", "resnet110")
+        assert "5,000" in invoke("schedule", text, "--model", "resnet50")
 
 
 def test_schedule_prints_where_it_changes():
@@ -176,8 +150,6 @@ def test_schedule_prints_where_it_changes():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["plan", "resnet50", "--compute", "1", "--nodes", "9" * 30],
-     "dgc plan: Invalid value: --nodes times --gpus must be at most 1,000,000, got 999,999,999,"),
     (["plan", "resnet51", "--compute", "1"], "dgc plan: Invalid value: MODEL: model must be resnet50"),
     (["plan", "resnet50"],
      "dgc plan: Invalid value: one of --compute SECONDS and --measure must be given, got neither"),
@@ -185,19 +157,19 @@ def test_schedule_prints_where_it_changes():
      "dgc plan: Invalid value: --measure: model must be a module:callable that returns"),
     (["schedule", "0.999", "--epochs", "1000000"],
      "dgc schedule: Invalid value: --epochs times --steps-per-epoch must be at most 5,000,000, got 100,000,000"),
-    (["schedule", "warmup:epochs=1e308"], "warmup: epochs times steps_per_epoch must be at most 2**63, got"),
-    (["doctor", "--limit", "inf"], "dgc doctor: Invalid value: --limit must be finite, got inf"),
+    (["schedule", "warmup:epochs=1e308"], "warmup: epochs, or stages, must be at most 10,000, got"),
+    (["doctor", "--limit", "inf"], "dgc doctor: Invalid value for '--limit'"),
     (["plan", "resnet50", "--compute", "-1"],
      "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
-    (["plan", "resnet50", "--compute", "1", "--network", "fast"], "got 'fast', of which its rate"),
-    (["plan", "resnet50", "--compute", "1", "--compress-ns", "inf"], "--compress-ns and --receive-ns must be finite"),
+    (["plan", "resnet50", "--compute", "1", "--network", "fast"],
+     "dgc plan: Invalid value: --network: a link must be 1gbit"),
     (["schedule", "0.999", "--steps-per-epoch", "1281167"],
-     "--steps-per-epoch must be at most 50,000, got 1,281,167 (or say by --epochs how far to look)"),
+     "--epochs times --steps-per-epoch must be at most 5,000,000, got 12,811,670 (give a smaller --epochs)"),
     (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),
     (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity must be"),
     (["schedule", "warmup:epoch=4"],
-     "dgc schedule: Invalid value: EXPR: schedule 'warmup:epoch=4': what begins at character 8"),
-    (["schedule", "dense_until:10000000"], "changes at step 10,000,000 (or say by --epochs"),
+     "got 'warmup:epoch=4' (warmup() got an unexpected keyword argument 'epoch')"),
+    (["schedule", "dense_until:10000000"], "must be at most 5,000,000, got 12,500,000 (give a smaller --epochs)"),
     (["schedule", "adaptive"], "schedule: Invalid value: EXPR: the schedule must be known beforehand, got 'adaptive', "
      "which goes by the network's speed (show one of its bounds, 0.99 and 0.9999)"),
     (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
@@ -265,7 +237,7 @@ def test_the_users_code_imports_from_the_current_folder_when_it_is_called(line, 
 def test_a_locale_without_the_bars_is_no_failure(encoding):
     code = "import sys; sys.stdout.reconfigure(encoding=sys.argv.pop()); from dgc.__main__ import main; main()"
     status, output, told = command("schedule", "0.999", encoding, code=code)
-    assert (status, told) == (0, "") and "| ? " in output and "of dense float32." in output
+    assert (status, told) == (0, "") and re.search(r" x .*% +\?", output) and "of dense float32." in output
 
 
 def test_a_closed_output_is_no_failure():
@@ -275,8 +247,8 @@ def test_a_closed_output_is_no_failure():
 
 
 def test_the_command_in_a_process():
-    status, output, told = command("plan", "alexnet", "--compute", "0.3", "--json")
-    assert status == 0 and not told and json.loads(output)["parameters"] == 61_100_840
+    status, output, told = command("plan", "gpt2", "--compute", "0.3", "--json")
+    assert status == 0 and not told and json.loads(output)["parameters"] == 124_439_808
 
 
 def test_without_the_extra_it_says_how_to_get_it():
@@ -306,10 +278,10 @@ def test_help_teaches_by_example(monkeypatch, capsys):
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
-FOUND = {"python": "3", "dgc": "0", "torch": {"version": "2", "cuda": None, "distributed": True, "gloo": True,
-                                              "nccl": False, "devices": []},
-         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain"},
-         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "not installed"}}, "advice": []}
+FOUND = {"dgc": "0", "python": "3", "torch": {"version": "2", "cuda": None, "devices": [], "backends": ["gloo"]},
+         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain torch"},
+         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "Horovod is not there"}},
+         "advice": ["pip install optuna: dgc tune needs it"]}
 
 
 def test_doctor_says_what_works(monkeypatch):
@@ -326,7 +298,7 @@ def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
     assert len(broken["problems"]) == 3
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
     shown = invoke("doctor", status=1)
-    assert "Problem: horovod is installed but cannot be imported: ImportError: undefined symbol" in shown
+    assert "Problem: horovod is installed and does not work: ImportError: undefined symbol" in shown
     assert "numba is installed, but on cpu the plain torch operations run" in " ".join(shown.split())
     assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
 
@@ -336,9 +308,9 @@ def test_doctor_advises_on_horovods_cycle(monkeypatch):
     found = {**FOUND, "horovod": {"version": "0.28.1"}, "problems": []}
     found["advice"] = list(doctor._advice(found))
     monkeypatch.setattr(doctor, "examine", lambda limit: found)
-    assert "Advice: HOROVOD_CYCLE_TIME is not set" in invoke("doctor")
+    assert "Advice: set HOROVOD_CYCLE_TIME" in invoke("doctor")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
-    assert not list(doctor._advice(found)) and not list(doctor._advice(FOUND))
+    assert not any("CYCLE" in advice for advice in [*doctor._advice(found), *doctor._advice(FOUND)])
 
 
 def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
@@ -346,16 +318,15 @@ def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
     broken = {**FOUND, "self_test": {"torch.distributed": {"error": error}}, "problems": [f"two processes: {error}"]}
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
     assert error in (shown := invoke("doctor", status=1)) and f"Problem: two processes: {error}" in shown
-    loaded = plan.load("resnet110")._replace(name="[/model] [red]")
+    loaded = plan.load("resnet50")._replace(name="[/model] [red]")
     monkeypatch.setattr(commands, "load", lambda model: loaded)
-    assert loaded.name in invoke(*PLAN) and ": [/model]," in invoke("schedule", "0.9", "--model", "[/model]")
+    assert "0.9: [/model] in" in invoke("schedule", "0.9", "--model", "[/model]")
 
 
 def test_doctor_knows_this_installation():
     import torch
     assert doctor._torch()["version"] == torch.__version__
-    numba = doctor._package("numba")
-    assert doctor._kernels()["cpu"] == ("plain" if numba is None else "cpu")
+    assert "gloo" in doctor._torch()["backends"]
     assert doctor._package("no_such_package") is None
 
 
@@ -371,7 +342,7 @@ def test_doctor_trains_between_two_processes(tmp_path, monkeypatch):
     assert "error" not in works
     assert works["seconds"] > 0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    assert "error" in doctor.self_test("torch", 100)
+    assert "RuntimeError" in doctor.self_test("torch", 100)["error"]
 
 
 @pytest.mark.long
@@ -385,20 +356,11 @@ def test_doctor_trains_over_horovod():
 
 def test_doctor_knows_why_horovod_crashes_where_the_machine_has_no_name(monkeypatch):
     monkeypatch.setattr(doctor, "self_test", lambda kind, limit: {"error": "a process was ended by SIGSEGV"})
-    found = {"horovod": {"gloo_built": True}}
+    found = {"version": "0.28.1", "built": ["gloo"]}
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert "SIGSEGV; 'no-such-host.invalid', this machine's name, does not" in doctor._test_horovod(found, 1)["error"]
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert doctor._test_horovod(found, 1) == {"error": "a process was ended by SIGSEGV"}
-
-
-@pytest.mark.parametrize(("log", "status", "told"), [
-    ("step 1\nValueError: no\nbye\n", 1, "ValueError: no"), ("step 1\n\nbye\n", 3, "bye"),
-    ("", 3, "a process ended with status 3"), ("", -9, "a process was ended by SIGKILL"),
-    ("terminate called\n", -6, "a process was ended by SIGABRT: terminate called")])
-def test_doctor_tells_why_a_process_failed(log, status, told, tmp_path):
-    (tmp_path / "log").write_text(log)
-    assert doctor._told(tmp_path / "log", status) == told
 
 
 def test_doctor_ends_its_processes_in_time():
@@ -419,4 +381,4 @@ def test_doctor_tells_of_gpus_that_cannot_be_used(monkeypatch):
     found = {**FOUND, "torch": doctor._torch()}
     assert found["torch"]["devices"] == []
     assert [*doctor._problems(found)] == [
-        "there are GPUs, and CUDA does not work: RuntimeError: The NVIDIA driver on your system is too old"]
+        "torch is installed and does not work: RuntimeError: The NVIDIA driver on your system is too old"]

@@ -15,7 +15,7 @@ LEAVES = {"version", "warn", "trace", "config", "collective"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
     "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
     "collective": set(),
-    "schedule": {"config"}, "schedule_text": {"schedule"}, "user_code": set(), "terminal": {"user_code"},
+    "schedule": {"config"}, "user_code": set(), "terminal": {"user_code"},
     "compression": {"warn", "trace", "config"},
     "paths": {"warn", "trace", "config", "collective", "compression"},
     "transport": {"collective", "trace"},
@@ -25,8 +25,8 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
     "plan": {"collective", "config", "compression", "drawing", "engine", "schedule", "terminal", "user_code"},
-    "tune": {"config", "drawing", "schedule", "transport"},
-    "doctor": {"version", "config", "compression", "frontends"},
+    "tune": {"config", "drawing", "transport", "user_code"},
+    "doctor": {"version", "config", "compression", "frontends", "transport", "user_code"},
     "cli": {"terminal", "user_code", "plan", "tune", "doctor"},
     "__main__": {"cli"},
 }

@@ -91,15 +91,14 @@ def test_they_compare_and_pickle():
     (lambda: dgc.warmup(-1, steps_per_epoch=10), r"epochs must be a number >= 0, got -1"),
     (lambda: dgc.warmup(float("nan"), steps_per_epoch=10), r"epochs must be .*, got nan"),
     (lambda: dgc.warmup("4", steps_per_epoch=10), r"epochs must be a number >= 0, got '4'"),
-    (lambda: dgc.warmup(4, steps_per_epoch=10, per_step="false"), r"per_step must be True or False, got 'false'"),
     (lambda: dgc.warmup(4, steps_per_epoch=0), r"steps_per_epoch must be an integer >= 1, got 0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0), r"warmup: start must be .*, got 1\.0"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, end=1.0), r"warmup: end must be .*, got 1\.0"),
-    (lambda: dgc.warmup(4, steps_per_epoch=10, stages=0), r"stages must be an integer >= 1, got 0"),
-    (lambda: dgc.warmup(1e9, steps_per_epoch=10), r"epochs must be at most 10,000, got 1e\+09 \(per_step=True falls"),
-    (lambda: dgc.warmup(3, steps_per_epoch=10, stages=10**8), r"stages must be at most 10,000, got 1e\+08"),
+    (lambda: dgc.warmup(4, steps_per_epoch=10, stages=0), r"stages must be an integer >= 1, .*, got 0"),
+    (lambda: dgc.warmup(1e9, steps_per_epoch=10), r"epochs, or stages, must be at most 10,000, got 1e\+09"),
+    (lambda: dgc.warmup(3, steps_per_epoch=10, stages=10**8), r"stages, must be at most 10,000, got 1e\+08"),
     (lambda: dgc.warmup(4, steps_per_epoch=10, stages=4, per_step=True),
-     r"stages must be left out where per_step is True, got 4"),
+     r"stages must be .* left out where per_step is True, got 4"),
     (lambda: dgc.piecewise([(0, 0.9)]), r"piecewise: points must be a dict .*, got \[\(0, 0\.9\)\]"),
     (lambda: dgc.piecewise({5: 0.9}), r"must say what holds at step 0"),
     (lambda: dgc.piecewise({0: 0.9, -1: 0.9}), r"steps must be integers >= 0, got -1"),
@@ -124,33 +123,21 @@ def test_expressions_are_the_functions(expression, schedule):
 
 
 @pytest.mark.parametrize(("expression", "message"), [
-    ("", r"schedule '': what follows must be 0\.999, constant:0\.999, warmup"),
-    ("nan", r"at character 1 must be .*, got 'nan'"), ("-0.5", r"at character 1 must be .*, got '-0\.5'"),
-    ("1_0", r"at character 1"),
-    (" 0.9", r"at character 1 must be .*, got ' 0\.9'"), ("cosine:3", r"at character 1 must be .*, got 'cosine:3'"),
-    ("1.5", r"constant: sparsity must be a number in .*, got 1\.5"), ("warmup:", r"at character 7 must be .*, got ':'"),
-    ("warmup:epoch=4", r"at character 8 must be epochs=, start=, end=, stages=, per_step= once each, got 'epoch=4'"),
-    ("warmup:stages=2.5", r"at character 8 must be stages=a whole number, got 'stages=2\.5'"),
-    ("warmup:4", r"at character 8 must be epochs=.*, got '4'"),
-    ("warmup:epochs=-1", r"epochs=a number such as 4, got 'epochs=-1'$"),
-    ("warmup:epochs=4,epochs=5", r"at character 17 must be .*, got 'epochs=5'"),
-    ("warmup:epochs=4,", r"what follows must be .*, got nothing"),
-    ("warmup:epochs=4, end=0.9", r"at character 17 must be .*, got ' end=0\.9'"),
-    ("warmup:per_step=1", r"per_step=true or"),
-    ("warmup:end=1.5", r"warmup:end=1\.5': warmup: end must be .*, got 1\.5"),
-    ("constant", r"what follows must be one"),
-    ("constant:0.9,0.8", r"must be one sparsity"), ("piecewise:5=0.9", r"must say what holds at step 0"),
-    ("piecewise:0=0.9,0=0.8", r"at character 17 must be step=sparsity, each step once, .*got '0=0\.8'"),
-    ("piecewise:0.5=0.9", r"at character 11"), ("dense_until", r"must be a step first"),
-    ("dense_until:then=0.9", r"at character 13 must be a step first, .*got 'then=0\.9'"),
-    ("dense_until:5,0.9", r"at character 15 must be then= once each, got '0\.9'"),
-    ("adaptive:0.9", r"at character 10 must be least=, most=, start=, every= once each, got '0\.9'"),
-    ("adaptive:every=1.5", r"at character 10 must be every=a whole number, got 'every=1\.5'"),
-    ("adaptive:every=2", r"adaptive:every=2': adaptive: every must be .*, got 2")])
+    ("", "''"), ("nan", "'nan'"), ("-0.5", "'-0.5'"), ("1_0", "'1_0'"), (" 0.9", "' 0.9'"), ("cosine:3", "'cosine'"),
+    ("1.5", r"constant: sparsity must be a number in .*, got 1\.5"), ("warmup:epoch=4", "argument 'epoch'"),
+    ("warmup:stages=2.5", r"stages must be an integer >= 1, .*, got 2\.5"), ("warmup:epochs=-1", "'epochs=-1'"),
+    ("warmup:epochs=4,epochs=5", "'epochs=5'"), ("warmup:epochs=4,", "''"),
+    ("warmup:epochs=4, end=0.9", "argument ' end'"), ("warmup:per_step=yes", "'per_step=yes'"),
+    ("warmup:end=1.5", r"warmup: end must be .*, got 1\.5"), ("constant", "'sparsity'"),
+    ("constant:0.9,0.8", "2 were given"), ("piecewise:5=0.9", "must say what holds at step 0"),
+    ("piecewise:0=0.9,0=0.8", "'0=0.8'"), ("piecewise:0.5=0.9", r"'0\.5'"), ("piecewise:0.9,0=0.8", "2 were given"),
+    ("dense_until", "'step'"), ("dense_until:then=0.9", "'step'"), ("dense_until:1.5", "got 1.5"),
+    ("adaptive:every=1.5", r"adaptive: every must be an integer >= 3, got 1\.5"),
+    ("adaptive:every=2", "adaptive: every must be .*, got 2")])
 def test_expressions_that_are_refused(expression, message):
     with pytest.raises(ValueError, match=message) as caught:
         dgc.schedule.parse(expression, 7)
-    assert repr(expression) in str(caught.value)
+    assert f"got {expression!r}" in str(caught.value)
 
 
 def test_a_number_of_a_configuration_file_is_a_constant():
@@ -161,6 +148,6 @@ def test_a_number_of_a_configuration_file_is_a_constant():
 
 
 def test_a_warm_up_needs_to_know_an_epoch():
-    with pytest.raises(ValueError, match="'warmup:epochs=2': steps_per_epoch must be given for a warmup"):
+    with pytest.raises(ValueError, match=r"'warmup:epochs=2' .*steps_per_epoch must be an integer >= 1, got None"):
         dgc.schedule.parse("warmup:epochs=2")
     assert dgc.schedule.parse("0.9") == dgc.constant(0.9)

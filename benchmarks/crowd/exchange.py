@@ -17,9 +17,10 @@ from dgc.compression import select
 from dgc.compression import sizes as messages
 from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket
-from dgc.compression.wire import Layout, exponents, scaled
+from dgc.compression.wire import Layout, Rows
 
 Kind = Literal["allgather", "reduce", "mean"]
+BITS = 16  # of a value in a message
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ class Exchange:
         counts = [select.count(sparsity, n) for n in bucket.numels]
         if kind != "allgather":
             counts = [min(n, wide * k) for n, k in zip(bucket.numels, counts, strict=True)]
-        self.layout, self.dense = Layout(bucket, counts, torch.float16), False
+        self.layout, self.dense = Layout(bucket, counts, BITS), False
         self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
             self.dense = messages.sends_dense(kind, self.layout.sizes, workers)
-            self.nbytes = (workers - 1) * self.layout.nbytes
+            self.nbytes = (workers - 1) * self.layout.rows.nbytes
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
             rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
@@ -122,17 +123,17 @@ class Exchange:
         return total / self.workers
 
     def _largest(self, v: Tensor) -> Tensor:
-        """(rows, K): the largest entries of each parameter, by its own k."""
+        """(rows, K): the largest entries of each parameter, by its own k; ascending."""
         parts = zip(v.split(self.bucket.numels, dim=1), self.layout.counts, self.bucket.offsets, strict=True)
-        return torch.cat([part.abs().topk(k, dim=1, sorted=False).indices + offset for part, k, offset in parts], 1)
+        chosen = [part.abs().topk(k, dim=1, sorted=False).indices + offset for part, k, offset in parts]
+        return torch.cat(chosen, 1).sort(dim=1).values
 
     def _chosen(self, residuals: Residuals, rounded: bool) -> Tensor:
         """Each worker's own largest entries, to all."""
         index = self._largest(residuals.v)
         sent = residuals.v.gather(1, index)
         if rounded:
-            count = len(self.bucket.numels)
-            sent = as_read(sent, self.own * count + self.parameter, self.workers * count)
+            sent = as_read(self.layout.rows, self.own.expand_as(index), index, sent, self.workers)
         return residuals.take(index, sent)
 
     def _mean(self, residuals: Residuals) -> Tensor:
@@ -147,7 +148,8 @@ class Exchange:
         row = self.owner[index]
         row = self._fitting(torch.where(row == self.own, n, row), v.gather(1, index))
         sent = torch.where(row < n, v.gather(1, index), 0)
-        sent = as_read(sent, self.own * (n + 1) + row, n * (n + 1))
+        places = self.plan.regions.local(index)
+        sent = as_read(self.plan.to_owners, self.own * n + row, places, sent, n * n)
         arrived = residuals.take(index, sent)
         v.scatter_add_(0, self.owner[None], arrived[None])
 
@@ -156,10 +158,12 @@ class Exchange:
         scores = sums / means.clamp(min=torch.finfo(v.dtype).tiny)[self.group]
         padded = torch.cat([scores, scores.new_full((1,), -1)])[self.region]
         kept = self.region.gather(1, padded.topk(self.plan.to_all.slots, dim=1, sorted=False).indices)
+        kept = kept.sort(dim=1).values
         valid, kept = kept < len(sums), kept.clamp(max=len(sums) - 1)
         valid &= v.gather(1, kept) != 0
         passed = torch.where(valid, v.gather(1, kept), 0)
-        return residuals.take(kept, as_read(passed, self.own.expand_as(kept), n))
+        places = self.plan.regions.local(kept)
+        return residuals.take(kept, as_read(self.plan.to_all, self.own.expand_as(kept), places, passed, n))
 
     def _fitting(self, row: Tensor, values: Tensor) -> Tensor:
         """As ``dgc.compression.kernels.owners_plain`` has it: (N, K), without those for which a row has no slot."""
@@ -179,8 +183,12 @@ class Exchange:
         return torch.where(place < self.plan.to_owners.slots, row, n)
 
 
-def as_read(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """What receivers read of values, (N, K), which travel in float16 with one exponent for each group of them."""
-    flat, group = values.flatten(), group.flatten()
-    exponent = exponents(flat, group, groups)[group]
-    return scaled(scaled(flat, -exponent, torch.float64).to(torch.float16), exponent, values.dtype).view_as(values)
+def as_read(rows: Rows, row: Tensor, places: Tensor, values: Tensor, count: int) -> Tensor:
+    """What receivers read of values, (N, K), in a message of so many rows. Zeros are not written.
+
+    Args:
+        row, places: (N, K), the row of each value and its place there, ascending within a row.
+    """
+    written = torch.where(values != 0, row, count)
+    _, sent = rows.encode(written.flatten(), places.flatten(), values.flatten(), count)
+    return sent.view_as(values)

@@ -1,17 +1,16 @@
 """How long a row's exchange takes by the model of ``dgc plan``: from the bytes that a host sends, and its collective.
 
-Messages take a latency and their bytes over the bandwidth (:mod:`dgc.cost`), one worker on each host. It is the wire
-alone: no compressing, no decoding, no copies in the hosts. A step counts as one exchange. Where small tensors travel
-dense beside the others, or one bucket follows another, the latencies of a further exchange come on top.
+Messages take a latency and their bytes over the bandwidth (:mod:`dgc.plan.cost`), one worker on each host. It is the
+wire alone: no compressing, no decoding, no copies in the hosts. A step counts as one exchange. Where small tensors
+travel dense beside the others, or one bucket follows another, the latencies of a further exchange come on top.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from dgc.compression.sizes import Sizes
 from dgc.plan import INSIDE, NETWORKS, cost
-from dgc.plan.cost import Cluster, Rounds
+from dgc.plan.cost import Cluster, Round, Rounds
 
 GIGABIT = NETWORKS["1gbit"]
 LINKS = {"100mbit": replace(GIGABIT, bandwidth=GIGABIT.bandwidth / 10), "1gbit": GIGABIT}
@@ -28,9 +27,9 @@ def rounds(collective: str, sent: float, hosts: int) -> Rounds:
         hosts: how many, at least 2.
     """
     if collective == "allgather":
-        return cost.allgather(Sizes(0, sent / (hosts - 1)), hosts, 1)
+        return cost.allgather(sent / (hosts - 1), hosts, 1)
     if collective == "push and pull":  # one worker after the other, as one thread serves them
-        return cost.master_worker(sent / (hosts - 1), hosts, 1)
+        return (Round(2 * (hosts - 1), sent / (hosts - 1), 1),)
     return cost.ring(sent * hosts / (2 * (hosts - 1)), hosts, 1)
 
 

@@ -32,9 +32,10 @@ from dgc.engine.engine import Engine
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an optimizer made as before.
 
-    With as many ranks as before, training goes on as if it had never stopped, to the bit. With ``exchange="reduce"``,
-    or ``value_bits`` of 8 or fewer, the param groups, and what is frozen, must be as they were when the optimizer was
-    made: entries have other owners and buckets else, and what is pending is sent in other steps, or rounded otherwise.
+    With as many ranks as before, training goes on as if it had never stopped, to the bit. With ``exchange="reduce"``
+    or ``value_bits`` of 8 or fewer, the param groups and what is frozen must be as they were when the optimizer was
+    made. Otherwise entries have other owners and buckets, and what is pending is sent in other steps, or rounded
+    otherwise.
 
     With N' ranks in place of N, what was pending is conserved. A residual counts for f in the update: 1/N under
     Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an interval, and rank r' of N' get ::

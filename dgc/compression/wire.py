@@ -15,8 +15,8 @@ Bit i of a section is bit i % 8 of its byte i // 8; numbers are little-endian. S
 that are not, and all other bits are 0. A row whose status is not 0 has nothing but its status. The checksum is the sum
 of all 32-bit words before it, unsigned, modulo 2^64; word i, from 1 on, times (m ^ m >> 32) | 1, m = i 0x61C88647.
 
-**Places** are ascending and coded as by Elias (1974) and Fano (1971): with l = floor(log2(n / k)), at least 0 and at most
-16, a place takes l + 1 + n / (k 2^l) bits, about half a bit more than its information.
+**Places** are ascending and coded as by Elias (1974) and Fano (1971): with l = floor(log2(n / k)), at least 0 and at
+most 16, a place takes l + 1 + n / (k 2^l) bits, about half a bit more than its information.
 
 **Values** of 32 and 16 bits are a float32, or a float16 rounded from one, times 2^e; e, which is at least -1022, puts
 the group's largest magnitude into [2^14, 2^15). An empty scale is 0.

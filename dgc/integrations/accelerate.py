@@ -57,7 +57,7 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
     if accelerator.num_processes == 1:
         accelerator.register_load_state_pre_hook(lambda models, folder: tell_of_what_is_left_out(folder))
         return
-    config = Config() if config is None else config
+    config = config or Config()
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     register_comm_hook(model, optimizer.optimizer, config, grad_scaler=accelerator.scaler)
     optimizer.__setstate__(optimizer.__getstate__())  # with a scaler it holds the step() of the class before

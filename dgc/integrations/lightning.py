@@ -47,7 +47,7 @@ class DGCStrategy(DDPStrategy):
 
     def __init__(self, compression: Config | None = None, **arguments: Any):
         super().__init__(**arguments)
-        self._compression = Config() if compression is None else compression
+        self._compression = compression or Config()
         self._resumed: Path | None = None  # the file that the training goes on from
         self._trainer: Any = None  # with the bound that it was made with, as long as we clip for it
         self._bound: float | None = None

@@ -39,7 +39,7 @@ class Trainer(transformers.Trainer):
 
     def __init__(self, *arguments: Any, compression: Config | None = None, **named: Any):
         super().__init__(*arguments, **named)
-        config, bound = Config() if compression is None else compression, self.args.max_grad_norm or None
+        config, bound = compression or Config(), self.args.max_grad_norm or None
         if config.clip_norm not in (None, bound):
             raise ValueError(f"Config: clip_norm must be None or max_grad_norm, {bound}, got {config.clip_norm} (give "
                              "TrainingArguments(max_grad_norm=...) alone)")

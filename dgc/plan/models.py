@@ -1,21 +1,28 @@
-"""Models to plan for: the shapes of well-known ones, of a user's own, and of a checkpoint."""
+"""Models to plan for: the shapes of well-known ones and of a user's own, and their buckets."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from dgc.compression import select
+from dgc.compression.residual import Bucket
+from dgc.compression.sizes import Sizes
+from dgc.compression.wire import Layout
+from dgc.config import Config
+from dgc.engine.buckets import compressible, pack
 from dgc.user_code import NAME, callable_named, theirs
 
 Shape = tuple[int, ...]
 
-ACCEPTED = "a checkpoint's file with a state dict, alone or under 'model', 'state_dict' or 'model_state_dict'"
+RANK = 4  # of PowerSGD
 
 
 def resnet50() -> list[Shape]:
@@ -28,41 +35,8 @@ def resnet50() -> list[Shape]:
             if block == 0:
                 convolutions.append((4 * width, inputs, 1, 1))
             inputs = 4 * width
-    return [*_normalised(convolutions), (1000, 2048), (1000,)]
-
-
-def resnet110(last: int = 64) -> list[Shape]:
-    """CIFAR-10's, with shortcuts that have no weights: 1,727,962 parameters (recipes/cifar10.py --depth 110). ``last``
-    is the number of channels of the last stage.
-    """
-    convolutions: list[Shape] = [(16, 3, 3, 3)]
-    inputs = 16
-    for width in (16, 32, last):
-        for _ in range(18):
-            convolutions += [(width, inputs, 3, 3), (width, width, 3, 3)]
-            inputs = width
-    return [*_normalised(convolutions), (10, last), (10,)]
-
-
-def vgg16() -> list[Shape]:
-    """138,357,544 parameters (torchvision)."""
-    widths = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-    return _biased([*((width, inputs, 3, 3) for inputs, width in zip((3, *widths), widths, strict=False)),
-                    (4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)])
-
-
-def alexnet() -> list[Shape]:
-    """61,100,840 parameters (torchvision; Krizhevsky 2014)."""
-    return _biased([(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
-                    (4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)])
-
-
-def lstm() -> list[Shape]:
-    """The word language model of 2 x 1500 LSTM with the 10,000 words of Penn Treebank and tied weights: 51,034,000
-    parameters (recipes/ptb.py --size large).
-    """
-    layer: list[Shape] = [(6000, 1500), (6000, 1500), (6000,), (6000,)]
-    return [(10_000, 1500), (10_000,), *layer, *layer]
+    normalised = [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
+    return [*normalised, (1000, 2048), (1000,)]
 
 
 def bert_large() -> list[Shape]:
@@ -81,24 +55,14 @@ def gpt2() -> list[Shape]:
     return [(50_257, d), (1024, d), *layer * 12, *norm]
 
 
-def llama_7b() -> list[Shape]:
-    """6,738,415,616 parameters."""
-    d, ff = 4096, 11_008
-    layer: list[Shape] = [*[(d, d)] * 4, (ff, d), (ff, d), (d, ff), (d,), (d,)]
-    return [(32_000, d), *layer * 32, (d,), (32_000, d)]
-
-
-MODELS = {"resnet50": resnet50, "resnet110": resnet110, "vgg16": vgg16, "alexnet": alexnet, "lstm": lstm,
-          "bert-large": bert_large, "gpt2": gpt2, "llama-7b": llama_7b}
-
-
-def _normalised(convolutions: Iterable[Shape]) -> list[Shape]:
-    return [shape for c in convolutions for shape in (c, (c[0],), (c[0],))]
+MODELS = {"resnet50": resnet50, "bert-large": bert_large, "gpt2": gpt2}
 
 
 def _biased(weights: Iterable[Shape]) -> list[Shape]:
     return [shape for w in weights for shape in (w, (w[0],))]
 
+
+# -- the user's own ----------------------------------------------------------------------------------------------------
 
 class Loaded(NamedTuple):
     """A model: its parameters' shapes in forward order, and itself if it is at hand."""
@@ -107,25 +71,18 @@ class Loaded(NamedTuple):
     shapes: tuple[Shape, ...]
     module: nn.Module | None = None
     inputs: tuple[Any, ...] | None = None  # what to call it with
-    dtypes: tuple[str, ...] = ("float32",)  # of the parameters, each once
-
-    @property
-    def caveat(self) -> str:
-        """A sentence on what a count of bytes leaves out; "" where it is exact."""
-        return "" if self.dtypes == ("float32",) else (
-            f"Bytes are those of float32 parameters; those of {self.name} are {' and '.join(self.dtypes)}.")
 
     @property
     def numel(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
+        return sum(math.prod(shape) for shape in self.shapes)
 
 
 def load(model: str) -> Loaded:
     """Finds a model.
 
     Args:
-        model: a name in ``MODELS``; ``module:callable``, which returns a ``torch.nn.Module``, or that and a tuple of
-            what to call it with; or a file with a state dict, alone or under ``model`` or ``state_dict``.
+        model: a name in ``MODELS``; or ``module:callable``, which returns a ``torch.nn.Module``, or that and a tuple
+            of what to call it with.
 
     Raises:
         ValueError: it is none of them, or has no parameters to train.
@@ -133,58 +90,19 @@ def load(model: str) -> Loaded:
     """
     if model in MODELS:
         return Loaded(model, tuple(MODELS[model]()))
-    if Path(model).is_file() and not model.endswith(".py"):
-        tensors = _checkpoint(model)
-        return Loaded(model, tuple(tuple(t.shape) for t in tensors), dtypes=_dtypes(tensors))
     if not NAME.fullmatch(model):
-        raise ValueError(f"model must be {', '.join(MODELS)}, module:callable, or a checkpoint's file, got {model!r}")
+        raise ValueError(f"model must be {', '.join(MODELS)}, or a module:callable, got {model!r}")
     found = callable_named(model)
     with theirs():
         made = found()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
-        raise ValueError(f"model {model!r} must return a torch.nn.Module, or that and a tuple of what to call it with, "
-                         f"got {_said(made)}")
-    trained = [p for p in module.parameters() if p.requires_grad]
-    loaded = Loaded(model, tuple(tuple(p.shape) for p in trained), module, inputs, _dtypes(trained))
+        raise ValueError(f"model {model!r} must return a torch.nn.Module, or a module and a tuple of its inputs "
+                         f"(return model, (inputs,)), got {type(module).__name__} and {type(inputs).__name__}")
+    loaded = Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
     if not loaded.numel:
         raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
     return loaded
-
-
-def _said(made: Any) -> str:
-    """What was returned, in an error."""
-    if not isinstance(made, tuple):
-        return f"a {type(made).__name__}"
-    types = f"({', '.join(type(part).__name__ for part in made)})"
-    return types + (" (put the inputs into a tuple: return model, (inputs,))" if len(made) == 2 else "")
-
-
-def _dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    return tuple(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
-
-
-def _checkpoint(file: str) -> list[torch.Tensor]:
-    """The parameters in it: what is not a number with a fraction, or a running statistic, is none."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling meets
-        raise ValueError(f"model must be {ACCEPTED}, which torch.load(weights_only=True) reads, got {file!r} (torch "
-                         f"says: {(str(error).splitlines() or [type(error).__name__])[0]})") from None
-    for key in ("model", "state_dict", "model_state_dict"):  # as torch's own tutorials name it
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} if isinstance(
-        state, dict) else {}
-    if tensors and (inner := [name for name, value in state.items() if isinstance(value, dict)
-                              and any(isinstance(t, torch.Tensor) for t in value.values())]):
-        raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which has tensors beside dicts of tensors, "
-                         f"{', '.join(map(repr, inner))} (save one of these alone, or as 'state_dict')")
-    kept = {name: tensor for name, tensor in tensors.items()
-            if tensor.is_floating_point() and not str(name).endswith(("running_mean", "running_var"))}
-    if not any(tensor.numel() for tensor in kept.values()):
-        raise ValueError(f"model must be {ACCEPTED}, got {file!r}, which holds no parameters")
-    return list({(t.data_ptr(), tuple(t.shape)): t for t in kept.values()}.values())  # tied ones once
 
 
 def measure(loaded: Loaded, steps: int = 5) -> float:
@@ -207,9 +125,12 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
         with theirs():
             module.zero_grad()
             output = module(*inputs)
-        loss = _loss(output)
+        parts = [tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad]
+        if not parts:
+            raise ValueError("the model must return a tensor that has a gradient, or a dict, tuple or list with one, "
+                             f"got a {type(output).__name__} without one")
         with theirs():
-            loss.backward()
+            torch.stack(parts).sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
@@ -217,16 +138,78 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
     return statistics.median([step() for _ in range(2 + steps)][2:])
 
 
-def _loss(output: Any) -> torch.Tensor:
-    """The sum of all that a model returns and that has a gradient, whatever holds it."""
-    tensors, left = [], [output]
-    while left:
-        value = left.pop()
-        if isinstance(value, torch.Tensor):
-            tensors += [value.float().sum()] if value.requires_grad else []
-        elif isinstance(value, (dict, tuple, list)):
-            left += value.values() if isinstance(value, dict) else value
-    if not tensors:
-        raise ValueError("the model must return a tensor that has a gradient, or a dict, tuple or list with one, "
-                         f"got a {type(output).__name__} without one")
-    return torch.stack(tensors).sum()
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """All that a model returns, whatever holds it."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (dict, tuple, list)):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(value)
+
+
+# -- what travels together ---------------------------------------------------------------------------------------------
+
+class PlannedBucket(NamedTuple):
+    """Parameters that travel together."""
+
+    ready: float  # share of the backward pass after which their gradients are complete
+    numel: int
+    sizes: Sizes | None  # None: always dense
+    low_rank: tuple[int, int, int] = (0, 0, 0)  # entries that PowerSGD sends of dense ones: P, Q, and uncompressed
+
+
+@cache
+def buckets(shapes: tuple[Shape, ...], config: Config) -> tuple[PlannedBucket, ...]:
+    """How :func:`dgc.DistributedOptimizer` packs float32 parameters of these shapes, and the bytes of each message: at
+    the schedule's first step those of :class:`dgc.compression.wire.Layout`.
+
+    Args:
+        shapes: of the parameters, in forward order.
+        config: ``sparsity``, ``value_bits`` and ``min_numel`` count.
+    """
+    sparsity, made = config.sparsity_at(0), []
+    for ready, together in _departing(shapes, config.min_numel):
+        numel = sum(p.numel() for p in together)
+        if sparsity > 0.0 and compressible(together[0], config.min_numel):
+            bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
+            counts = [select.count(sparsity, n) for n in bucket.numels]
+            layout = Layout(bucket, counts, config.value_bits)
+            made.append(PlannedBucket(ready, numel, layout.sizes))
+        else:
+            made.append(PlannedBucket(ready, numel, None, low_rank=_low_rank(together)))
+    return tuple(made)
+
+
+def dense_buckets(shapes: tuple[Shape, ...]) -> tuple[PlannedBucket, ...]:
+    """The buckets of a step in which nothing is compressed."""
+    return buckets(shapes, Config(0.0, min_numel=1 << 62))
+
+
+@cache
+def _departing(shapes: tuple[Shape, ...], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
+    """Buckets in the order in which they leave, and the share of the backward pass after which they can."""
+    parameters = [torch.empty(shape, device="meta") for shape in shapes]
+    done, weights = {}, 0
+    for parameter in reversed(parameters):
+        done[parameter] = weights = weights + (parameter.dim() > 1)
+    latest, packed = 0.0, []
+    for _, together in pack(parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel):
+        latest = max(latest, *(done[p] / max(1, weights) for p in together))  # none overtakes another
+        packed.append((latest, together))
+    return packed
+
+
+def _low_rank(together: list[torch.Tensor]) -> tuple[int, int, int]:
+    """Entries of PowerSGD's P and Q at rank ``RANK``, and of what its hook in torch leaves uncompressed: vectors, and
+    matrices of which it would not save half.
+    """
+    p = q = whole = 0
+    for parameter in together:
+        rows = len(parameter) if parameter.dim() > 1 else 1
+        columns = parameter.numel() // max(1, rows)
+        if 2 * RANK * (rows + columns) < parameter.numel():
+            p += RANK * rows
+            q += RANK * columns
+        else:
+            whole += parameter.numel()
+    return p, q, whole

@@ -17,9 +17,8 @@ from typing import Literal, NamedTuple
 from dgc.compression import sizes as messages
 from dgc.config import Config
 from dgc.plan import cost
-from dgc.plan.buckets import PlannedBucket, buckets, dense_buckets
 from dgc.plan.cost import Cluster, Exchange, Link
-from dgc.plan.models import Shape
+from dgc.plan.models import RANK, PlannedBucket, Shape, buckets, dense_buckets
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
 LARGEST = 65_536  # workers
@@ -44,8 +43,11 @@ class Local:
             Default: DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert"
             in benchmarks/results/plan.json). Horovod's takes forty times as long there ("horovod_convert").
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
-        round: for each entry of a dense sum that DGC rounds (``Config(dense_dtype=...)``): to round and to add.
+        round: for each entry of a dense sum that DGC rounds (``Config(value_bits=...)``): to round and to add.
             Default: on a CPU core (benchmarks/results/rounded.json).
+        low_rank: for each entry of PowerSGD, rank 4: two products, and to make P orthogonal.
+            Default: torch's hook on a CPU core (benchmarks/results/network-1gbit.json: a ResNet-50's exchange of 566 ms
+            without its 19 ms on the wire, by four workers on two cores).
     """
 
     compress: float = 1e-9
@@ -53,6 +55,7 @@ class Local:
     convert: float = 0.55e-9
     start: float = 0.0
     round: float = 16e-9
+    low_rank: float = 10.7e-9
 
 
 DGC, CPU = Config(), Local()
@@ -60,15 +63,17 @@ DGC, CPU = Config(), Local()
 # and for each of its own region. On a CPU core, 4 to 64 workers (benchmarks/results/owners.json).
 REDUCE, OWNED = 0.2, 3.7
 # A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100 takes as long for a
-# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json). To round moves some 160.
-LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, round=0.2e-9, convert=0.0)}
+# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json). To round moves some 160,
+# PowerSGD some 44.
+LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, round=0.2e-9, convert=0.0, low_rank=0.05e-9)}
 
 
-class Method(NamedTuple):
+@dataclass(frozen=True)
+class Method:
     """A way to add up gradients."""
 
     name: str  # in cost.DENSE, or in cost.EXCHANGES
-    kind: str  # float32, float16, or dgc
+    kind: str  # float32, float16, powersgd, or dgc
 
     @property
     def exchange(self) -> Exchange:
@@ -76,12 +81,20 @@ class Method(NamedTuple):
         return cost.EXCHANGES[self.name]
 
     def __str__(self) -> str:
+        if self.kind == "powersgd":
+            return f"PowerSGD, rank {RANK}"
         if self.kind == "dgc":
-            return f"DGC, {self.name}"
-        return f"{self.name}, {self.kind}"
+            return "DGC " + self.name.replace("allgather", "all-gather")
+        return f"{self.name.replace('ring', 'dense')} {self.kind}"
 
 
-class Prediction(NamedTuple):
+GATHER = Method("allgather", "dgc")
+MAIN = (Method("ring", "float32"), Method("ring", "float16"), Method("ring", "powersgd"), GATHER,
+        Method("reduce", "dgc"))
+
+
+@dataclass(frozen=True)
+class Prediction:
     """The prediction of one step."""
 
     method: Method
@@ -93,15 +106,15 @@ class Prediction(NamedTuple):
 
 
 def methods(cluster: Cluster) -> list[Method]:
-    """The methods that differ on this cluster."""
-    flat = cluster.gpus == 1 or cluster.nodes == 1
-    return [*(Method(name, kind) for name in cost.DENSE if not (flat and name == "hierarchical ring")
-              for kind in ("float32", "float16")),
-            *(Method(name, "dgc") for name, way in cost.EXCHANGES.items() if not (flat and way.hierarchical))]
+    """The methods that differ on this cluster, those of ``MAIN`` first."""
+    if cluster.gpus == 1 or cluster.nodes == 1:
+        return list(MAIN)
+    return [*MAIN, Method("hierarchical ring", "float32"), Method("hierarchical ring", "float16"),
+            Method("hierarchical", "dgc"), Method("hierarchical reduce", "dgc")]
 
 
 def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,
-            local: Local = CPU, overlap: Overlap = True, backward: float = BACKWARD) -> Prediction:
+            local: Local = CPU, overlap: Overlap = True) -> Prediction:
     """The time of one step.
 
     Args:
@@ -113,23 +126,22 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         local: what a worker does beside it.
         overlap: whether exchanges begin during the backward pass; "dense": only those of dense methods do, as where
             gradients are clipped by their norm or scaled by a GradScaler.
-        backward: the share of ``compute`` that is the backward pass.
     """
-    late = method.kind == "dgc" and (config.clips_globally or overlap == "dense")
-    forward = compute * (1 - backward) if overlap and not late else compute
-    worked = idle = exchanged = received = 0.0  # idle: when the network is free again
-    message, sent = 0, list[cost.Round]()
-    known: dict[PlannedBucket, _Part] = {}  # many layers are alike
-    for bucket in buckets(shapes, config) if method.kind == "dgc" else dense_buckets(shapes):
-        alike = bucket._replace(ready=0.0)
-        if (part := known.get(alike)) is None:
-            part = known[alike] = _part(bucket, cluster, method, config, local)
-        worked, received = worked + part.worked, received + part.received
-        idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + part.seconds
-        exchanged, message = exchanged + part.seconds, message + part.own
-        sent += part.rounds
-    if cluster.nodes * cluster.gpus == 1:
+    if cluster.workers == 1:
         return Prediction(method, compute, 1.0, 0.0, 0.0, 0)
+    is_dgc = method.kind == "dgc"
+    late = not overlap or (is_dgc and (config.clips_globally or overlap == "dense"))
+    forward = compute if late else compute * (1 - BACKWARD)
+    worked = received = exchanged = idle = 0.0  # idle: when the network is free again
+    message, sent = 0, list[cost.Round]()
+    for bucket in buckets(shapes, config) if is_dgc else dense_buckets(shapes):
+        part = _part(bucket, cluster, method, config, local)
+        worked += part.worked
+        received += part.received
+        idle = max(idle, forward + (compute - forward) * bucket.ready + worked) + part.seconds
+        exchanged += part.seconds
+        message += part.own
+        sent += part.rounds
     step = max(idle, compute + worked) + received
     return Prediction(method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message)
 
@@ -145,48 +157,43 @@ class _Part(NamedTuple):
 
 
 def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Config, local: Local) -> _Part:
-    n, g, worked, received = cluster.nodes, cluster.gpus, 0.0, 0.0
-    if method.kind != "dgc":
-        width = 2 if method.kind == "float16" else messages.FLOAT32
-        own = width * bucket.numel
+    n, g, numel, sizes = cluster.nodes, cluster.gpus, bucket.numel, bucket.sizes
+    worked = received = added = 0.0  # added: to the seconds on the wire
+    if method.kind == "powersgd":
+        factors = [messages.FLOAT32 * entries for entries in bucket.low_rank if entries]
+        rounds = tuple(each for nbytes in factors for each in cost.ring(nbytes, n, g))
+        own = sum(factors)
+        worked = local.low_rank * numel
+    elif method.kind != "dgc":
+        own = numel * (2 if method.kind == "float16" else messages.FLOAT32)
         rounds = cost.DENSE[method.name](own, n, g)
-        seconds = cost.seconds(rounds, cluster) + local.convert * bucket.numel * (width == 2)
-    elif bucket.sizes is None:
-        sizes = messages.always_dense(bucket.numel, config.dense_dtype)
-        rounds, own = cost.dense_sum(sizes, n, g), messages.summed_bytes(sizes, n * g)
-        seconds = cost.seconds(rounds, cluster) + local.round * bucket.numel * messages.rounds(sizes, n * g)
+        added = local.convert * numel * (method.kind == "float16")
+    elif sizes is None:
+        exact = config.sparsity_at(0) == 0  # as before the first compressed step
+        summed = messages.Sizes(messages.FLOAT32 * numel, numel, bits=16 if exact else config.value_bits)
+        own = messages.summed_bytes(summed, n * g)
+        rounds = cost.dense_sum(summed, n, g)
+        added = local.round * numel * messages.rounds(summed, n * g)
     else:
-        rounds = cost.exchange(method.name, bucket.sizes, n, g)
-        contributors = method.exchange.contributors(n, g)
-        seconds = cost.seconds(rounds, cluster)
-        dense = messages.sends_dense(method.exchange.exchange, bucket.sizes, contributors)
-        own = (messages.summed_bytes(bucket.sizes, contributors) if dense
-               else method.exchange.own_bytes(bucket.sizes, n, g))
-        worked = local.compress * bucket.numel
-        if dense:
-            seconds += local.round * bucket.numel * messages.rounds(bucket.sizes, contributors)
+        exchange, peers = method.exchange, method.exchange.contributors(n, g)
+        rounds = cost.exchange(method.name, sizes, n, g)
+        worked = local.compress * numel
+        if messages.sends_dense(exchange.exchange, sizes, peers):
+            own = messages.summed_bytes(sizes, peers)
+            added = local.round * numel * messages.rounds(sizes, peers)
+        elif exchange.exchange == "reduce":
+            to_owner, to_all = exchange.messages(sizes, peers)
+            own = peers * to_owner + to_all
+            received = local.receive * sizes.slots * 2 * messages.WIDE
+            received += local.compress * numel * (REDUCE + OWNED / peers)
         else:
-            received = local.receive * bucket.slots * _messages(method.exchange, n, g)
-            if method.exchange.exchange == "reduce":
-                received += local.compress * bucket.numel * (REDUCE + OWNED / contributors)
-    return _Part(rounds, seconds + (local.start if rounds else 0.0), own, worked, received)
+            own = sizes.message
+            received = local.receive * sizes.slots * peers
+    seconds = cost.seconds(rounds, cluster) + added + (local.start if rounds else 0.0)
+    return _Part(rounds, seconds, own, worked, received)
 
 
-def _messages(exchange: Exchange, n: int, g: int) -> int:
-    """How many messages a worker decodes."""
-    if exchange.exchange == "reduce":
-        return 2 * messages.WIDE
-    return n if exchange.hierarchical else n * g
-
-
-def of_size(cluster: Cluster, workers: int) -> Cluster:
-    """A cluster of the same kind with so many workers: whole nodes, or a part of one."""
-    gpus = min(workers, cluster.gpus)
-    return replace(cluster, nodes=workers // gpus, gpus=gpus)
-
-
-def sizes(cluster: Cluster) -> list[int]:
-    """Numbers of workers to look at: powers of two of one node's, up to 65,536, and the cluster's own."""
-    inside = [1 << i for i in range(cluster.gpus.bit_length()) if 1 << i < cluster.gpus]
-    nodes = range((LARGEST // cluster.gpus).bit_length())
-    return sorted({*inside, *(cluster.gpus << i for i in nodes), cluster.workers})
+def by_workers(cluster: Cluster) -> list[Cluster]:
+    """Clusters of the same kind, with powers of two of nodes, up to 65,536 workers; and the cluster itself."""
+    nodes = {1 << i for i in range((LARGEST // cluster.gpus).bit_length())}
+    return [replace(cluster, nodes=n) for n in sorted({*nodes, cluster.nodes})]

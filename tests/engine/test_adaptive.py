@@ -363,9 +363,9 @@ def test_the_report_tells_the_sparsity(sparsity):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"least": -0.1}, r"adaptive: least must be a number in \[0, 1\), 0 meaning dense, got -0\.1"),
     ({"most": 1.0}, r"adaptive: most must be a number in \[0, 1\), 0 meaning dense, got 1\.0"),
-    ({"least": 0.99, "most": 0.9}, r"adaptive: least must be less than most, got least 0\.99 and most 0\.9"),
-    ({"start": 0.5}, r"adaptive: start must be from least, 0\.99, to most, 0\.9999, got 0\.5"),
-    ({"most": 0.995, "start": 0.999}, r"adaptive: start must be from least, 0\.99, to most, 0\.995, got 0\.999"),
+    ({"least": 0.99, "most": 0.9}, r"least must be less than most, .* got least 0\.99, most 0\.9"),
+    ({"start": 0.5}, r"start must be between them, got least 0\.99, most 0\.9999 and start 0\.5"),
+    ({"most": 0.995, "start": 0.999}, r"most 0\.995 and start 0\.999"),
     ({"every": 2}, r"adaptive: every must be an integer >= 3, got 2"),
     ({"every": 10.0}, r"adaptive: every must be an integer >= 3, got 10\.0")])
 def test_refuses(arguments, message):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -17,8 +16,8 @@ import figures
 import network
 import report
 
-from dgc import cli, drawing
-from dgc.tune import draw
+from dgc import drawing
+from dgc.tune.study import draw
 
 pytestmark = pytest.mark.long
 
@@ -112,11 +111,6 @@ def test_bars_begin_at_zero_on_a_linear_axis(drawn, tmp_path):
     assert widths == [pytest.approx(1000 * case["median_seconds"]) for case in cases]
 
 
-def invoke(*arguments):
-    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
-    assert result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize(("low", "high", "expected"), [
     (0.8, 1200, [1, 10, 100, 1000]), (2e7, 1.2e8, [2e7, 3e7, 5e7, 1e8]), (1, 100, [1, 10, 100]),
     (1, 50, [1, 2, 3, 5, 10, 20, 30, 50]), (0.06, 0.09, [])])
@@ -124,38 +118,16 @@ def test_ticks_of_a_logarithmic_axis_are_round(low, high, expected):
     assert drawing.places(low, high) == pytest.approx(expected)
 
 
-def test_the_picture_of_a_plan_has_rings_and_exchanges_and_is_a_model(drawn, tmp_path):
-    invoke("plan", "resnet110", "--compute", "0.1", "--nodes", "8", "--png", tmp_path / "plan.png")
-    (axes,) = drawn[0].axes
-    colours = {text.get_text(): text.get_color() for text in axes.texts}
-    assert colours.pop(" 8 as planned") == drawing.DENSE
-    assert colours == {"ring, float32": drawing.DENSE, "ring, float16": drawing.DENSE, "DGC, allgather": drawing.DGC,
-                       "DGC, reduce": drawing.MUTED[0]}
-    assert "not measured" in axes.get_title(loc="left") and axes.get_ylim()[0] == 0 and axes.get_xlim() == (1, 512)
-    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
-    assert len(curves) == 4 and all(line.get_ydata()[0] == 100 for line in curves)  # one worker waits for nobody
-
-
-def test_the_picture_of_a_schedule_has_dgc_below_dense(drawn, tmp_path):
-    invoke("schedule", "warmup:epochs=4", "--steps-per-epoch", 2, "--epochs", 5, "--png", tmp_path / "schedule.png")
-    for axes in drawn[0].axes:
-        dense, dgc = axes.lines
-        assert (dense.get_color(), dgc.get_color()) == (drawing.DENSE, drawing.DGC)
-        assert (dgc.get_ydata() < dense.get_ydata()).all()
-    assert drawn[0].axes[0].lines[1].get_ydata() == pytest.approx(  # the paper's warm-up
-        [share for n in (1, 2, 3, 4) for share in [100 / 4**n] * 2] + [0.1] * 2)
-
-
 @pytest.mark.parametrize(("better", "expected"), [
-    (91.0, ["the paper's schedule", "recommended", "dense"]), (89.0, ["the paper's schedule, recommended", "dense"])])
+    (91.0, ["paper", "dense", "recommended"]), (89.0, ["paper, recommended", "dense"])])
 def test_the_picture_of_a_search_names_three_trials(drawn, tmp_path, better, expected):
-    trials = [{"trial": i, "state": "complete", "metric": metric, "bytes_sent": sent}
+    trials = [{"trial": i, "metric": metric, "bytes_sent": sent}
               for i, (metric, sent) in enumerate([(90.0, 2e6), (92.0, 9e7), (better, 1e6), (80.0, 9e5)])]
     best = 2 if better > 90 else 0
     draw({"task": {"metric": "accuracy"}, "trials": trials, "front": [3, best], "paper": 0, "dense": 1,
-          "recommended": trials[best]}, tmp_path / "tune.png")
+          "recommended": best}, tmp_path / "front.png")
     (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == expected
+    assert sorted(text.get_text() for text in axes.texts) == sorted(expected)
     assert [line.get_color() for line in axes.lines[:2]] == [drawing.DENSE, drawing.DGC]
 
 

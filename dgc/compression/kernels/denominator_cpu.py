@@ -29,8 +29,8 @@ def _nonzero(typing_context, address, like):
     """A bit for each entry of a strip at an address that is not 0; the first entry's is the lowest."""
     def generate(context, builder, signature, arguments):
         bits = []
-        for part, pointer in enumerate(_parts(builder, arguments[0], arguments[1].type)):
-            x = builder.load(pointer, align=like.bitwidth // 8)
+        for part, address_of in enumerate(_parts(builder, arguments[0], arguments[1].type)):
+            x = builder.load(address_of, align=like.bitwidth // 8)
             found = builder.fcmp_unordered("!=", x, ir.Constant(x.type, None))
             some = builder.zext(builder.bitcast(found, ir.IntType(LANES)), ir.IntType(STRIP))
             bits.append(builder.shl(some, some.type(part * LANES)))

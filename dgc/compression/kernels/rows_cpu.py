@@ -17,6 +17,8 @@ from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
 
 AHEAD = 16  # scattered entries that are fetched while one is worked on
 SHARE = 128  # groups of slots that are worth another thread
+# What a float16's fraction counts, by its exponent.
+POWERS = np.array([2.0**-24, *(2.0**(e - 25) for e in range(1, 31)), np.nan])
 LARGEST = np.finfo(np.float32).max
 ONE, HALF = np.float32(1), np.float32(0.5)
 WHOLE = np.float32(1 << EXACT)
@@ -63,19 +65,21 @@ def _half(x, single, bits):
 @_jit
 def _wide(code, width, single, bits):
     """What 16 or 32 bits say, before their exponent; a number that is not finite is NaN."""
-    magnitude = code & (1 << width - 1) - 1
-    if magnitude >= (0x7F800000 if width == 32 else 0x7C00):
-        return np.nan
-    bits[0] = np.uint32(magnitude if width == 32 else magnitude << 13)
-    x = np.float64(single[0]) if width == 32 else np.float64(single[0]) * 2.0**112
-    return -x if code >> width - 1 & 1 else x
+    if width == 32:
+        bits[0] = np.uint32(code)
+        return np.float64(single[0]) if code & 0x7F800000 != 0x7F800000 else np.nan
+    exponent, fraction = (code >> 10) & 31, code & 1023
+    magnitude = (fraction + 1024 * (exponent > 0)) * POWERS[exponent]
+    return -magnitude if code & 0x8000 else magnitude
 
 
 @_jit
 def _bounded(x, like):
     """x in a dtype, the largest number of it where x is larger."""
-    most = LARGEST if like.itemsize == 4 else np.finfo(np.float64).max
-    return like.dtype.type(min(max(x, -most), most) if x == x else np.nan)
+    most = np.float64(np.finfo(like.dtype).max)
+    if abs(x) > most:
+        x = most if x > 0 else -most
+    return like.dtype.type(x)
 
 
 @_jit
@@ -304,12 +308,14 @@ def _places(form, row, size, places):
 @_jit
 def _values(form, row, count, values):
     """Reads so many values of a row. Returns whether all of them are what a row may have."""
-    single, width, fine = np.empty(1, np.float32), form[BITS], True
+    single, table, width, fine = np.empty(1, np.float32), np.empty(16, values.dtype), form[BITS], True
     bits = single.view(np.uint32)
     at, held, filled, mask = form[VALUES], np.uint64(0), 0, np.uint64((1 << width) - 1)
     for group in range(-(-count // GROUP)):
         a, d, power = _scale(row, form, group, single, bits)
         fine &= 0 <= a < np.inf and 0 <= d < np.inf
+        for code in range(1 << width if width <= 4 else 0):
+            table[code] = _level(code, width, a, d)
         for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
             if filled < width:
                 held |= np.uint64(row[at]) << np.uint64(filled)
@@ -318,7 +324,9 @@ def _values(form, row, count, values):
             code = np.int64(held & mask)
             held >>= np.uint64(width)
             filled -= width
-            if width > 8:
+            if width <= 4:
+                values[j] = table[code]
+            elif width > 8:
                 values[j] = _bounded(_wide(code, width, single, bits) * power, values)
                 fine &= values[j] == values[j]
             else:
