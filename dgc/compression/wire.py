@@ -288,9 +288,10 @@ class Rows:
         else:
             first, last = _means(groups, there, largest, levels)
         first = torch.where((least == 0) & (levels > 1), 0, first)
-        a = _truncated(first.sqrt())
-        d = _truncated((last.sqrt() - a).clamp_(min=0) / max(1, levels - 1)) if levels > 1 else torch.zeros_like(a)
-        distance = (size.sqrt() - self._spread(a)) / self._spread(torch.where(d > 0, d, torch.inf))
+        a = _truncated(_root(first))
+        steps = a.new_full((), max(1, levels - 1))  # by a number of the host, torch multiplies on GPUs
+        d = _truncated((_root(last) - a).clamp_(min=0) / steps) if levels > 1 else torch.zeros_like(a)
+        distance = (_root(size) - self._spread(a)) / self._spread(torch.where(d > 0, d, torch.inf))
         level = (distance + 0.5).floor_().clamp_(0, levels - 1)
         nearly_zero = (size > 0) & self._spread(a == 0) & self._spread(d > 0)
         level = torch.where(nearly_zero & (level == 0), 1, level)
@@ -344,6 +345,11 @@ def _means(groups: Tensor, there: Tensor, largest: Tensor, levels: int) -> tuple
 def _mean(total: Tensor, count: Tensor, largest: Tensor) -> Tensor:
     """float32, of so many whole numbers, as :func:`_means` has them."""
     return (total.double() / count.clamp(min=1) / (1 << EXACT) * largest.double()).to(torch.float32)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The nearest float32, which ``sqrt`` of float32 is not on every device, and with every library."""
+    return x.double().sqrt().to(torch.float32)
 
 
 def _truncated(x: Tensor) -> Tensor:

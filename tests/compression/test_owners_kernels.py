@@ -31,8 +31,7 @@ def twin_in_torch_operations(monkeypatch):
 @pytest.fixture
 def three_threads(monkeypatch):
     """As on a machine with several cores, and for small tensors too."""
-    for name, value in {"SLOTS": 1 << 4, "PIECES": 1, "SPREAD": 1 << 9}.items():
-        monkeypatch.setattr(owners_cpu, name, value)
+    monkeypatch.setattr(owners_cpu, "PIECES", 1)
     monkeypatch.setattr(cpu, "CHUNK", 1 << 14)
     monkeypatch.setattr(cpu, "SLOTS", 1 << 6)
     monkeypatch.setattr(cpu.rows_cpu, "SHARE", 1)
