@@ -24,7 +24,7 @@ from rich.table import Table
 
 import dgc
 from dgc import plan
-from dgc.compression.sizes import FLOAT32, Sizes, row_sections
+from dgc.compression.sizes import FLOAT32, Sizes, row_sections, summed
 from dgc.plan import Method, Shape
 from dgc.plan.cost import Cluster
 
@@ -86,10 +86,13 @@ def dense(shapes: Shapes) -> tuple[int, float]:
 
 def after_warmup(shapes: Shapes, value_bits: int) -> dict[str, float]:
     """How many times fewer bytes than dense, at the largest sparsity."""
-    message, port = sent(shapes, SPARSITIES[-1], value_bits)
-    assert dense(shapes)[0] == FLOAT32 * sum(math.prod(shape) for shape in shapes)
-    return {"message_bytes": message, "as_the_paper_counts": dense(shapes)[0] / message,
-            "on_the_wire": dense(shapes)[1] / port}
+    config = dgc.Config(SPARSITIES[-1], value_bits=value_bits)
+    gradient = 0  # bytes that stand for the gradient, each of its sums once, as dense ones are counted
+    for bucket in plan.models.buckets(shapes, config):
+        whole = Sizes(FLOAT32 * bucket.numel, bucket.numel, bits=value_bits)
+        gradient += bucket.sizes.message if bucket.sizes else summed(whole, WORKERS)
+    return {"message_bytes": gradient, "as_the_paper_counts": dense(shapes)[0] / gradient,
+            "on_the_wire": dense(shapes)[1] / sent(shapes, SPARSITIES[-1], value_bits)[1]}
 
 
 def whole_training(shapes: Shapes, value_bits: int) -> float:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dgc.compression.sizes import SUM_BITS
-
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 ExchangeName = Literal["allgather", "reduce"]
@@ -108,11 +106,6 @@ class Config:
             raise ValueError(f"Config: clip_norm must be None or a number > 0, got {self.clip_norm!r}")
         if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
             object.__setattr__(self, "clip_norm", float(self.clip_norm))
-
-    @property
-    def rounds_sums(self) -> bool:
-        """Whether dense sums are rounded, too, from the first compressed step on."""
-        return self.value_bits <= SUM_BITS
 
     @property
     def compresses(self) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
 LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
-GROUP = 256  # slots of a row that share a scale
+GROUP = 512  # slots of a row that share a scale
 SUM_BITS = 8  # of a value in a dense sum, where values of messages have as few or fewer
 # Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
 # on: the same number, as an entry waits at a worker and again at its owner. More => more bytes, shorter waits.

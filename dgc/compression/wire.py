@@ -2,7 +2,7 @@
 
 A row has k slots for entries of an interval of n entries, whether they are used or not, so that every rank knows its
 size. A slot that is used has its entry's place in the interval, and its value in b bits. A row of all n entries has no
-places. In bytes, with G = ceil(k / 256) groups of slots, each section filled up to a multiple of 4:
+places. In bytes, with G = ceil(k / 512) groups of slots, each section filled up to a multiple of 4:
 
     int32   (1)                    status: 0; -1: a gradient was not finite; 1 + r: the row of contributor r was damaged
     16 bits (G) or (2 G)           the scale of each group: an exponent e, or numbers a and d
@@ -313,7 +313,7 @@ class Rows:
         return torch.where(negative == 1, -size, size).to(self.residual)
 
     def _grouped(self, values: Tensor) -> Tensor:
-        """(R, k) as groups, (R, G, 256), the last one filled up with zeros."""
+        """(R, k) as groups, (R, G, 512), the last one filled up with zeros."""
         short = self.groups * GROUP - self.slots
         return torch.nn.functional.pad(values, (0, short)).view(len(values), self.groups, GROUP)
 

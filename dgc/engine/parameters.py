@@ -22,6 +22,7 @@ from dgc.collective import dense_bytes
 from dgc.compression import kernels
 from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Bucket
+from dgc.compression.sizes import SUM_BITS
 from dgc.engine.settings import Settings
 from dgc.engine.wrapped import refuse_apex
 from dgc.paths.task import chosen
@@ -229,7 +230,7 @@ class Parameters:
         config = self.settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
-            kept, rounds = None, config.rounds_sums and not together[0].is_complex()
+            kept, rounds = None, config.value_bits <= SUM_BITS and not together[0].is_complex()
             if compressed or rounds:
                 members = dict(zip(names, map(local, together), strict=True))
                 kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)

@@ -5,7 +5,7 @@
 import math
 import struct
 
-GROUP = 256
+GROUP = 512
 LARGEST = (2 - 2.0**-23) * 2.0**127  # of float32
 
 

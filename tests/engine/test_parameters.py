@@ -67,7 +67,7 @@ def test_any_order_of_dimensions(config):
     for parameter, residuals, _ in others:
         assert all(residuals[letter].keys() == plain[1][letter].keys() for letter in "uv")
         if config.value_bits == 8:
-            assert difference(parameter, plain[0]) < 1e-3
+            assert difference(parameter, plain[0]) < 3e-3
             continue
         assert torch.equal(parameter, plain[0])
         for letter in "uv":
