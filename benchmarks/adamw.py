@@ -32,7 +32,8 @@ Made = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Made] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9, weight_decay=1e-4),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-3),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, 1e-3, fused=True)}
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, 1e-3, fused=True),
+}
 
 
 def seconds(make: Made, compression: dgc.Config | None, warmup: int, steps: int) -> list[float]:
@@ -43,7 +44,9 @@ def seconds(make: Made, compression: dgc.Config | None, warmup: int, steps: int)
     if compression is not None:
         optimizer = dgc.DistributedOptimizer(optimizer, compression=compression)
     found = []
-    for _, gradients in zip(range(warmup + steps), heavy_tailed(resnet50(), seed=rank), strict=False):
+    for _, gradients in zip(
+        range(warmup + steps), heavy_tailed(resnet50(), seed=rank), strict=False
+    ):
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g.clone()
         began = time.thread_time()
@@ -52,10 +55,14 @@ def seconds(make: Made, compression: dgc.Config | None, warmup: int, steps: int)
     return found[warmup:]
 
 
-def main(sparsities: Annotated[str, typer.Option(help="Of what is sent.")] = "0.99,0.999",
-         warmup: Annotated[int, typer.Option(min=DENSE + 1, help="Steps before the first that is timed.")] = 20,
-         steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 11,
-         out: Out = None) -> None:
+def main(
+    sparsities: Annotated[str, typer.Option(help="Of what is sent.")] = "0.99,0.999",
+    warmup: Annotated[
+        int, typer.Option(min=DENSE + 1, help="Steps before the first that is timed.")
+    ] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 11,
+    out: Out = None,
+) -> None:
     """Times the steps and prints milliseconds."""
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
@@ -63,18 +70,37 @@ def main(sparsities: Annotated[str, typer.Option(help="Of what is sent.")] = "0.
 
     def add(optimizer: str, sparsity: float | None, found: list[float]) -> None:
         rows.append({"optimizer": optimizer, "sparsity": sparsity, "seconds": found})
-        print(f"{optimizer:>12}, {'torch' if sparsity is None else f'dgc at {100 * sparsity:g} %':>12}: "
-              f"{1e3 * statistics.median(found):.1f} ms", flush=True)
+        print(
+            f"{optimizer:>12}, {'torch' if sparsity is None else f'dgc at {100 * sparsity:g} %':>12}: "
+            f"{1e3 * statistics.median(found):.1f} ms",
+            flush=True,
+        )
 
     for name, make in OPTIMIZERS.items():
         add(name, None, seconds(make, None, warmup, steps))
         for sparsity in map(float, sparsities.split(",")) if "fused" not in name else ():
             config = dgc.Config(dgc.piecewise({0: 0.0, DENSE: sparsity}))
-            add(name, sparsity, dgc.lockstep.run(partial(seconds, make, config, warmup, steps), RANKS)[0])
+            add(
+                name,
+                sparsity,
+                dgc.lockstep.run(partial(seconds, make, config, warmup, steps), RANKS)[0],
+            )
     if out:
-        write(out, {"benchmark": "adamw", "ranks": RANKS, "warmup": warmup, "rows": rows, "machine": {
-            "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-            "torch": torch.__version__, "python": platform.python_version()}})
+        write(
+            out,
+            {
+                "benchmark": "adamw",
+                "ranks": RANKS,
+                "warmup": warmup,
+                "rows": rows,
+                "machine": {
+                    "processor": platform.processor() or platform.machine(),
+                    "cores": os.cpu_count(),
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            },
+        )
         print(out)
 
 

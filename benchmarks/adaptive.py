@@ -40,14 +40,19 @@ def work(a: dict[str, Any]) -> None:
     import torch
 
     import dgc
+
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "e0"
-    torch.distributed.init_process_group("gloo", "tcp://10.0.0.1:5001", rank=a["rank"], world_size=a["hosts"])
+    torch.distributed.init_process_group(
+        "gloo", "tcp://10.0.0.1:5001", rank=a["rank"], world_size=a["hosts"]
+    )
     METHODS["alone"] = lambda model, _: (model, sgd(model))
     options = {**OPTIONS, "sparsity": dgc.schedule.parse(a["schedule"])}
     seconds, sparsities, rates = [], [], dict(a["rates"])
     began = time.perf_counter()
-    for step, update, optimizer in exchanges(a["method"], options, a["rank"], "resnet50", a["compute"]):
+    for step, update, optimizer in exchanges(
+        a["method"], options, a["rank"], "resnet50", a["compute"]
+    ):
         if (mbit := rates.get(len(seconds))) is not None:
             shape_link(f"{mbit:g}mbit", f"{max(8, round(24 * mbit / 1000))}kb")
         sparsities.append(optimizer.param_groups[0].get("dgc_sparsity"))
@@ -57,8 +62,9 @@ def work(a: dict[str, Any]) -> None:
         began += seconds[-1]
         if len(seconds) == a["steps"]:
             break
-    Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps({
-        "seconds": seconds, "sparsities": sparsities, "torch": torch.__version__}))
+    Path(a["folder"], f"{a['rank']}.json").write_text(
+        json.dumps({"seconds": seconds, "sparsities": sparsities, "torch": torch.__version__})
+    )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -66,18 +72,31 @@ def work(a: dict[str, Any]) -> None:
 def run(network: Network, **settings: Any) -> dict[str, Any]:
     """The steps of a fresh group of processes: their sparsities, alike on all ranks, and the slowest rank's seconds."""
     network.clear()
-    ranks = network.run(HERE, settings, limit=180 + settings["steps"] * (10 * settings["compute"] + 5))
+    ranks = network.run(
+        HERE, settings, limit=180 + settings["steps"] * (10 * settings["compute"] + 5)
+    )
     if any(rank["sparsities"] != ranks[0]["sparsities"] for rank in ranks):
         raise SystemExit("adaptive.py: the ranks did not decide alike")
-    return {**ranks[0], "seconds": [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]}
+    return {
+        **ranks[0],
+        "seconds": [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)],
+    }
 
 
-def figures(seconds: list[float], sparsities: list[float], alone: float, change: int) -> dict[str, Any]:
+def figures(
+    seconds: list[float], sparsities: list[float], alone: float, change: int
+) -> dict[str, Any]:
     """What has to be shown, of a run whose bandwidth changed at step ``change``."""
     densities = [1 - sparsity for sparsity in sparsities]
-    settled = statistics.median(densities[(change + len(densities)) // 2:])
-    followed = next((i - change for i in range(change, len(densities))
-                     if max(densities[i] / settled, settled / densities[i]) <= FOLLOWS), None)
+    settled = statistics.median(densities[(change + len(densities)) // 2 :])
+    followed = next(
+        (
+            i - change
+            for i in range(change, len(densities))
+            if max(densities[i] / settled, settled / densities[i]) <= FOLLOWS
+        ),
+        None,
+    )
 
     def of_alone(begin: int, end: int | None) -> float:
         return statistics.median(seconds[begin:end]) / alone
@@ -85,31 +104,52 @@ def figures(seconds: list[float], sparsities: list[float], alone: float, change:
     def within(begin: int, end: int | None) -> float:
         return sum(s <= WITHIN * alone for s in seconds[begin:end]) / len(seconds[begin:end])
 
-    return {"sparsity_before": sparsities[change - 1], "sparsity_after": 1 - settled, "followed_after_steps": followed,
-            "step_over_alone_before": of_alone(change // 2, change),
-            "step_over_alone_just_after": of_alone(change, change + 10),
-            "step_over_alone_after_50": of_alone(change + 50, None),
-            "within_before": within(change // 2, change), "within_after_50": within(change + 50, None)}
+    return {
+        "sparsity_before": sparsities[change - 1],
+        "sparsity_after": 1 - settled,
+        "followed_after_steps": followed,
+        "step_over_alone_before": of_alone(change // 2, change),
+        "step_over_alone_just_after": of_alone(change, change + 10),
+        "step_over_alone_after_50": of_alone(change + 50, None),
+        "within_before": within(change // 2, change),
+        "within_after_50": within(change + 50, None),
+    }
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
     change, rates = result["change"], result["rates"]
     from dgc import drawing
+
     figure, (upper, lower) = drawing.panels(rows=2, height=4.6, sharex=True)
     sent = [100 * (1 - s) for s in result["sparsities"]]
     upper.step(range(result["steps"]), sent, where="post", color=drawing.DGC)
     upper.set_title(f"entries sent (%); ResNet-50's gradients, {result['hosts']} hosts")
-    drawing.log_axis(upper, "y", [x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if
-                                  min(sent) / 1.6 < x < 1.6 * max(sent)])
+    drawing.log_axis(
+        upper,
+        "y",
+        [
+            x
+            for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+            if min(sent) / 1.6 < x < 1.6 * max(sent)
+        ],
+    )
     upper.set_ylim(min(sent) / 1.6, 1.2 * max(sent))
     slower = [s / result["alone"] for s in result["seconds"]]
     lower.plot(range(result["steps"]), slower, ".", markersize=4, color=drawing.DGC)
     lower.axhline(1, color=drawing.DENSE)
     lower.axhline(WITHIN, color=drawing.DENSE, linestyle=":")
-    lower.set(xlabel="step", ylim=(0.95, max(1.3, 1.05 * max(slower[1:]))),  # in the first step kernels are compiled
-              title=f"times as long as a step of computing alone ({result['alone']:.2f} s)")
-    drawing.name_lines(lower, [(text, (result["steps"], y), drawing.DENSE)
-                               for text, y in (("computing alone", 1.0), (f"{WITHIN:g} times that", WITHIN))])
+    lower.set(
+        xlabel="step",
+        ylim=(0.95, max(1.3, 1.05 * max(slower[1:]))),  # in the first step kernels are compiled
+        title=f"times as long as a step of computing alone ({result['alone']:.2f} s)",
+    )
+    drawing.name_lines(
+        lower,
+        [
+            (text, (result["steps"], y), drawing.DENSE)
+            for text, y in (("computing alone", 1.0), (f"{WITHIN:g} times that", WITHIN))
+        ],
+    )
     for axis in (upper, lower):
         axis.axvline(change, color="black", linewidth=1, linestyle="--")
         axis.set_xlim(0, result["steps"])
@@ -119,17 +159,24 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def main(
-        hosts: Annotated[int, typer.Option(min=2, max=200)] = 2,
-        rate: Annotated[float, typer.Option(min=1, help="Mbit/s of each link at first.")] = 25,
-        then: Annotated[float | None, typer.Option(min=1, help="And from mid-run on; default: half of it.")] = None,
-        compute: Annotated[float, typer.Option(min=0.01, help="Seconds that a step sleeps.")] = 2.0,
-        steps: Annotated[int, typer.Option(min=120, help="In all.")] = 240,
-        schedule: Annotated[str, typer.Option(help="An adaptive one.")] = "adaptive:least=0.9,most=0.9999,start=0.995",
-        out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] =
-            HERE.parent / "results" / "adaptive.json") -> None:
+    hosts: Annotated[int, typer.Option(min=2, max=200)] = 2,
+    rate: Annotated[float, typer.Option(min=1, help="Mbit/s of each link at first.")] = 25,
+    then: Annotated[
+        float | None, typer.Option(min=1, help="And from mid-run on; default: half of it.")
+    ] = None,
+    compute: Annotated[float, typer.Option(min=0.01, help="Seconds that a step sleeps.")] = 2.0,
+    steps: Annotated[int, typer.Option(min=120, help="In all.")] = 240,
+    schedule: Annotated[
+        str, typer.Option(help="An adaptive one.")
+    ] = "adaptive:least=0.9,most=0.9999,start=0.995",
+    out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = HERE.parent
+    / "results"
+    / "adaptive.json",
+) -> None:
     """Shows how fast the sparsity follows when the bandwidth changes, and what a step takes beside computing alone."""
     check_tools()
     from dgc.schedule import Adaptive, parse
+
     try:
         chosen = parse(schedule)
     except ValueError as error:
@@ -143,23 +190,50 @@ def main(
         settings = {"compute": compute, "schedule": schedule}
         free = run(network, method="alone", steps=ALONE, rates=[], **settings)
         alone = statistics.median(free["seconds"][5:])
-        print(f"computing alone: {1000 * alone:.0f} ms a step, {1000 * compute:.0f} of them asleep", flush=True)
-        moved = run(network, method="dgc-torch", steps=steps, rates=[(0, rates[0]), (change, rates[1])], **settings)
+        print(
+            f"computing alone: {1000 * alone:.0f} ms a step, {1000 * compute:.0f} of them asleep",
+            flush=True,
+        )
+        moved = run(
+            network,
+            method="dgc-torch",
+            steps=steps,
+            rates=[(0, rates[0]), (change, rates[1])],
+            **settings,
+        )
     told = figures(moved["seconds"], moved["sparsities"], alone, change)
-    result = {"benchmark": "adaptive", "model": "resnet50", "hosts": hosts, "rates": rates, "compute": compute,
-              "schedule": schedule, "options": OPTIONS, "steps": steps, "change": change, "alone": alone,
-              "alone_seconds": free["seconds"], **moved, "figures": told, "machine": {
-                  "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                  "kernel": platform.release(), "python": platform.python_version()}}
+    result = {
+        "benchmark": "adaptive",
+        "model": "resnet50",
+        "hosts": hosts,
+        "rates": rates,
+        "compute": compute,
+        "schedule": schedule,
+        "options": OPTIONS,
+        "steps": steps,
+        "change": change,
+        "alone": alone,
+        "alone_seconds": free["seconds"],
+        **moved,
+        "figures": told,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
+    }
     write(out, result)
     draw(result, out.with_suffix(".png"))
-    print(f"{rates[0]:g} -> {rates[1]:g} Mbit/s at step {change}: sparsity {100 * told['sparsity_before']:.3f} -> "
-          f"{100 * told['sparsity_after']:.3f} %, followed after {told['followed_after_steps']} steps\n"
-          f"median step over computing alone: {told['step_over_alone_before']:.3f} before, "
-          f"{told['step_over_alone_just_after']:.3f} in the first 10 steps after, "
-          f"{told['step_over_alone_after_50']:.3f} from 50 steps after\n"
-          f"steps within {WITHIN}: {100 * told['within_before']:.0f} % before, {100 * told['within_after_50']:.0f} % "
-          f"from 50 steps after\n{out}, {out.with_suffix('.png')}")
+    print(
+        f"{rates[0]:g} -> {rates[1]:g} Mbit/s at step {change}: sparsity {100 * told['sparsity_before']:.3f} -> "
+        f"{100 * told['sparsity_after']:.3f} %, followed after {told['followed_after_steps']} steps\n"
+        f"median step over computing alone: {told['step_over_alone_before']:.3f} before, "
+        f"{told['step_over_alone_just_after']:.3f} in the first 10 steps after, "
+        f"{told['step_over_alone_after_50']:.3f} from 50 steps after\n"
+        f"steps within {WITHIN}: {100 * told['within_before']:.0f} % before, {100 * told['within_after_50']:.0f} % "
+        f"from 50 steps after\n{out}, {out.with_suffix('.png')}"
+    )
 
 
 if __name__ == "__main__":

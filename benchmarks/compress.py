@@ -68,8 +68,10 @@ class TopK:
 
     def __init__(self, shapes: list[tuple[int, ...]], sparsity: float):
         self.parameters = [torch.zeros(torch.Size(shape).numel()) for shape in shapes]
-        self.ks = [select.count(sparsity, p.numel()) if len(s) > 1 else 0
-                   for p, s in zip(self.parameters, shapes, strict=True)]
+        self.ks = [
+            select.count(sparsity, p.numel()) if len(s) > 1 else 0
+            for p, s in zip(self.parameters, shapes, strict=True)
+        ]
         self.u, self.v = [[torch.zeros_like(p) for p in self.parameters] for _ in range(2)]
         self.sent: deque[list[tuple[Tensor, Tensor]]] = deque(maxlen=RANKS)
 
@@ -88,7 +90,9 @@ class TopK:
         self.sent.append(messages)
         compressed = [p for p, k in zip(self.parameters, self.ks, strict=True) if k]
         for r in range(RANKS):
-            for p, (index, values) in zip(compressed, self.sent[-1 - r % len(self.sent)], strict=True):
+            for p, (index, values) in zip(
+                compressed, self.sent[-1 - r % len(self.sent)], strict=True
+            ):
                 p.index_add_(0, index, values.float(), alpha=RATE / RANKS)
 
     def selected(self) -> tuple[int, float]:
@@ -109,8 +113,12 @@ class Rank:
         for i in reversed(range(len(shapes))):  # as the optimizer packs them
             if self.parameters[i].dim() > 1:
                 filling.append(i)
-            if filling and (i == 0 or sum(self.parameters[j].numel() for j in filling) >= BUCKET_NUMEL):
-                bucket = Bucket(f"bucket {len(self.buckets)}", {str(j): self.parameters[j] for j in filling})
+            if filling and (
+                i == 0 or sum(self.parameters[j].numel() for j in filling) >= BUCKET_NUMEL
+            ):
+                bucket = Bucket(
+                    f"bucket {len(self.buckets)}", {str(j): self.parameters[j] for j in filling}
+                )
                 self.buckets.append((bucket, filling, deque(maxlen=RANKS)))
                 filling = []
 
@@ -122,14 +130,24 @@ class Rank:
             path = reduce_dense({str(i): gradients[i] for i in self.dense}, world)
             self.apply(self.sent(path, next(path).tensor), self.dense, gradients, mode)
         for bucket, members, messages in self.buckets:
-            path = reduce(bucket, {str(i): Gradient(gradients[i], MOMENTUM) for i in members}, self.config, step, world)
+            path = reduce(
+                bucket,
+                {str(i): Gradient(gradients[i], MOMENTUM) for i in members},
+                self.config,
+                step,
+                world,
+            )
             messages.append(next(path).tensor)
-            update = self.sent(path, torch.stack([messages[-1 - r % len(messages)] for r in range(RANKS)]))
+            update = self.sent(
+                path, torch.stack([messages[-1 - r % len(messages)] for r in range(RANKS)])
+            )
             if mode == "directly, with decay":
                 for i in members:
                     if i not in self.decay_buffers:
                         self.decay_buffers[i] = torch.zeros_like(self.parameters[i])
-                    self.loops.decay(self.parameters[i], self.decay_buffers[i], MOMENTUM, DECAY, -RATE, False)
+                    self.loops.decay(
+                        self.parameters[i], self.decay_buffers[i], MOMENTUM, DECAY, -RATE, False
+                    )
             self.apply(update, members, gradients, mode)
 
     @staticmethod
@@ -163,8 +181,13 @@ class Rank:
         return entries, energy / exact
 
 
-def measure(shapes: list[tuple[int, ...]], modes: dict[str, list[str]], sparsity: float, warmup: int, repeats: int,
-            ) -> list[dict[str, Any]]:
+def measure(
+    shapes: list[tuple[int, ...]],
+    modes: dict[str, list[str]],
+    sparsity: float,
+    warmup: int,
+    repeats: int,
+) -> list[dict[str, Any]]:
     """Medians and quartiles of every method and mode, in ms, with the copy of the same size."""
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     source, target = torch.ones(numel), torch.zeros(numel)
@@ -173,22 +196,39 @@ def measure(shapes: list[tuple[int, ...]], modes: dict[str, list[str]], sparsity
     parts = [slice(numel * i // threads, numel * (i + 1) // threads) for i in range(threads)]
     pool = ThreadPoolExecutor(threads)
     runs = [(method, mode) for method, some in modes.items() for mode in some]
-    ranks = {method: TopK(shapes, sparsity) if method == TOPK else Rank(shapes, sparsity, method) for method in modes}
-    seconds: dict[tuple[str, str], list[float]] = {run: [] for run in [*runs, ("copy", ""), ("bare", "")]}
+    ranks = {
+        method: TopK(shapes, sparsity) if method == TOPK else Rank(shapes, sparsity, method)
+        for method in modes
+    }
+    seconds: dict[tuple[str, str], list[float]] = {
+        run: [] for run in [*runs, ("copy", ""), ("bare", "")]
+    }
     draw = heavy_tailed(shapes)
     step = 0
     for turn in range(warmup + repeats):
         for mode in dict.fromkeys(mode for _, mode in runs):
             gradients = next(draw)
             order = [run for run in runs if run[1] == mode]
-            for run in order[turn % len(order):] + order[:turn % len(order)]:
+            for run in order[turn % len(order) :] + order[: turn % len(order)]:
                 seconds[run].append(timed(partial(ranks[run[0]].step, step, gradients, mode)))
             step += 1
         seconds["copy", ""].append(timed(lambda: target.copy_(source)))
-        seconds["bare", ""].append(timed(lambda: list(pool.map(
-            lambda part: accumulate(source.numpy()[part], u[part], v[part], np.float32(MOMENTUM)), parts))))
+        seconds["bare", ""].append(
+            timed(
+                lambda: list(
+                    pool.map(
+                        lambda part: accumulate(
+                            source.numpy()[part], u[part], v[part], np.float32(MOMENTUM)
+                        ),
+                        parts,
+                    )
+                )
+            )
+        )
     pool.shutdown()
-    memory = {run: peak_memory(partial(ranks[run[0]].step, step, gradients, run[1])) for run in runs}
+    memory = {
+        run: peak_memory(partial(ranks[run[0]].step, step, gradients, run[1])) for run in runs
+    }
     rows = []
     copy, bare = (statistics.median(seconds[name, ""][warmup:]) for name in ("copy", "bare"))
     for method, mode in runs:
@@ -196,9 +236,23 @@ def measure(shapes: list[tuple[int, ...]], modes: dict[str, list[str]], sparsity
         low, median, high = statistics.quantiles(ms, n=4)
         entries, energy = ranks[method].selected()
         floor = 1e3 * copy * STREAMS[mode] / 2
-        rows.append({"numel": numel, "tensors": len(shapes), "method": method, "mode": mode, "ms": median,
-                     "quartiles": [low, high], "floor_ms": floor, "of_floor": median / floor, "copy_ms": 1e3 * copy,
-                     "bare_ms": 1e3 * bare, "entries": entries, "energy": energy, "temporary_mb": memory[method, mode]})
+        rows.append(
+            {
+                "numel": numel,
+                "tensors": len(shapes),
+                "method": method,
+                "mode": mode,
+                "ms": median,
+                "quartiles": [low, high],
+                "floor_ms": floor,
+                "of_floor": median / floor,
+                "copy_ms": 1e3 * copy,
+                "bare_ms": 1e3 * bare,
+                "entries": entries,
+                "energy": energy,
+                "temporary_mb": memory[method, mode],
+            }
+        )
     return rows
 
 
@@ -218,20 +272,40 @@ def peak_memory(work: Callable[[], Any]) -> float:
 
 
 def status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1])
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     result = Table(title="Local work of one step, 99.9 %, four messages")
-    for heading in ("entries", "tensors", "method", "applied", "ms", "of the floor", "bare loop", "sent", "energy",
-                    "temporary"):
+    for heading in (
+        "entries",
+        "tensors",
+        "method",
+        "applied",
+        "ms",
+        "of the floor",
+        "bare loop",
+        "sent",
+        "energy",
+        "temporary",
+    ):
         result.add_column(heading, justify="left" if heading in ("method", "applied") else "right")
     for row in rows:
-        result.add_row(f"{row['numel']:,}", str(row["tensors"]), row["method"], row["mode"],
-                       f"{row['ms']:.1f} ({row['quartiles'][0]:.1f} to {row['quartiles'][1]:.1f})",
-                       f"{row['of_floor']:.2f} x", f"{row['bare_ms']:.1f} ms", f"{row['entries']:,}",
-                       f"{row['energy']:.4f}", f"{row['temporary_mb']:.1f} MB")
+        result.add_row(
+            f"{row['numel']:,}",
+            str(row["tensors"]),
+            row["method"],
+            row["mode"],
+            f"{row['ms']:.1f} ({row['quartiles'][0]:.1f} to {row['quartiles'][1]:.1f})",
+            f"{row['of_floor']:.2f} x",
+            f"{row['bare_ms']:.1f} ms",
+            f"{row['entries']:,}",
+            f"{row['energy']:.4f}",
+            f"{row['temporary_mb']:.1f} MB",
+        )
     return result
 
 
@@ -241,30 +315,58 @@ def picture(rows: list[dict[str, Any]], file: Path) -> None:
     ends = []
     for method, colour in zip(METHODS, (*drawing.MUTED[:2], drawing.DGC), strict=True):
         for flat, style in ((True, "o-"), (False, "*")):
-            own = sorted((r for r in rows if r["method"] == method and r["mode"] == "directly"
-                          and (r["tensors"] == 1) == flat), key=lambda row: row["numel"])
+            own = sorted(
+                (
+                    r
+                    for r in rows
+                    if r["method"] == method
+                    and r["mode"] == "directly"
+                    and (r["tensors"] == 1) == flat
+                ),
+                key=lambda row: row["numel"],
+            )
             apart = [[abs(row["quartiles"][i] - row["ms"]) for row in own] for i in (0, 1)]
-            axes.errorbar([row["numel"] for row in own], [row["ms"] for row in own], apart, fmt=style, color=colour,
-                          markersize=4 if flat else 12, elinewidth=1)
+            axes.errorbar(
+                [row["numel"] for row in own],
+                [row["ms"] for row in own],
+                apart,
+                fmt=style,
+                color=colour,
+                markersize=4 if flat else 12,
+                elinewidth=1,
+            )
             ends += [(method, (own[-1]["numel"], own[-1]["ms"]), colour)] if flat and own else []
-    floor = sorted({r["numel"]: r["floor_ms"] for r in rows if r["mode"] == "directly" and r["tensors"] == 1}.items())
+    floor = sorted(
+        {
+            r["numel"]: r["floor_ms"] for r in rows if r["mode"] == "directly" and r["tensors"] == 1
+        }.items()
+    )
     if floor:
         axes.plot(*zip(*floor, strict=True), "--", color=drawing.DENSE)
         ends.append(("floor: 5 n floats, at\nthe speed of a copy", floor[-1], drawing.DENSE))
-    drawing.log_axis(axes, "x", sorted({row["numel"] for row in rows if row["tensors"] == 1}),
-                     lambda n: f"{n / 1e6:g} M")
+    drawing.log_axis(
+        axes,
+        "x",
+        sorted({row["numel"] for row in rows if row["tensors"] == 1}),
+        lambda n: f"{n / 1e6:g} M",
+    )
     drawing.log_axis(axes, "y", [1, 10, 100, 1000], "{:,g}".format)
-    axes.set(xlabel="entries of one tensor; stars: ResNet-50, 25.6 M in 161 tensors", ylabel="milliseconds a step",
-             title="Local work of one step on the CPU, 99.9 %: medians and quartiles")
+    axes.set(
+        xlabel="entries of one tensor; stars: ResNet-50, 25.6 M in 161 tensors",
+        ylabel="milliseconds a step",
+        title="Local work of one step on the CPU, 99.9 %: medians and quartiles",
+    )
     drawing.name_lines(axes, ends)
     drawing.save(figure, file)
 
 
-def main(out: Out = None,
-         repeats: Annotated[int, typer.Option(min=2)] = 15,
-         warmup: Annotated[int, typer.Option(min=1, help="Steps before the first that counts.")] = 20,
-         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
-         largest: Annotated[int, typer.Option(min=0, help="Flat size to end with.")] = FLAT[-1]) -> None:
+def main(
+    out: Out = None,
+    repeats: Annotated[int, typer.Option(min=2)] = 15,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before the first that counts.")] = 20,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+    largest: Annotated[int, typer.Option(min=0, help="Flat size to end with.")] = FLAT[-1],
+) -> None:
     """Times compression on the CPU: exact top-k, the torch operations, the fused loops, and the floor."""
     kernels.compile_ahead(torch.float32)
     console = Console(width=150)
@@ -272,21 +374,37 @@ def main(out: Out = None,
     rows = measure(resnet50(), everything, sparsity, warmup, repeats)
     console.print(table(rows))
     for numel in (n for n in FLAT if n <= largest):
-        rows += measure([(numel // 1000, 1000)], {m: ["directly"] for m in METHODS}, sparsity, warmup, repeats)
-        console.print(table(rows[-len(METHODS):]))
+        rows += measure(
+            [(numel // 1000, 1000)], {m: ["directly"] for m in METHODS}, sparsity, warmup, repeats
+        )
+        console.print(table(rows[-len(METHODS) :]))
     if out:
-        result = {"benchmark": "compress", "sparsity": sparsity, "ranks": RANKS, "repeats": repeats, "warmup": warmup,
-                  "date": time.strftime("%Y-%m-%d"), "rows": rows,
-                  "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                              "torch": torch.__version__, "numba": numba.__version__,
-                              "python": platform.python_version()}}
+        result = {
+            "benchmark": "compress",
+            "sparsity": sparsity,
+            "ranks": RANKS,
+            "repeats": repeats,
+            "warmup": warmup,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": rows,
+            "machine": {
+                "processor": processor(),
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "numba": numba.__version__,
+                "python": platform.python_version(),
+            },
+        }
         write(out, result)
         picture(rows, out.with_suffix(".png"))
 
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+    name = next(
+        (line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine()
+    )
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 

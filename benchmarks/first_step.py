@@ -37,14 +37,19 @@ LIMIT = 300  # seconds for one process
 def train() -> dict[str, float]:
     """In seconds, of one rank."""
     import dgc
+
     torch.set_num_threads(1)
 
     def worker() -> list[float]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 10))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 10)
+        )
         times = [time.perf_counter()]
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        optimizer = dgc.DistributedOptimizer(sgd, model.named_parameters(), dgc.Config(sparsity=0.99))
+        optimizer = dgc.DistributedOptimizer(
+            sgd, model.named_parameters(), dgc.Config(sparsity=0.99)
+        )
         times.append(time.perf_counter())
         for _ in range(101):
             optimizer.zero_grad()
@@ -59,8 +64,14 @@ def train() -> dict[str, float]:
 
 def measured(folder: str) -> dict[str, float]:
     """A process of its own, with the package that lies in a folder."""
-    done = subprocess.run([sys.executable, __file__, "--worker"], capture_output=True, text=True, timeout=LIMIT,
-                          check=True, env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, __file__, "--worker"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=True,
+        env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+    )
     result: dict[str, float] = json.loads(done.stdout)
     return result
 
@@ -70,7 +81,11 @@ def main(out: Out = None) -> None:
     spec = importlib.util.find_spec("dgc")
     assert spec is not None and spec.origin is not None
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(Path(spec.origin).parent, Path(folder) / "dgc", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            Path(spec.origin).parent,
+            Path(folder) / "dgc",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
         cold, deadline = measured(folder), time.monotonic() + LIMIT
         while list(Path(folder).rglob("*.lock")) and not list(Path(folder).rglob("*.compiled")):
             if time.monotonic() > deadline:
@@ -83,10 +98,20 @@ def main(out: Out = None) -> None:
         table.add_row(part, f"{cold[part]:.2f}", f"{warm[part]:.2f}")
     Console().print(table)
     if out:
-        write(out, {
-            "benchmark": "first_step", "cold": cold, "warm": runs,
-            "machine": {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-                        "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}})
+        write(
+            out,
+            {
+                "benchmark": "first_step",
+                "cold": cold,
+                "warm": runs,
+                "machine": {
+                    "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+                    "cores": os.cpu_count(),
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            },
+        )
 
 
 if __name__ == "__main__":

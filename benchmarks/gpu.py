@@ -41,8 +41,12 @@ class Kernel:
 
     def __init__(self, kernel: ModuleType, shapes: Shapes, sparsity: float, device: torch.device):
         self.kernel = kernel
-        self.bucket = Bucket("benchmark", {str(i): torch.empty(s, device=device) for i, s in enumerate(shapes)})
-        self.layout = Layout(self.bucket, [select.count(sparsity, n) for n in self.bucket.numels], 16)
+        self.bucket = Bucket(
+            "benchmark", {str(i): torch.empty(s, device=device) for i, s in enumerate(shapes)}
+        )
+        self.layout = Layout(
+            self.bucket, [select.count(sparsity, n) for n in self.bucket.numels], 16
+        )
         self.refused = torch.zeros((), dtype=torch.bool, device=device)
 
     def step(self, gradients: dict[str, Gradient], step: int) -> Tensor:
@@ -54,9 +58,15 @@ class Kernel:
         """Entries chosen, and their energy relative to the k largest."""
         _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
         chosen = index[self.layout.ordinal < used[self.layout.owner]]
-        best = [torch.topk(v.abs(), k).values.double().square().sum()
-                for v, k in zip(self.bucket.v.split(self.bucket.numels), self.layout.counts, strict=True)]
-        return len(chosen), float(self.bucket.v[chosen].double().square().sum() / torch.stack(best).sum())
+        best = [
+            torch.topk(v.abs(), k).values.double().square().sum()
+            for v, k in zip(
+                self.bucket.v.split(self.bucket.numels), self.layout.counts, strict=True
+            )
+        ]
+        return len(chosen), float(
+            self.bucket.v[chosen].double().square().sum() / torch.stack(best).sum()
+        )
 
 
 class ExactTopK:
@@ -113,7 +123,9 @@ def copy_bandwidth(device: torch.device, numel: int) -> float:
     return 8 * numel / (1e-3 * statistics.median(timer(lambda: b.copy_(a))[0] for _ in range(20)))
 
 
-def measure(path: Any, shapes: Shapes, device: torch.device, warmup: int, steps: int, check: bool) -> dict[str, Any]:
+def measure(
+    path: Any, shapes: Shapes, device: torch.device, warmup: int, steps: int, check: bool
+) -> dict[str, Any]:
     """One row of the table. With ``check``, a step that makes the host wait raises RuntimeError."""
     timer, drawn, times = Timer(device), heavy_tailed(shapes, device=device), []
     for step in range(warmup + steps):
@@ -133,22 +145,35 @@ def measure(path: Any, shapes: Shapes, device: torch.device, warmup: int, steps:
 
 def versions(device: torch.device) -> dict[str, str]:
     import triton
+
     cuda = device.type == "cuda"
-    return {"device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, interpreted",
-            "torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda),
-            "python": platform.python_version()}
+    return {
+        "device": torch.cuda.get_device_name(device)
+        if cuda
+        else f"{platform.machine()}, interpreted",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
 
 
-def main(out: Out = None,
-         device: Annotated[str, typer.Option(help="cpu: Triton's interpreter, to try the script and not to time.")
-                           ] = "cuda",
-         numel: Annotated[int, typer.Option(
-             min=0, help="One flat tensor of so many entries, instead of the cases.")] = 0,
-         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
-         warmup: Annotated[int, typer.Option(min=0, help="Steps before the first that counts.")] = 20,
-         steps: Annotated[int, typer.Option(min=1)] = 50,
-         check_sync: Annotated[bool, typer.Option(
-             "--check-sync", help="Fail where a step of the kernels waits for the device.")] = False) -> None:
+def main(
+    out: Out = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: Triton's interpreter, to try the script and not to time.")
+    ] = "cuda",
+    numel: Annotated[
+        int, typer.Option(min=0, help="One flat tensor of so many entries, instead of the cases.")
+    ] = 0,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before the first that counts.")] = 20,
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    check_sync: Annotated[
+        bool,
+        typer.Option("--check-sync", help="Fail where a step of the kernels waits for the device."),
+    ] = False,
+) -> None:
     """Times compression on one CUDA device: the Triton kernels, the torch operations, exact top-k, and the floor."""
     if device != "cpu" and not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch finds none here.")
@@ -159,32 +184,66 @@ def main(out: Out = None,
     there = torch.device(device)
     if there.index is not None:
         torch.cuda.set_device(there)  # whose stream is timed
-    cases: dict[str, Shapes] = {"ResNet-50, 161 tensors": resnet50(), "flat, 25 M": [(25_000_000,)],
-                                "flat, 200 M": [(200_000_000,)]}
+    cases: dict[str, Shapes] = {
+        "ResNet-50, 161 tensors": resnet50(),
+        "flat, 25 M": [(25_000_000,)],
+        "flat, 200 M": [(200_000_000,)],
+    }
     if numel:
         cases = {f"flat, {numel:,}": [(numel,)]}
     paths: dict[str, Callable[[Shapes], Any]] = {
         "kernels (Triton)": lambda shapes: Kernel(cuda, shapes, sparsity, there),
         "sampled (torch)": lambda shapes: Kernel(plain, shapes, sparsity, there),
-        "exact top-k (torch)": lambda shapes: ExactTopK(shapes, sparsity, there)}
+        "exact top-k (torch)": lambda shapes: ExactTopK(shapes, sparsity, there),
+    }
     bandwidth = copy_bandwidth(there, numel or 1 << 28)
     machine, rows = versions(there), []
-    print(", ".join(f"{key} {value}" for key, value in machine.items()) + f"; copies {bandwidth / 1e9:.0f} GB/s")
+    print(
+        ", ".join(f"{key} {value}" for key, value in machine.items())
+        + f"; copies {bandwidth / 1e9:.0f} GB/s"
+    )
     for case, shapes in cases.items():
         total = sum(torch.Size(shape).numel() for shape in shapes)
         floor = 1e3 * 5 * 4 * total / bandwidth
         print(f"\n{case}: the floor is {floor:.3f} ms")
         for name, path in paths.items():
-            row = measure(path(shapes), shapes, there, warmup, steps, check_sync and name.startswith("kernels"))
-            rows.append({"case": case, "numel": total, "tensors": len(shapes), "method": name, **row, "floor_ms": floor,
-                         "of_floor": row["device_ms"] / floor})
-            print(f"{name:20}{row['device_ms']:9.3f} ms, {row['device_ms'] / floor:6.2f} x the floor; host "
-                  f"{row['host_ms']:8.3f} ms; {row['entries']:,} entries, energy {row['energy']:.6f}", flush=True)
+            row = measure(
+                path(shapes),
+                shapes,
+                there,
+                warmup,
+                steps,
+                check_sync and name.startswith("kernels"),
+            )
+            rows.append(
+                {
+                    "case": case,
+                    "numel": total,
+                    "tensors": len(shapes),
+                    "method": name,
+                    **row,
+                    "floor_ms": floor,
+                    "of_floor": row["device_ms"] / floor,
+                }
+            )
+            print(
+                f"{name:20}{row['device_ms']:9.3f} ms, {row['device_ms'] / floor:6.2f} x the floor; host "
+                f"{row['host_ms']:8.3f} ms; {row['entries']:,} entries, energy {row['energy']:.6f}",
+                flush=True,
+            )
     if check_sync:
         print("\nNo step of the kernels waited for the device.")
     if out:
-        result = {"benchmark": "gpu", "sparsity": sparsity, "warmup": warmup, "steps": steps,
-                  "date": time.strftime("%Y-%m-%d"), "copy_gb_per_s": bandwidth / 1e9, "machine": machine, "rows": rows}
+        result = {
+            "benchmark": "gpu",
+            "sparsity": sparsity,
+            "warmup": warmup,
+            "steps": steps,
+            "date": time.strftime("%Y-%m-%d"),
+            "copy_gb_per_s": bandwidth / 1e9,
+            "machine": machine,
+            "rows": rows,
+        }
         write(out, result)
 
 

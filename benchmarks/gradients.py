@@ -39,8 +39,16 @@ def resnet110(last: int = 64) -> list[Shape]:
 
 def alexnet() -> list[Shape]:
     """61,100,840 parameters (torchvision; Krizhevsky 2014)."""
-    weights: list[Shape] = [(64, 3, 11, 11), (192, 64, 5, 5), (384, 192, 3, 3), (256, 384, 3, 3), (256, 256, 3, 3),
-                            (4096, 256 * 6 * 6), (4096, 4096), (1000, 4096)]
+    weights: list[Shape] = [
+        (64, 3, 11, 11),
+        (192, 64, 5, 5),
+        (384, 192, 3, 3),
+        (256, 384, 3, 3),
+        (256, 256, 3, 3),
+        (4096, 256 * 6 * 6),
+        (4096, 4096),
+        (1000, 4096),
+    ]
     return [shape for w in weights for shape in (w, (w[0],))]
 
 
@@ -50,7 +58,9 @@ def scales(count: int) -> list[float]:
     return random.Random(count).sample(ordered, count)
 
 
-def heavy_tailed(shapes: Sequence[Shape], seed: int = 0, device: str | torch.device = "cpu") -> Iterator[list[Tensor]]:
+def heavy_tailed(
+    shapes: Sequence[Shape], seed: int = 0, device: str | torch.device = "cpu"
+) -> Iterator[list[Tensor]]:
     """Endless steps of gradients: independent cubes of normals (kurtosis 46), of root mean square ``scales``.
 
     Every tensor is another window, anywhere in a large pool of such cubes, at each step: one pass over memory instead
@@ -68,10 +78,10 @@ def heavy_tailed(shapes: Sequence[Shape], seed: int = 0, device: str | torch.dev
     generator = torch.Generator(device).manual_seed(seed)
     windows = random.Random(seed)
     pool = torch.randn(max(1 << 24, 2 * max(numels)), generator=generator, device=device)
-    pool.pow_(3).div_(15 ** 0.5)  # the sixth moment of a normal is 15
+    pool.pow_(3).div_(15**0.5)  # the sixth moment of a normal is 15
     gradients = torch.empty(sum(numels), device=device).split(numels)
     while True:
         for gradient, scale in zip(gradients, scales(len(numels)), strict=True):
             start = windows.randrange(len(pool) - len(gradient) + 1)
-            torch.mul(pool[start:start + len(gradient)], scale, out=gradient)
+            torch.mul(pool[start : start + len(gradient)], scale, out=gradient)
         yield [gradient.view(shape) for gradient, shape in zip(gradients, shapes, strict=True)]

@@ -26,7 +26,13 @@ import typer
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 CYCLE = 5.0  # of Horovod, in milliseconds, where nothing else is said
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
-MEASURE = ("network.py", "adaptive.py", "clock.py", "measure.py", "hidden.py")  # those who make such runs
+MEASURE = (
+    "network.py",
+    "adaptive.py",
+    "clock.py",
+    "measure.py",
+    "hidden.py",
+)  # those who make such runs
 
 
 def run_script(work: Callable[[Any], None], main: Callable[..., None]) -> None:
@@ -46,8 +52,12 @@ class Rate(NamedTuple):
     offload: bool  # with the shallow bucket, packets larger than the wire's: fewer to handle, but in bursts
 
 
-RATES = {"10gbit": Rate(10e9, 256, 1024, True), "1gbit": Rate(1e9, 16, 256, False),
-         "300mbit": Rate(3e8, 12, 128, False), "100mbit": Rate(1e8, 8, 64, False)}
+RATES = {
+    "10gbit": Rate(10e9, 256, 1024, True),
+    "1gbit": Rate(1e9, 16, 256, False),
+    "300mbit": Rate(3e8, 12, 128, False),
+    "100mbit": Rate(1e8, 8, 64, False),
+}
 
 
 def refuse(why: str) -> NoReturn:
@@ -71,7 +81,22 @@ def sh(*command: str) -> str:
 
 def shape_link(rate: str, burst: str, *tc: str) -> None:
     """What a host sends, from now on; the one of this process if ``tc`` does not say which."""
-    sh("tc", *tc, "qdisc", "replace", "dev", "e0", "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+    sh(
+        "tc",
+        *tc,
+        "qdisc",
+        "replace",
+        "dev",
+        "e0",
+        "root",
+        "tbf",
+        "rate",
+        rate,
+        "burst",
+        burst,
+        "latency",
+        "50ms",
+    )
 
 
 class Network:
@@ -101,7 +126,9 @@ class Network:
             self.make()
         except subprocess.CalledProcessError as error:
             self.__exit__()
-            refuse(f"this machine cannot make the network: `{' '.join(error.cmd)}` says {error.stderr.strip()!r}")
+            refuse(
+                f"this machine cannot make the network: `{' '.join(error.cmd)}` says {error.stderr.strip()!r}"
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -119,11 +146,27 @@ class Network:
         sh("ip", "-n", switch, "link", "set", "bridge", "up")
         for i in range(self.hosts):
             host, address = f"{self.name}-{i}", f"10.0.0.{i + 1}"
-            names = Path("/etc/netns") / host / "hosts"  # Horovod asks for the address of the host's name
+            names = (
+                Path("/etc/netns") / host / "hosts"
+            )  # Horovod asks for the address of the host's name
             names.parent.mkdir(parents=True)
             names.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
             sh("ip", "netns", "add", host)
-            sh("ip", "-n", host, "link", "add", "e0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
+            sh(
+                "ip",
+                "-n",
+                host,
+                "link",
+                "add",
+                "e0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{i}",
+                "netns",
+                switch,
+            )
             sh("ip", "-n", switch, "link", "set", f"p{i}", "master", "bridge", "up")
             sh("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "e0")
             for device in ("lo", "e0"):
@@ -135,15 +178,32 @@ class Network:
         offload = "on" if depth == "deep" or RATES[rate].offload else "off"
         for i in range(self.hosts):
             for namespace, device in ((f"{self.name}-{i}", "e0"), (f"{self.name}-switch", f"p{i}")):
-                sh("ip", "netns", "exec", namespace, "ethtool", "-K", device,
-                   "tso", offload, "gso", offload, "gro", offload)
+                sh(
+                    "ip",
+                    "netns",
+                    "exec",
+                    namespace,
+                    "ethtool",
+                    "-K",
+                    device,
+                    "tso",
+                    offload,
+                    "gso",
+                    offload,
+                    "gro",
+                    offload,
+                )
             shape_link(rate, burst, "-n", f"{self.name}-{i}")
 
     def start(self, host: int, *arguments: str, **keywords: Any) -> subprocess.Popen[str]:
         """Python with these arguments, within a host."""
         return subprocess.Popen(
             ["ip", "netns", "exec", f"{self.name}-{host}", sys.executable, *arguments],
-            text=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, **keywords)
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            **keywords,
+        )
 
     def clear(self) -> None:
         """Leaves the folder empty."""
@@ -163,19 +223,31 @@ class Network:
         try:
             with log.open("w") as file:
                 for rank in range(self.hosts):
-                    processes.append(self.start(rank, str(script), WORK, json.dumps({**shared, "rank": rank}),
-                                                stdout=file, stderr=subprocess.STDOUT))
+                    processes.append(
+                        self.start(
+                            rank,
+                            str(script),
+                            WORK,
+                            json.dumps({**shared, "rank": rank}),
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
             while any(process.poll() is None for process in processes) and time.monotonic() < end:
                 if any(process.poll() for process in processes):
                     raise RuntimeError(f"a process failed:\n{log.read_text()[-3000:]}")
                 time.sleep(0.1)
             if any(process.poll() != 0 for process in processes):
-                raise RuntimeError(f"it failed, or was not done after {limit:.0f} s:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(
+                    f"it failed, or was not done after {limit:.0f} s:\n{log.read_text()[-3000:]}"
+                )
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.hosts)]
+        return [
+            json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.hosts)
+        ]
 
 
 def clean(run: str) -> None:
@@ -197,18 +269,34 @@ def clean(run: str) -> None:
 
 def clean_leftovers() -> None:
     """Removes what an earlier run left that was killed together with its watchdog; refuses beside a running one."""
-    names = [path.name for folder in ("/run", "/run/netns", "/etc/netns") for path in Path(folder).glob(f"{RUNS}*")]
-    for pid in {name[len(RUNS):].split("-")[0] for name in names}:
+    names = [
+        path.name
+        for folder in ("/run", "/run/netns", "/etc/netns")
+        for path in Path(folder).glob(f"{RUNS}*")
+    ]
+    for pid in {name[len(RUNS) :].split("-")[0] for name in names}:
         command = Path(f"/proc/{pid}/cmdline")
-        if pid != str(os.getpid()) and command.exists() and any(name in command.read_text() for name in MEASURE):
+        if (
+            pid != str(os.getpid())
+            and command.exists()
+            and any(name in command.read_text() for name in MEASURE)
+        ):
             refuse(f"process {pid} is measuring already; two runs at once would disturb each other")
         clean(f"{RUNS}{pid}")
 
 
 def place(a: dict[str, Any]) -> None:
     """Tells the process of one rank its host, as torchrun would. ``a``: what it was given by :meth:`Network.run`."""
-    os.environ.update({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5001", "GLOO_SOCKET_IFNAME": "e0", "LOCAL_RANK": "0",
-                       "RANK": str(a["rank"]), "WORLD_SIZE": str(a["hosts"])})
+    os.environ.update(
+        {
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "5001",
+            "GLOO_SOCKET_IFNAME": "e0",
+            "LOCAL_RANK": "0",
+            "RANK": str(a["rank"]),
+            "WORLD_SIZE": str(a["hosts"]),
+        }
+    )
 
 
 def place_for_horovod(a: dict[str, Any], cycle: float = CYCLE) -> None:
@@ -218,6 +306,7 @@ def place_for_horovod(a: dict[str, Any], cycle: float = CYCLE) -> None:
         cycle: Horovod's, in milliseconds.
     """
     from horovod.runner.http.http_server import RendezvousServer
+
     rank, size, file = a["rank"], a["hosts"], Path(a["folder"], "port")
     if rank == 0:
         server = RendezvousServer()
@@ -226,13 +315,30 @@ def place_for_horovod(a: dict[str, Any], cycle: float = CYCLE) -> None:
         file.with_suffix(".part").replace(file)
     while not file.exists():  # Network.run ends this
         time.sleep(0.01)
-    os.environ.update({f"HOROVOD_{key}": str(value) for key, value in {
-        "RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size,
-        "HOSTNAME": f"10.0.0.{rank + 1}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "e0",
-        "GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "GLOO_RENDEZVOUS_PORT": file.read_text(), "CYCLE_TIME": cycle}.items()})
+    os.environ.update(
+        {
+            f"HOROVOD_{key}": str(value)
+            for key, value in {
+                "RANK": rank,
+                "SIZE": size,
+                "LOCAL_RANK": 0,
+                "LOCAL_SIZE": 1,
+                "CROSS_RANK": rank,
+                "CROSS_SIZE": size,
+                "HOSTNAME": f"10.0.0.{rank + 1}",
+                "CONTROLLER": "gloo",
+                "CPU_OPERATIONS": "gloo",
+                "GLOO_IFACE": "e0",
+                "GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+                "GLOO_RENDEZVOUS_PORT": file.read_text(),
+                "CYCLE_TIME": cycle,
+            }.items()
+        }
+    )
 
 
 # -- single transfers --------------------------------------------------------------------------------------------------
+
 
 def serve() -> None:
     """Answers each transfer with the time at which its last byte arrived."""
@@ -266,11 +372,17 @@ def send(sizes: list[int]) -> None:
 def transfers(network: Network, rate: str, depth: str) -> dict[str, float]:
     """Size in kB -> bits a second, over the bucket of that depth."""
     network.shape(rate, depth)
-    multiples = [64, 256, 1024, 4096, 10240] if depth == "shallow" else [16 * RATES[rate].deep, 40 * RATES[rate].deep]
+    multiples = (
+        [64, 256, 1024, 4096, 10240]
+        if depth == "shallow"
+        else [16 * RATES[rate].deep, 40 * RATES[rate].deep]
+    )
     with network.start(0, __file__, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None and server.stdout.readline()
-            with network.start(1, __file__, *(str(1024 * kb) for kb in multiples), stdout=subprocess.PIPE) as sender:
+            with network.start(
+                1, __file__, *(str(1024 * kb) for kb in multiples), stdout=subprocess.PIPE
+            ) as sender:
                 try:
                     reached = json.loads(sender.communicate(timeout=120)[0])
                 finally:
@@ -286,15 +398,21 @@ def check(network: Network, rate: str) -> tuple[bool, dict[str, dict[str, float]
     for depth in ("shallow", "deep"):
         fastest: dict[str, float] = {}
         for _ in range(5):
-            fastest = {kb: max(bits, fastest.get(kb, 0)) for kb, bits in transfers(network, rate, depth).items()}
+            fastest = {
+                kb: max(bits, fastest.get(kb, 0))
+                for kb, bits in transfers(network, rate, depth).items()
+            }
             held = all(abs(bits / RATES[rate].bits - 1) <= 0.1 for bits in fastest.values())
             if held:
                 break
             time.sleep(2)  # something else may have been running
         reached[depth] = fastest
         holds = holds and held
-        print(f"{rate}, {depth} bucket of {getattr(RATES[rate], depth)} kB, single transfers in Mbit/s: "
-              + ", ".join(f"{kb} kB {bits / 1e6:.0f}" for kb, bits in fastest.items()), flush=True)
+        print(
+            f"{rate}, {depth} bucket of {getattr(RATES[rate], depth)} kB, single transfers in Mbit/s: "
+            + ", ".join(f"{kb} kB {bits / 1e6:.0f}" for kb, bits in fastest.items()),
+            flush=True,
+        )
     return holds, reached
 
 

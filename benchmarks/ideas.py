@@ -59,8 +59,14 @@ class Idea:
 
     # -- in place of dgc.compression.kernels.plain's ------------------------------------------------------------------
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
-               step: int) -> tuple[list[str], Tensor, Tensor]:
+    def select(
+        self,
+        bucket: Bucket,
+        gradients: Mapping[str, Gradient],
+        scale: Any,
+        layout: Layout,
+        step: int,
+    ) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64)
         for p, part in enumerate(self.score(bucket, gradients).split(bucket.numels)):
@@ -68,11 +74,18 @@ class Idea:
                 k, start = layout.counts[p], layout.starts[p]
                 chosen = selection.sampled(part, k, step)
                 used[p] = len(chosen)
-                index[start:start + len(chosen)] = chosen + bucket.offsets[p]
+                index[start : start + len(chosen)] = chosen + bucket.offsets[p]
         return bad, index, used
 
-    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
-               masking: bool) -> tuple[Tensor, Taken]:
+    def encode(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        index: Tensor,
+        used: Tensor,
+        refused: Tensor,
+        masking: bool,
+    ) -> tuple[Tensor, Taken]:
         valid = layout.uses(used) & ~refused
         index = torch.where(valid, index, 0)
         values = self.values(layout, used, bucket.v[index])
@@ -104,10 +117,18 @@ class Across(Idea):
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
         self.config, self.count = engine_of(optimizer).settings.config, selection.count
-        cast(Any, task).select = SimpleNamespace(count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n)))
+        cast(Any, task).select = SimpleNamespace(
+            count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n))
+        )
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Any, layout: Layout,
-               step: int) -> tuple[list[str], Tensor, Tensor]:
+    def select(
+        self,
+        bucket: Bucket,
+        gradients: Mapping[str, Gradient],
+        scale: Any,
+        layout: Layout,
+        step: int,
+    ) -> tuple[list[str], Tensor, Tensor]:
         bad = bucket.accumulate(gradients, scale)
         k = sum(self.count(self.config.sparsity_at(step), n) for n in bucket.numels)
         chosen = selection.exact(bucket.v, k)
@@ -117,7 +138,7 @@ class Across(Idea):
             if len(own) > layout.counts[p]:
                 own = own[bucket.v[own].abs().topk(layout.counts[p]).indices].sort().values
             used[p] = len(own)
-            index[start:start + len(own)] = own
+            index[start : start + len(own)] = own
         return bad, index, used
 
 
@@ -127,7 +148,7 @@ class Cap(Idea):
     def values(self, layout: Layout, used: Tensor, values: Tensor) -> Tensor:
         for start, n in zip(layout.starts, used.tolist(), strict=True):
             if n:
-                part = values[start:start + n]
+                part = values[start : start + n]
                 least = 2 * part.abs().min()
                 part.clamp_(-least, least)
         return values
@@ -191,14 +212,21 @@ class Late(Idea):
     """
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
-        parameters, before, moves, flush = list(model.parameters()), list[Tensor](), list[Tensor](), optimizer.flush
+        parameters, before, moves, flush = (
+            list(model.parameters()),
+            list[Tensor](),
+            list[Tensor](),
+            optimizer.flush,
+        )
 
         def begin(*_: Any) -> None:
             before[:] = [p.detach().clone() for p in parameters]
 
         def end(*_: Any) -> None:
             own = [p.detach() - x for p, x in zip(parameters, before, strict=True)]
-            for p, x, move in zip(parameters, before, moves or map(torch.zeros_like, own), strict=True):
+            for p, x, move in zip(
+                parameters, before, moves or map(torch.zeros_like, own), strict=True
+            ):
                 p.data.copy_(x + move)
             moves[:] = own
 
@@ -213,9 +241,17 @@ class Late(Idea):
         optimizer.flush = flush_all
 
 
-IDEAS: dict[str, type[Idea]] = {"none": Idea, "scale": Scale, "cap": Cap, "warmup": Warmup,
-                                "flush": Flush, "rates": Rates, "ahead": Ahead, "across": Across,
-                                "late": Late}
+IDEAS: dict[str, type[Idea]] = {
+    "none": Idea,
+    "scale": Scale,
+    "cap": Cap,
+    "warmup": Warmup,
+    "flush": Flush,
+    "rates": Rates,
+    "ahead": Ahead,
+    "across": Across,
+    "late": Late,
+}
 
 
 def follow(idea: Idea) -> None:
@@ -241,26 +277,47 @@ def follow(idea: Idea) -> None:
     torch.optim.lr_scheduler.MultiStepLR = Scheduler  # type: ignore[misc]  # the recipe's
 
 
-def main(idea: Annotated[Literal["none", "scale", "cap", "warmup", "flush", "rates", "ahead",
-                                 "across", "late"],
-                         typer.Option()],
-         data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
-         sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
-         seed: Annotated[int, typer.Option(min=0)] = 0,
-         epochs: Annotated[int, typer.Option(min=1)] = 5,
-         factor_masking: Annotated[bool, typer.Option(help="Of the training that the idea changes.")] = True,
-         checkpoints: Annotated[pathlib.Path | None, typer.Option(help="Folder; it goes on from there.")] = None,
-         out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the result.")] = None) -> None:
+def main(
+    idea: Annotated[
+        Literal["none", "scale", "cap", "warmup", "flush", "rates", "ahead", "across", "late"],
+        typer.Option(),
+    ],
+    data: Annotated[str | None, typer.Option(help="As of recipes/cifar10.py.")] = None,
+    sparsity: Annotated[float, typer.Option(min=0, max=0.99999)] = 0.999,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    epochs: Annotated[int, typer.Option(min=1)] = 5,
+    factor_masking: Annotated[
+        bool, typer.Option(help="Of the training that the idea changes.")
+    ] = True,
+    checkpoints: Annotated[
+        pathlib.Path | None, typer.Option(help="Folder; it goes on from there.")
+    ] = None,
+    out: Annotated[pathlib.Path | None, typer.Option(help="JSON of the result.")] = None,
+) -> None:
     """Trains with one thing changed."""
     if checkpoints and idea in ("scale", "late"):
-        raise typer.BadParameter(f"--checkpoints must be left out with --idea {idea}, whose own state is in none")
+        raise typer.BadParameter(
+            f"--checkpoints must be left out with --idea {idea}, whose own state is in none"
+        )
     chosen = IDEAS[idea]()
     follow(chosen)
     study = experiments.BUDGETS["cpu"].cifar10
-    warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]  # as in the momentum table
-    row = experiments.run(study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity)
-    cifar10.main(**{**row.options, "factor_masking": factor_masking, "data": data,
-                    "checkpoints": checkpoints, "resume": checkpoints is not None, "out": out})
+    warmup = (
+        study.options["warmup_epochs"] * epochs / study.options["epochs"]
+    )  # as in the momentum table
+    row = experiments.run(
+        study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity
+    )
+    cifar10.main(
+        **{
+            **row.options,
+            "factor_masking": factor_masking,
+            "data": data,
+            "checkpoints": checkpoints,
+            "resume": checkpoints is not None,
+            "out": out,
+        }
+    )
     if out:
         job.write(out, {"idea": idea, **json.loads(out.read_text())})
 

@@ -26,12 +26,20 @@ from rich.table import Table
 
 SHAPE = (512, 512, 3, 3)
 SENDERS, SPARSITY = 4, 0.999
-FUNCTIONS = {"select": ("accumulate and select", 20), "receive": ("decode and apply four messages", 200)}  # and calls
+FUNCTIONS = {
+    "select": ("accumulate and select", 20),
+    "receive": ("decode and apply four messages", 200),
+}  # and calls
 LIMIT = 1800  # seconds for a run
 # One instruction set within and without valgrind, so that what numba has compiled and cached without serves within,
 # where compiling takes a quarter of an hour.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "NUMBA_CPU_NAME": "haswell",
-               "NUMBA_CPU_FEATURES": "+avx2,+avx,+sse4.2,+fma,+bmi,+bmi2,+popcnt,+f16c,+lzcnt,+cmov,+cx16"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx2,+avx,+sse4.2,+fma,+bmi,+bmi2,+popcnt,+f16c,+lzcnt,+cmov,+cx16",
+}
 
 
 def work(name: str, function: str) -> None:
@@ -62,18 +70,26 @@ def work(name: str, function: str) -> None:
 def count(name: str, function: str) -> int:
     """Instructions of a whole process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", sys.executable, __file__,
-                   "--work", f"{name} {function}"]
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            f"--callgrind-out-file={folder}/out",
+            sys.executable,
+            __file__,
+            "--work",
+            f"{name} {function}",
+        ]
         subprocess.run(command[3:], check=True, timeout=LIMIT, env=ENVIRONMENT)
-        process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT)
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT
+        )
     match = re.search(r"Collected : (\d+)", process.stderr)
     if process.returncode != 0 or not match:
         raise SystemExit(f"valgrind ended with {process.returncode}:\n{process.stderr[-2000:]}")
     return int(match[1])
 
 
-def main(out: Out = None,
-         work_: Annotated[str, typer.Option("--work", hidden=True)] = "") -> None:
+def main(out: Out = None, work_: Annotated[str, typer.Option("--work", hidden=True)] = "") -> None:
     """Counts the instructions of the hottest functions, in torch operations and fused."""
     if work_:
         return work(*work_.split())
@@ -83,12 +99,22 @@ def main(out: Out = None,
     table = Table(title=f"Instructions of one call, {numel:,} entries, 99.9 %")
     for heading in ("", "torch operations", "fused", "ratio", "fused, for each entry"):
         table.add_column(heading, justify="right" if heading else "left")
-    result: dict[str, Any] = {"benchmark": "instructions", "numel": numel, "torch": torch.__version__}
+    result: dict[str, Any] = {
+        "benchmark": "instructions",
+        "numel": numel,
+        "torch": torch.__version__,
+    }
     nothing = {name: count(name, "nothing") for name in ("plain", "cpu")}
     for function, (title, calls) in FUNCTIONS.items():
         plain, fused = ((count(name, function) - nothing[name]) / calls for name in nothing)
         result[function] = {"plain": plain, "fused": fused, "calls": calls}
-        table.add_row(title, f"{plain:,.0f}", f"{fused:,.0f}", f"{plain / fused:.1f} x", f"{fused / numel:.2f}")
+        table.add_row(
+            title,
+            f"{plain:,.0f}",
+            f"{fused:,.0f}",
+            f"{plain / fused:.1f} x",
+            f"{fused / numel:.2f}",
+        )
     Console().print(table)
     if out:
         write(out, result)

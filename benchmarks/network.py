@@ -40,7 +40,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from hosts import RATES, Network, check, check_tools, clean_leftovers, place, place_for_horovod, refuse, run_script
+from hosts import (
+    RATES,
+    Network,
+    check,
+    check_tools,
+    clean_leftovers,
+    place,
+    place_for_horovod,
+    refuse,
+    run_script,
+)
 from outfile import write
 from rich.console import Console
 from rich.table import Table
@@ -49,30 +59,45 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # cifar10.py
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
-WARMUP = {"dgc": 20, "powersgd": 5}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
-MODELS = {"resnet50": 0, "lstm": 0, "resnet110": 64, "resnet110-wide": 256}  # channels of the last stage, if trained
+WARMUP = {
+    "dgc": 20,
+    "powersgd": 5,
+}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
+MODELS = {
+    "resnet50": 0,
+    "lstm": 0,
+    "resnet110": 64,
+    "resnet110-wide": 256,
+}  # channels of the last stage, if trained
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 # -- the methods: (model, DGC's config) -> (what to call, what to step) ------------------------------------------------
 
+
 def horovod_fp32(model: Any, _: Any) -> tuple[Any, Any]:
     import horovod.torch as hvd
+
     return model, hvd.DistributedOptimizer(sgd(model), model.named_parameters())
 
 
 def horovod_fp16(model: Any, _: Any) -> tuple[Any, Any]:
     import horovod.torch as hvd
-    return model, hvd.DistributedOptimizer(sgd(model), model.named_parameters(), hvd.Compression.fp16)
+
+    return model, hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), hvd.Compression.fp16
+    )
 
 
 def torch_dense(model: Any, _: Any) -> tuple[Any, Any]:
     from torch.nn.parallel import DistributedDataParallel
+
     return DistributedDataParallel(model, broadcast_buffers=False), sgd(model)
 
 
 def torch_fp16(model: Any, options: Any) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     parallel, optimizer = torch_dense(model, options)
     parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return parallel, optimizer
@@ -82,6 +107,7 @@ def powersgd(model: Any, _: Any) -> tuple[Any, Any]:
     """Of rank 4, in one bucket: with several its collectives start in another order on each rank, and gloo aborts."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
+
     parallel = DistributedDataParallel(model, broadcast_buffers=False, bucket_cap_mb=1 << 12)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -93,8 +119,11 @@ def dgc_optimizer(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
 
     import dgc
     from dgc.compression import kernels
+
     kernels.compile_ahead(torch.float32)
-    return model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), dgc_config(options))
+    return model, dgc.DistributedOptimizer(
+        sgd(model), model.named_parameters(), dgc_config(options)
+    )
 
 
 def dgc_reduce(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -103,33 +132,63 @@ def dgc_reduce(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
 
 def dgc_config(options: dict[str, Any]) -> Any:
     import dgc
+
     return dgc.Config(**options)
 
 
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
-    "horovod-fp32": horovod_fp32, "horovod-fp16": horovod_fp16, "torch-dense": torch_dense, "torch-fp16": torch_fp16,
-    "powersgd": powersgd, "dgc-horovod": dgc_optimizer, "dgc-torch": dgc_optimizer, "dgc-torch-reduce": dgc_reduce}
-USUAL = [method for method in METHODS if method != "dgc-torch-reduce"]  # which is for more hosts than four
-NAMES = {"horovod-fp32": "Horovod", "horovod-fp16": "Horovod, float16", "torch-dense": "DDP",
-         "torch-fp16": "DDP, float16", "powersgd": "PowerSGD, rank 4", "dgc-horovod": "DGC over Horovod",
-         "dgc-torch": "DGC over torch.distributed", "dgc-torch-reduce": "DGC over torch.distributed, reduce"}
-TITLES = {"resnet50": "ResNet-50", "lstm": "the LSTM", "resnet110": "ResNet-110", "resnet110-wide": "a wide ResNet-110"}
+    "horovod-fp32": horovod_fp32,
+    "horovod-fp16": horovod_fp16,
+    "torch-dense": torch_dense,
+    "torch-fp16": torch_fp16,
+    "powersgd": powersgd,
+    "dgc-horovod": dgc_optimizer,
+    "dgc-torch": dgc_optimizer,
+    "dgc-torch-reduce": dgc_reduce,
+}
+USUAL = [
+    method for method in METHODS if method != "dgc-torch-reduce"
+]  # which is for more hosts than four
+NAMES = {
+    "horovod-fp32": "Horovod",
+    "horovod-fp16": "Horovod, float16",
+    "torch-dense": "DDP",
+    "torch-fp16": "DDP, float16",
+    "powersgd": "PowerSGD, rank 4",
+    "dgc-horovod": "DGC over Horovod",
+    "dgc-torch": "DGC over torch.distributed",
+    "dgc-torch-reduce": "DGC over torch.distributed, reduce",
+}
+TITLES = {
+    "resnet50": "ResNet-50",
+    "lstm": "the LSTM",
+    "resnet110": "ResNet-110",
+    "resnet110-wide": "a wide ResNet-110",
+}
 
 
 def sgd(model: Any) -> Any:
     import torch
+
     return torch.optim.SGD(model.parameters(), **SGD)
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
-def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compute: float = 0.0,
-              ) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
+
+def exchanges(
+    method: str,
+    options: dict[str, Any],
+    rank: int,
+    model: str,
+    compute: float = 0.0,
+) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
     """Steps on fresh gradients of a model's shapes: (what is timed, what is timed by itself, the optimizer). The
     backward pass sleeps for two thirds of ``compute`` seconds, the forward pass for one.
     """
     import gradients as shapes_of
     import torch
+
     shapes = getattr(shapes_of, model)()
 
     class Give(torch.autograd.Function):
@@ -144,8 +203,8 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compu
 
         @staticmethod
         def backward(ctx: Any, *outputs: Any) -> Any:
-            given = ctx.gradients[ctx.begin:ctx.begin + ctx.count]
-            ctx.gradients[ctx.begin:ctx.begin + ctx.count] = [None] * ctx.count
+            given = ctx.gradients[ctx.begin : ctx.begin + ctx.count]
+            ctx.gradients[ctx.begin : ctx.begin + ctx.count] = [None] * ctx.count
             time.sleep(2 / 3 * compute * ctx.count / len(shapes))
             return outputs[0], None, None, *given
 
@@ -158,7 +217,7 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compu
             time.sleep(compute / 3)
             x = torch.zeros((), requires_grad=True)
             for begin in range(0, len(self.weights), GIVEN):
-                x = Give.apply(x, gradients, begin, *self.weights[begin:begin + GIVEN])
+                x = Give.apply(x, gradients, begin, *self.weights[begin : begin + GIVEN])
             return x
 
     call, optimizer = METHODS[method](Model(), options)
@@ -171,24 +230,30 @@ def exchanges(method: str, options: dict[str, Any], rank: int, model: str, compu
                 optimizer.synchronize()
 
         def update() -> None:
-            with optimizer.skip_synchronize() if hasattr(optimizer, "synchronize") else nullcontext():
+            with (
+                optimizer.skip_synchronize() if hasattr(optimizer, "synchronize") else nullcontext()
+            ):
                 optimizer.step()
 
         yield exchange, update, optimizer
         optimizer.zero_grad()
 
 
-def training(method: str, options: dict[str, Any], rank: int, model: str,
-             batch: int) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
+def training(
+    method: str, options: dict[str, Any], rank: int, model: str, batch: int
+) -> Iterator[tuple[Callable[[], None], Callable[[], None], Any]]:
     """Training steps of a CIFAR ResNet-110 on random images; as above."""
     import torch
     import torch.nn.functional as F  # noqa: N812
     from cifar10 import resnet
+
     torch.manual_seed(0)
     call, optimizer = METHODS[method](resnet(110, MODELS[model]), options)
     generator = torch.Generator().manual_seed(rank)
     while True:
-        images = torch.randn(batch, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
+        images = torch.randn(batch, 3, 32, 32, generator=generator).contiguous(
+            memory_format=torch.channels_last
+        )
         labels = torch.randint(10, (batch,), generator=generator)
 
         def step(images: Any = images, labels: Any = labels) -> None:
@@ -213,9 +278,11 @@ def work(a: dict[str, Any]) -> None:
     over_horovod = "horovod" in a["method"]
     if over_horovod:
         import horovod.torch as hvd
+
         place_for_horovod(a, a["cycle"])
         hvd.init()
     import torch
+
     torch.set_num_threads(1)
     if not over_horovod:
         place(a)
@@ -229,8 +296,11 @@ def work(a: dict[str, Any]) -> None:
         return time.process_time() - time.thread_time()
 
     seconds, updates, sent, others = [], [], [], []
-    steps = training(a["method"], a["options"], rank, a["model"], a["batch"]) if MODELS[a["model"]] else exchanges(
-        a["method"], a["options"], rank, a["model"])
+    steps = (
+        training(a["method"], a["options"], rank, a["model"], a["batch"])
+        if MODELS[a["model"]]
+        else exchanges(a["method"], a["options"], rank, a["model"])
+    )
     for step, update, optimizer in steps:  # noqa: B007 (used after the loop)
         meet()
         before, began, elsewhere = link(), time.perf_counter(), beside()
@@ -245,10 +315,19 @@ def work(a: dict[str, Any]) -> None:
             break
     numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     report = vars(optimizer.report()) if hasattr(optimizer, "report") else None
-    (folder / f"{rank}.json").write_text(json.dumps({
-        "seconds": seconds[a["warmup"]:], "updates": updates[a["warmup"]:], "link_bytes": sent[a["warmup"]:],
-        "other_threads_seconds": others[a["warmup"]:], "numel": numel, "report": report,
-        "torch": torch.__version__}))
+    (folder / f"{rank}.json").write_text(
+        json.dumps(
+            {
+                "seconds": seconds[a["warmup"] :],
+                "updates": updates[a["warmup"] :],
+                "link_bytes": sent[a["warmup"] :],
+                "other_threads_seconds": others[a["warmup"] :],
+                "numel": numel,
+                "report": report,
+                "torch": torch.__version__,
+            }
+        )
+    )
     meet()
     if over_horovod:
         hvd.shutdown()
@@ -257,6 +336,7 @@ def work(a: dict[str, Any]) -> None:
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
+
 
 def run(network: Network, rate: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank of a fresh group of processes wrote. RuntimeError: one failed, or the time is up."""
@@ -275,42 +355,91 @@ def depth_of(method: str) -> str:
 def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Table:
     chosen = [case for case in cases if (case["rate"], case["model"]) == (rate, model)]
     ideal = 2 * (hosts - 1) / hosts * 4 * chosen[0]["numel"]
-    dense = next((case["median_seconds"] for case in chosen if case["method"] == "horovod-fp32"), None)
-    result = Table(title=f"{model}, {chosen[0]['numel']:,} parameters, {hosts} hosts at {rate}; "
-                         f"the wire alone takes {8e3 * ideal / RATES[rate].bits:.0f} ms for dense float32")
-    for column in ("method", "bucket", "ms", "min - max", "other threads ms", "and SGD", "a second", "vs Horovod fp32",
-                   "bytes on a host's link", "fewer than dense", "message", "entries sent"):
+    dense = next(
+        (case["median_seconds"] for case in chosen if case["method"] == "horovod-fp32"), None
+    )
+    result = Table(
+        title=f"{model}, {chosen[0]['numel']:,} parameters, {hosts} hosts at {rate}; "
+        f"the wire alone takes {8e3 * ideal / RATES[rate].bits:.0f} ms for dense float32"
+    )
+    for column in (
+        "method",
+        "bucket",
+        "ms",
+        "min - max",
+        "other threads ms",
+        "and SGD",
+        "a second",
+        "vs Horovod fp32",
+        "bytes on a host's link",
+        "fewer than dense",
+        "message",
+        "entries sent",
+    ):
         result.add_column(column, justify="left" if column in ("method", "bucket") else "right")
     for case in chosen:
         low, high = case["spread_seconds"]
-        report = case["report"]  # DGC's: the paper's compression ratio is that of one rank's message
+        report = case[
+            "report"
+        ]  # DGC's: the paper's compression ratio is that of one rank's message
         result.add_row(
-            case["method"], f"{getattr(RATES[rate], case['depth'])} kB", f"{1e3 * case['median_seconds']:.1f}",
-            f"{1e3 * low:.1f} - {1e3 * high:.1f}", f"{1e3 * statistics.median(case['other_threads_seconds']):.1f}",
+            case["method"],
+            f"{getattr(RATES[rate], case['depth'])} kB",
+            f"{1e3 * case['median_seconds']:.1f}",
+            f"{1e3 * low:.1f} - {1e3 * high:.1f}",
+            f"{1e3 * statistics.median(case['other_threads_seconds']):.1f}",
             "" if MODELS[model] else f"{1e3 * statistics.median(case['update_seconds']):.1f}",
             f"{1 / case['median_seconds']:.2f}",
-            f"{dense / case['median_seconds']:.2f} x" if dense else "", f"{case['median_link_bytes']:,.0f}",
+            f"{dense / case['median_seconds']:.2f} x" if dense else "",
+            f"{case['median_link_bytes']:,.0f}",
             f"{ideal / case['median_link_bytes']:.1f} x",
             f"{4 * case['numel'] / report['message_bytes']:.1f} x" if report else "",
-            f"{report['density'] * case['numel']:,.0f}" if report else "all" if case["method"] != "powersgd" else "")
+            f"{report['density'] * case['numel']:,.0f}"
+            if report
+            else "all"
+            if case["method"] != "powersgd"
+            else "",
+        )
     return result
 
 
 def plot(cases: list[dict[str, Any]], hosts: int, file: Path) -> None:
     """A bar for each method's median, with a whisker from the fastest to the slowest step. A row for each rate."""
-    models, rates, methods = (list(dict.fromkeys(case[key] for case in cases)) for key in ("model", "rate", "method"))
+    models, rates, methods = (
+        list(dict.fromkeys(case[key] for case in cases)) for key in ("model", "rate", "method")
+    )
     height = 0.7 + (0.3 * len(methods) + 0.6) * len(rates)
     from dgc import drawing
+
     figure, panes = drawing.panels(len(models), len(rates), height, squeeze=False, sharey=True)
     for row, rate in zip(panes, rates, strict=True):
         for axes, model in zip(row, models, strict=True):
-            own = {case["method"]: case for case in cases if (case["rate"], case["model"]) == (rate, model)}
+            own = {
+                case["method"]: case
+                for case in cases
+                if (case["rate"], case["model"]) == (rate, model)
+            }
             for method, case in own.items():
-                bar(axes, methods.index(method), case, drawing.DGC if method.startswith("dgc") else
-                    drawing.DENSE if method in ("horovod-fp32", "torch-dense") else drawing.MUTED[0])
-            what = f"training step, {TITLES[model]}" if MODELS[model] else f"exchange of {TITLES[model]}'s gradient"
+                bar(
+                    axes,
+                    methods.index(method),
+                    case,
+                    drawing.DGC
+                    if method.startswith("dgc")
+                    else drawing.DENSE
+                    if method in ("horovod-fp32", "torch-dense")
+                    else drawing.MUTED[0],
+                )
+            what = (
+                f"training step, {TITLES[model]}"
+                if MODELS[model]
+                else f"exchange of {TITLES[model]}'s gradient"
+            )
             longest = max(case["spread_seconds"][1] for case in own.values())
-            axes.set(title=f"{what},\n{hosts} hosts, {rate[:-4]} {rate[-4].upper()}bit/s", xlim=(0, 1300 * longest))
+            axes.set(
+                title=f"{what},\n{hosts} hosts, {rate[:-4]} {rate[-4].upper()}bit/s",
+                xlim=(0, 1300 * longest),
+            )
             axes.grid(visible=False, axis="y")
         row[0].set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         row[0].invert_yaxis()
@@ -321,8 +450,22 @@ def plot(cases: list[dict[str, Any]], hosts: int, file: Path) -> None:
 
 def bar(axes: Any, place: int, case: dict[str, Any], colour: str) -> None:
     median, (low, high) = 1e3 * case["median_seconds"], (1e3 * s for s in case["spread_seconds"])
-    axes.barh(place, median, 0.7, color=colour, xerr=[[median - low], [high - median]], error_kw={"linewidth": 1})
-    axes.annotate(f"{median:,.0f} ms", (high, place), (5, 0), textcoords="offset points", va="center", color=colour)
+    axes.barh(
+        place,
+        median,
+        0.7,
+        color=colour,
+        xerr=[[median - low], [high - median]],
+        error_kw={"linewidth": 1},
+    )
+    axes.annotate(
+        f"{median:,.0f} ms",
+        (high, place),
+        (5, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+    )
 
 
 def parse(values: str, accepted: Any, option: str) -> list[str]:
@@ -334,21 +477,36 @@ def parse(values: str, accepted: Any, option: str) -> list[str]:
 
 
 def main(
-        rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "10gbit,1gbit,100mbit",
-        models: Annotated[str, typer.Option(help="Of resnet50, lstm, resnet110, resnet110-wide.")] =
-            "resnet50,resnet110-wide",
-        methods: Annotated[str, typer.Option(help="Of the default's, and dgc-torch-reduce.")] = ",".join(USUAL),
-        hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
-        repeats: Annotated[int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")] = 3,
-        steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,
-        batch: Annotated[int, typer.Option(min=1, help="Images of a training step, on each host.")] = 1,
-        cycle: Annotated[float, typer.Option(
-            min=0, help="Milliseconds of Horovod's cycle, for all that runs over it.")] = 5,
-        dgc_option: Annotated[list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")] = None,
-        out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] =
-            HERE.parent / "results" / "network.json") -> None:
+    rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}.")] = "10gbit,1gbit,100mbit",
+    models: Annotated[
+        str, typer.Option(help="Of resnet50, lstm, resnet110, resnet110-wide.")
+    ] = "resnet50,resnet110-wide",
+    methods: Annotated[
+        str, typer.Option(help="Of the default's, and dgc-torch-reduce.")
+    ] = ",".join(USUAL),
+    hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Fresh groups of processes for each case, in turn.")
+    ] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps in each of them.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a training step, on each host.")] = 1,
+    cycle: Annotated[
+        float,
+        typer.Option(min=0, help="Milliseconds of Horovod's cycle, for all that runs over it."),
+    ] = 5,
+    dgc_option: Annotated[
+        list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="JSON; the picture lies beside it.")] = HERE.parent
+    / "results"
+    / "network.json",
+) -> None:
     """Times the exchange of gradients between hosts of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s, dense and compressed."""
-    chosen = parse(rates, RATES, "--rates"), parse(models, MODELS, "--models"), parse(methods, METHODS, "--methods")
+    chosen = (
+        parse(rates, RATES, "--rates"),
+        parse(models, MODELS, "--models"),
+        parse(methods, METHODS, "--methods"),
+    )
     options: dict[str, Any] = {}
     for key, _, value in (option.partition("=") for option in dgc_option or ()):
         try:
@@ -366,43 +524,93 @@ def main(
     clean_leftovers()
     out.parent.mkdir(parents=True, exist_ok=True)
     with Network(hosts) as network:
-        failed = measure(network, *chosen, repeats, {
-            "steps": steps, "batch": batch, "cycle": cycle, "options": options}, out)
+        failed = measure(
+            network,
+            *chosen,
+            repeats,
+            {"steps": steps, "batch": batch, "cycle": cycle, "options": options},
+            out,
+        )
     raise SystemExit(1 if failed else 0)
 
 
-def measure(network: Network, rates: list[str], models: list[str], methods: list[str], repeats: int,
-            settings: dict[str, Any], out: Path) -> list[str]:
+def measure(
+    network: Network,
+    rates: list[str],
+    models: list[str],
+    methods: list[str],
+    repeats: int,
+    settings: dict[str, Any],
+    out: Path,
+) -> list[str]:
     """All cases, one after the other, again and again; what failed."""
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     result: dict[str, Any] = {
-        "benchmark": "network", "hosts": network.hosts, "repeats": repeats, **settings, "sgd": SGD, "transfers": {},
-        "buckets": {rate: RATES[rate]._asdict() for rate in rates}, "cases": [], "failed": [], "machine": {
-            "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-            "kernel": platform.release(), "tcp": congestion, "python": platform.python_version()}}
+        "benchmark": "network",
+        "hosts": network.hosts,
+        "repeats": repeats,
+        **settings,
+        "sgd": SGD,
+        "transfers": {},
+        "buckets": {rate: RATES[rate]._asdict() for rate in rates},
+        "cases": [],
+        "failed": [],
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "tcp": congestion,
+            "python": platform.python_version(),
+        },
+    }
     cases: dict[tuple[str, str, str], dict[str, Any]] = {}
     for rate in rates:
         holds, result["transfers"][rate] = check(network, rate)
         if not holds:
-            result["failed"].append(f"{rate}: not measured, as single transfers miss the nominal rate by more than "
-                                    "10 % (is the machine busy, or too slow for it?)")
+            result["failed"].append(
+                f"{rate}: not measured, as single transfers miss the nominal rate by more than "
+                "10 % (is the machine busy, or too slow for it?)"
+            )
             continue
-        for repeat, model, method in ((r, mo, me) for r in range(repeats) for mo in models for me in methods):
+        for repeat, model, method in (
+            (r, mo, me) for r in range(repeats) for mo in models for me in methods
+        ):
             warmup = WARMUP.get(method.split("-")[0], 2)
             try:
-                ranks = run(network, rate, {**settings, "model": model, "method": method, "warmup": warmup})
+                ranks = run(
+                    network, rate, {**settings, "model": model, "method": method, "warmup": warmup}
+                )
             except RuntimeError as error:
                 result["failed"].append(f"{rate} {model} {method}, repeat {repeat + 1}: {error}")
                 console.print(f"{rate} {model} {method}: {error}", markup=False)
                 continue
-            case = cases.setdefault((rate, model, method), {
-                "rate": rate, "model": model, "method": method, "depth": depth_of(method), "warmup": warmup,
-                "numel": ranks[0]["numel"], "seconds": [], "update_seconds": [], "link_bytes": []})
-            case["seconds"] += [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-            case["update_seconds"] += [max(step) for step in zip(*(rank["updates"] for rank in ranks), strict=True)]
-            case["link_bytes"] += [statistics.mean(s) for s in zip(*(r["link_bytes"] for r in ranks), strict=True)]
+            case = cases.setdefault(
+                (rate, model, method),
+                {
+                    "rate": rate,
+                    "model": model,
+                    "method": method,
+                    "depth": depth_of(method),
+                    "warmup": warmup,
+                    "numel": ranks[0]["numel"],
+                    "seconds": [],
+                    "update_seconds": [],
+                    "link_bytes": [],
+                },
+            )
+            case["seconds"] += [
+                max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)
+            ]
+            case["update_seconds"] += [
+                max(step) for step in zip(*(rank["updates"] for rank in ranks), strict=True)
+            ]
+            case["link_bytes"] += [
+                statistics.mean(s) for s in zip(*(r["link_bytes"] for r in ranks), strict=True)
+            ]
             case["other_threads_seconds"] = case.get("other_threads_seconds", []) + [
-                statistics.mean(s) for s in zip(*(r["other_threads_seconds"] for r in ranks), strict=True)]
+                statistics.mean(s)
+                for s in zip(*(r["other_threads_seconds"] for r in ranks), strict=True)
+            ]
             case["report"] = ranks[0]["report"]
             result["machine"]["torch"] = ranks[0]["torch"]
             case["median_seconds"] = statistics.median(case["seconds"])
@@ -410,7 +618,9 @@ def measure(network: Network, rates: list[str], models: list[str], methods: list
             case["median_link_bytes"] = statistics.median(case["link_bytes"])
             result["cases"] = list(cases.values())
             write(out, result)
-            console.print(f"{repeat + 1}/{repeats} {rate} {model} {method}: {1e3 * case['median_seconds']:.1f} ms")
+            console.print(
+                f"{repeat + 1}/{repeats} {rate} {model} {method}: {1e3 * case['median_seconds']:.1f} ms"
+            )
     if cases:  # else what is there from before is left alone
         write(out, result)
     for rate, model in dict.fromkeys((rate, model) for rate, model, _ in cases):

@@ -39,9 +39,18 @@ from dgc.compression.regions import Regions
 SPARSITIES = (0.75, 0.9, 0.9375, 0.984375, 0.99, 0.996, 0.999)
 CROWDS, EXCHANGES = (4, 16, 64), (("allgather", 0.999), ("reduce", 0.999), ("reduce", 0.996))
 SHAPE, WORKERS, MOMENTUM = (100, 100), 4, 0.9
-CHOICES = {"allgather": "a worker's own", "mean": "the mean's",
-           **{f"reduce {a} {b}": f"owners', {a} + {b}" for a, b in ((1, 1), (2, 2), (1, 4), (3, 3), (1, 8), (4, 4))}}
-VALLEY, CURVATURES = 4000, (-3.0, 0.5)  # entries, and the range of the decimal logarithms of their curvatures
+CHOICES = {
+    "allgather": "a worker's own",
+    "mean": "the mean's",
+    **{
+        f"reduce {a} {b}": f"owners', {a} + {b}"
+        for a, b in ((1, 1), (2, 2), (1, 4), (3, 3), (1, 8), (4, 4))
+    },
+}
+VALLEY, CURVATURES = (
+    4000,
+    (-3.0, 0.5),
+)  # entries, and the range of the decimal logarithms of their curvatures
 
 
 def sgd(mean: Tensor, steps: int, workers: int = WORKERS, noise: float = 1.0) -> Tensor:
@@ -49,15 +58,18 @@ def sgd(mean: Tensor, steps: int, workers: int = WORKERS, noise: float = 1.0) ->
     return _train(None, mean, steps, range(workers), noise)[0]
 
 
-def compressed(config: dgc.Config, mean: Tensor, steps: int, workers: int = WORKERS, noise: float = 1.0) -> tuple[
-        Tensor, Tensor]:
+def compressed(
+    config: dgc.Config, mean: Tensor, steps: int, workers: int = WORKERS, noise: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Where they are after the last step, and where with what was pending."""
-    return dgc.lockstep.run(lambda: _train(
-        config, mean, steps, [dgc.lockstep.current().world.rank], noise), workers)[0]
+    return dgc.lockstep.run(
+        lambda: _train(config, mean, steps, [dgc.lockstep.current().world.rank], noise), workers
+    )[0]
 
 
-def _train(config: dgc.Config | None, mean: Tensor, steps: int, ranks: range | list[int], noise: float) -> tuple[
-        Tensor, Tensor]:
+def _train(
+    config: dgc.Config | None, mean: Tensor, steps: int, ranks: range | list[int], noise: float
+) -> tuple[Tensor, Tensor]:
     parameter = torch.nn.Parameter(torch.zeros_like(mean))
     optimizer: Any = torch.optim.SGD([parameter], 1.0, MOMENTUM)
     if config is not None:
@@ -80,8 +92,14 @@ def ways(mean: Tensor, steps: int) -> list[dict[str, float]]:
     def way(config: dgc.Config) -> float:
         return float((compressed(config, mean, steps)[1] * mean).sum() / whole)
 
-    return [{"sparsity": s, "masking": way(dgc.Config(s)), "no masking": way(dgc.Config(s, factor_masking=False))}
-            for s in SPARSITIES]
+    return [
+        {
+            "sparsity": s,
+            "masking": way(dgc.Config(s)),
+            "no masking": way(dgc.Config(s, factor_masking=False)),
+        }
+        for s in SPARSITIES
+    ]
 
 
 def behind(mean: Tensor, steps: int, crowds: Sequence[int] = CROWDS) -> list[dict[str, Any]]:
@@ -90,13 +108,19 @@ def behind(mean: Tensor, steps: int, crowds: Sequence[int] = CROWDS) -> list[dic
     ahead = {n: sgd(mean, steps, n, noise) for n, noise in noises.items()}
 
     def distances(config: dgc.Config) -> dict[int, float]:
-        return {n: float((compressed(config, mean, steps, n, noise)[0] - ahead[n]).norm())
-                for n, noise in noises.items()}
+        return {
+            n: float((compressed(config, mean, steps, n, noise)[0] - ahead[n]).norm())
+            for n, noise in noises.items()
+        }
 
-    found = [distances(dgc.Config(sparsity, factor_masking=False, exchange=exchange))
-             for exchange, sparsity in EXCHANGES]
-    return [{"exchange": exchange, "sparsity": sparsity, **{n: row[n] / found[0][n] for n in crowds}}
-            for (exchange, sparsity), row in zip(EXCHANGES, found, strict=True)]
+    found = [
+        distances(dgc.Config(sparsity, factor_masking=False, exchange=exchange))
+        for exchange, sparsity in EXCHANGES
+    ]
+    return [
+        {"exchange": exchange, "sparsity": sparsity, **{n: row[n] / found[0][n] for n in crowds}}
+        for (exchange, sparsity), row in zip(EXCHANGES, found, strict=True)
+    ]
 
 
 def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tuple[Tensor, float]:
@@ -109,7 +133,9 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
         steps: how many.
     """
     draw = torch.Generator().manual_seed(0)
-    curvature = 10 ** (CURVATURES[0] + (CURVATURES[1] - CURVATURES[0]) * torch.rand(VALLEY, generator=draw))
+    curvature = 10 ** (
+        CURVATURES[0] + (CURVATURES[1] - CURVATURES[0]) * torch.rand(VALLEY, generator=draw)
+    )
     noise, k, losses = (curvature * workers / WORKERS).sqrt(), select.count(sparsity, VALLEY), []
     x, u, v, sums = torch.zeros(VALLEY), *torch.zeros(3, workers, VALLEY)
     owner = Regions(VALLEY, workers, x.device).owner(torch.arange(VALLEY))
@@ -133,7 +159,7 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
             v -= sent
         x = x - 0.2 * (1 - sparsity) * sent.mean(0)
         losses.append(float((curvature * x * x).sum() / 2))
-    return x, sum(losses[steps // 4:]) / len(losses[steps // 4:])
+    return x, sum(losses[steps // 4 :]) / len(losses[steps // 4 :])
 
 
 def _largest(large: Tensor, v: Tensor, k: int) -> Tensor:
@@ -145,30 +171,60 @@ def _largest(large: Tensor, v: Tensor, k: int) -> Tensor:
 def remaining(sparsity: float, steps: int) -> list[dict[str, Any]]:
     """By choice and number of workers, over dense training's."""
     dense = {n: valley(None, sparsity, n, steps)[1] for n in CROWDS}
-    return [{"chosen": chosen, "sparsity": sparsity,
-             **{n: valley(choice, sparsity, n, steps)[1] / dense[n] for n in CROWDS}}
-            for choice, chosen in CHOICES.items()]
+    return [
+        {
+            "chosen": chosen,
+            "sparsity": sparsity,
+            **{n: valley(choice, sparsity, n, steps)[1] / dense[n] for n in CROWDS},
+        }
+        for choice, chosen in CHOICES.items()
+    ]
 
 
-def main(out: Out = None,
-         scale: Annotated[float, typer.Option(min=0, help="Standard deviation of the means.")] = 0.1,
-         steps: Annotated[int, typer.Option(min=1)] = 2000) -> None:
+def main(
+    out: Out = None,
+    scale: Annotated[float, typer.Option(min=0, help="Standard deviation of the means.")] = 0.1,
+    steps: Annotated[int, typer.Option(min=1)] = 2000,
+) -> None:
     """Measures and prints all three."""
     torch.set_num_threads(1)
     mean = scale * torch.randn(SHAPE, generator=torch.Generator().manual_seed(WORKERS))
-    found = {"way": ways(mean, steps), "behind": behind(mean, steps),
-             "valley": [row for sparsity in (0.75, 0.99) for row in remaining(sparsity, steps)]}
-    for title, rows in (("the way gone, over that of torch's SGD", found["way"]),
-                        ("distance behind torch's SGD, by workers, over all-gather's", found["behind"]),
-                        ("loss that remains, by workers, over dense training's", found["valley"])):
+    found = {
+        "way": ways(mean, steps),
+        "behind": behind(mean, steps),
+        "valley": [row for sparsity in (0.75, 0.99) for row in remaining(sparsity, steps)],
+    }
+    for title, rows in (
+        ("the way gone, over that of torch's SGD", found["way"]),
+        ("distance behind torch's SGD, by workers, over all-gather's", found["behind"]),
+        ("loss that remains, by workers, over dense training's", found["valley"]),
+    ):
         table = Table(*map(str, rows[0]), title=title)
         for row in rows:
-            table.add_row(*(f"{100 * value:g} %" if key == "sparsity" else
-                            value if isinstance(value, str) else f"{value:.2f}" for key, value in row.items()))
+            table.add_row(
+                *(
+                    f"{100 * value:g} %"
+                    if key == "sparsity"
+                    else value
+                    if isinstance(value, str)
+                    else f"{value:.2f}"
+                    for key, value in row.items()
+                )
+            )
         Console().print(table)
     if out:
-        write(out, {"shape": SHAPE, "workers": WORKERS, "momentum": MOMENTUM, "scale": scale, "steps": steps,
-                    "torch": torch.__version__, **found})
+        write(
+            out,
+            {
+                "shape": SHAPE,
+                "workers": WORKERS,
+                "momentum": MOMENTUM,
+                "scale": scale,
+                "steps": steps,
+                "torch": torch.__version__,
+                **found,
+            },
+        )
         print(out)
 
 

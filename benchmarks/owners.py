@@ -41,11 +41,15 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def step(bucket: Bucket, exchange: dgc.config.ExchangeName, workers: int, turn: int) -> dict[str, float]:
+def step(
+    bucket: Bucket, exchange: dgc.config.ExchangeName, workers: int, turn: int
+) -> dict[str, float]:
     """One step of one bucket; seconds of each phase."""
     device = bucket.v.device
-    gradients = {name: Gradient(torch.randn(shape, device=device) ** 3, 0.9)
-                 for name, shape in zip(bucket.names, bucket.shapes, strict=True)}
+    gradients = {
+        name: Gradient(torch.randn(shape, device=device) ** 3, 0.9)
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+    }
     seconds, began = {}, now(device)
     path = reduce(bucket, gradients, dgc.Config(0.999, exchange=exchange), turn, World(0, workers))
     asked = next(path)
@@ -72,10 +76,12 @@ def update_of(path: Path[Update], messages: torch.Tensor) -> Update:
     raise AssertionError("the path asks for more")
 
 
-def main(workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,16,64",
-         repeats: Annotated[int, typer.Option(min=1)] = 7,
-         device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-         out: Out = None) -> None:
+def main(
+    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,16,64",
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    out: Out = None,
+) -> None:
     """Times both exchanges and prints milliseconds."""
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
@@ -83,15 +89,30 @@ def main(workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "4,
     for n in map(int, workers.split(",")):
         for exchange in ("allgather", "reduce"):
             buckets = made(there)
-            every = [[step(bucket, exchange, n, turn) for bucket in buckets] for turn in range(repeats)]
-            best = {phase: 1e3 * min(sum(b.get(phase, 0.0) for b in turn) for turn in every) for phase in PHASES}
+            every = [
+                [step(bucket, exchange, n, turn) for bucket in buckets] for turn in range(repeats)
+            ]
+            best = {
+                phase: 1e3 * min(sum(b.get(phase, 0.0) for b in turn) for turn in every)
+                for phase in PHASES
+            }
             rows.append({"exchange": exchange, "workers": n, **best, "in all": sum(best.values())})
-            print(f"{exchange:>9}, {n:>3} workers: "
-                  + ", ".join(f"{phase} {rows[-1][phase]:.1f} ms" for phase in (*PHASES, "in all")))
+            print(
+                f"{exchange:>9}, {n:>3} workers: "
+                + ", ".join(f"{phase} {rows[-1][phase]:.1f} ms" for phase in (*PHASES, "in all"))
+            )
     if out:
-        write(out, {"benchmark": "owners", "entries": sum(b.numel for b in buckets), "rows": rows,
-                    "device": str(there), "torch": torch.__version__,
-                    "machine": platform.processor() or platform.machine()})
+        write(
+            out,
+            {
+                "benchmark": "owners",
+                "entries": sum(b.numel for b in buckets),
+                "rows": rows,
+                "device": str(there),
+                "torch": torch.__version__,
+                "machine": platform.processor() or platform.machine(),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -22,17 +22,25 @@ from dgc.compression.wire import Layout
 NUMEL, RANKS = 1 << 23, (4, 64)
 
 
-def main(repeats: Annotated[int, typer.Option(min=1)] = 15,
-         bits: Annotated[int, typer.Option(help="Of a value.")] = 16,
-         out: Out = None) -> None:
+def main(
+    repeats: Annotated[int, typer.Option(min=1)] = 15,
+    bits: Annotated[int, typer.Option(help="Of a value.")] = 16,
+    out: Out = None,
+) -> None:
     """Times decoding, and prints nanoseconds for each received entry."""
     torch.set_num_threads(1)
     bucket = Bucket("benchmark", {"w": torch.empty(2, NUMEL // 2)}, velocity=False)
     k = select.count(0.999, NUMEL)
     layout, kernel = Layout(bucket, [k], bits), kernels.module_for("cpu", torch.float32)
     of_one_row = torch.zeros(k, dtype=torch.int64)
-    messages = torch.cat([layout.rows.encode(of_one_row, torch.randperm(NUMEL)[:k].sort().values, torch.randn(k), 1)[0]
-                          for _ in range(max(RANKS))])
+    messages = torch.cat(
+        [
+            layout.rows.encode(
+                of_one_row, torch.randperm(NUMEL)[:k].sort().values, torch.randn(k), 1
+            )[0]
+            for _ in range(max(RANKS))
+        ]
+    )
     target, medians = torch.zeros(2, NUMEL // 2), []
     for ranks in RANKS:
         seconds = []
@@ -44,9 +52,20 @@ def main(repeats: Annotated[int, typer.Option(min=1)] = 15,
     slope = 1e9 * (medians[1] - medians[0]) / ((RANKS[1] - RANKS[0]) * k)
     print(f"{kernel.__name__}: {slope:.1f} ns for each entry received")
     if out:
-        write(out, {"benchmark": "receive", "kernel": kernel.__name__, "numel": NUMEL, "entries": k, "bits": bits,
-                    "ranks": RANKS,
-                    "repeats": repeats, "median_seconds": medians, "ns_per_entry": slope})
+        write(
+            out,
+            {
+                "benchmark": "receive",
+                "kernel": kernel.__name__,
+                "numel": NUMEL,
+                "entries": k,
+                "bits": bits,
+                "ranks": RANKS,
+                "repeats": repeats,
+                "median_seconds": medians,
+                "ns_per_entry": slope,
+            },
+        )
 
 
 if __name__ == "__main__":

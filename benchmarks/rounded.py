@@ -42,19 +42,30 @@ def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
     raise AssertionError("a rounded sum takes two rounds")
 
 
-def main(numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000, repeats: Annotated[int, typer.Option(min=1)] = 5,
-         out: Out = None) -> None:
+def main(
+    numel: Annotated[int, typer.Option(min=10_000)] = 25_000_000,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    out: Out = None,
+) -> None:
     """Times rounded sums, and prints nanoseconds for each entry."""
     torch.set_num_threads(1)
     compile_ahead(torch.float32)
     gradient, medians = torch.randn(numel), dict[int, float]()
     for size in RANKS:
         bucket = Bucket("benchmark", {"w": torch.empty(numel)}, velocity=False)
-        medians[size] = statistics.median([seconds(bucket, gradient, size) for _ in range(1 + repeats)][1:])
+        medians[size] = statistics.median(
+            [seconds(bucket, gradient, size) for _ in range(1 + repeats)][1:]
+        )
         print(f"{size} ranks: {1e9 * medians[size] / numel:.1f} ns for each entry")
-    result: dict[str, Any] = {"benchmark": "rounded", "numel": numel, "repeats": repeats, "median_seconds": medians,
-                              "ns_per_entry": 1e9 * statistics.median(medians.values()) / numel,
-                              "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    result: dict[str, Any] = {
+        "benchmark": "rounded",
+        "numel": numel,
+        "repeats": repeats,
+        "median_seconds": medians,
+        "ns_per_entry": 1e9 * statistics.median(medians.values()) / numel,
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
     if out:
         write(out, result)
 

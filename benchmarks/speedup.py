@@ -34,11 +34,16 @@ FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
 WORK = {"alexnet": (512, 0.714e9), "resnet50": (32, 4.09e9), "lstm": (20 * 35, 51.0e6)}
 WORK_TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50", "lstm": "LSTM"}
 LSTM_LAYER = ((6000, 1500), (6000, 1500), (6000,), (6000,))
-SHAPES = {"alexnet": tuple(gradients.alexnet()), "resnet50": tuple(gradients.resnet50()),
-          "lstm": ((10_000, 1500), (10_000,), *LSTM_LAYER, *LSTM_LAYER)}  # recipes/ptb.py --size large
+SHAPES = {
+    "alexnet": tuple(gradients.alexnet()),
+    "resnet50": tuple(gradients.resnet50()),
+    "lstm": ((10_000, 1500), (10_000,), *LSTM_LAYER, *LSTM_LAYER),
+}  # recipes/ptb.py --size large
 NETWORKS = ("1gbit", "10gbit")
-PAPER = ((40, "the paper's AlexNet, DGC:\n    more than 40"),  # with 64 nodes
-         (30, "the paper's AlexNet, dense:\n    about 30"))
+PAPER = (
+    (40, "the paper's AlexNet, DGC:\n    more than 40"),  # with 64 nodes
+    (30, "the paper's AlexNet, dense:\n    about 30"),
+)
 CURVES = {"dense": Method("hierarchical ring", "float32"), "DGC": Method("hierarchical", "dgc")}
 
 
@@ -51,8 +56,9 @@ def compute(model: str) -> float:
 def seconds(model: str, network: str, method: Method, nodes: int, overlap: bool) -> float:
     """Of a step."""
     cluster = Cluster(nodes, GPUS, plan.NETWORKS[network], plan.INSIDE["pcie"])
-    return plan.predict(SHAPES[model], cluster, method, compute(model), Config(), plan.LOCAL["gpu"],
-                        overlap).step_seconds
+    return plan.predict(
+        SHAPES[model], cluster, method, compute(model), Config(), plan.LOCAL["gpu"], overlap
+    ).step_seconds
 
 
 def speedup(model: str, network: str, method: Method, nodes: int, overlap: bool) -> float:
@@ -73,33 +79,69 @@ def draw(result: dict[str, Any], out: Path) -> None:
                 axes.plot(result["nodes"], line, style, marker=".", color=colour)
                 ends.append((f"{name}, {title}", (NODES[-1], line[-1]), colour))
         axes.plot(NODES[-1], place, "v", color="black", markersize=8, clip_on=False, zorder=5)
-        axes.text(0.04, 0.95, f"\N{BLACK DOWN-POINTING TRIANGLE} {paper}", va="top", transform=axes.transAxes)
-        axes.set(title=f"{plan.bits(plan.NETWORKS[network].bandwidth)}: a model, not measured", xlim=(0, NODES[-1]),
-                 ylim=(0, NODES[-1]), xlabel="nodes of 4 GPUs", xticks=[n for n in NODES if n > 4])
+        axes.text(
+            0.04,
+            0.95,
+            f"\N{BLACK DOWN-POINTING TRIANGLE} {paper}",
+            va="top",
+            transform=axes.transAxes,
+        )
+        axes.set(
+            title=f"{plan.bits(plan.NETWORKS[network].bandwidth)}: a model, not measured",
+            xlim=(0, NODES[-1]),
+            ylim=(0, NODES[-1]),
+            xlabel="nodes of 4 GPUs",
+            xticks=[n for n in NODES if n > 4],
+        )
         drawing.name_lines(axes, [*ends, ("ideal", (NODES[-1], NODES[-1]), "black")])
     panes[0].set_ylabel("times as fast as one node")
     drawing.save(figure, out)
 
 
-def main(out: Annotated[Path, typer.Option(help="The picture; the numbers lie in results/speedup.json.")] =
-         Path("docs/speedup.png")) -> None:
+def main(
+    out: Annotated[
+        Path, typer.Option(help="The picture; the numbers lie in results/speedup.json.")
+    ] = Path("docs/speedup.png"),
+) -> None:
     """Draws it, and prints the two numbers that the paper states."""
-    results = {str(overlap): {network: {model: {name: [speedup(model, network, method, n, overlap) for n in NODES]
-                                                for name, method in CURVES.items()} for model in WORK}
-                              for network in NETWORKS} for overlap in (False, True)}
-    result = {"nodes": NODES, "compute_seconds": {m: compute(m) for m in WORK}, "speedup_by_overlap": results}
+    results = {
+        str(overlap): {
+            network: {
+                model: {
+                    name: [speedup(model, network, method, n, overlap) for n in NODES]
+                    for name, method in CURVES.items()
+                }
+                for model in WORK
+            }
+            for network in NETWORKS
+        }
+        for overlap in (False, True)
+    }
+    result = {
+        "nodes": NODES,
+        "compute_seconds": {m: compute(m) for m in WORK},
+        "speedup_by_overlap": results,
+    }
     draw(result, out)
     numbers = Path(__file__).parent / "results" / "speedup.json"
     write(numbers, result)
     for overlap in (False, True):
         r = results[str(overlap)]
-        print(f"AlexNet, 64 nodes, {'with' if overlap else 'without'} overlap: dense at 10 Gbit/s "
-              f"{r['10gbit']['alexnet']['dense'][-1]:.1f} (paper: about 30), DGC at 1 Gbit/s "
-              f"{r['1gbit']['alexnet']['DGC'][-1]:.1f} (paper: more than 40), dense at 1 Gbit/s "
-              f"{r['1gbit']['alexnet']['dense'][-1]:.1f}")
+        print(
+            f"AlexNet, 64 nodes, {'with' if overlap else 'without'} overlap: dense at 10 Gbit/s "
+            f"{r['10gbit']['alexnet']['dense'][-1]:.1f} (paper: about 30), DGC at 1 Gbit/s "
+            f"{r['1gbit']['alexnet']['DGC'][-1]:.1f} (paper: more than 40), dense at 1 Gbit/s "
+            f"{r['1gbit']['alexnet']['dense'][-1]:.1f}"
+        )
         for model in ("resnet50", "lstm"):
-            print(f"  {model}: " + ", ".join(f"{name} at {network} {r[network][model][name][-1]:.1f}"
-                                           for network in r for name in CURVES))
+            print(
+                f"  {model}: "
+                + ", ".join(
+                    f"{name} at {network} {r[network][model][name][-1]:.1f}"
+                    for network in r
+                    for name in CURVES
+                )
+            )
 
 
 if __name__ == "__main__":

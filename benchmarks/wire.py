@@ -42,8 +42,12 @@ RING, DGC = Method("ring", "float32"), Method("allgather", "dgc")
 def models() -> dict[str, Shapes]:
     """Their parameters' shapes."""
     resnet20 = tuple(tuple(p.shape) for p in cifar10.resnet(20).parameters())
-    return {"ResNet-50": tuple(plan.MODELS["resnet50"]()), "BERT-large": tuple(plan.MODELS["bert-large"]()),
-            "LSTM": tuple(gradients.lstm()), "ResNet-20": resnet20}
+    return {
+        "ResNet-50": tuple(plan.MODELS["resnet50"]()),
+        "BERT-large": tuple(plan.MODELS["bert-large"]()),
+        "LSTM": tuple(gradients.lstm()),
+        "ResNet-20": resnet20,
+    }
 
 
 def bits_of_entry(shapes: Shapes, sparsity: float, value_bits: int) -> dict[str, float]:
@@ -54,9 +58,17 @@ def bits_of_entry(shapes: Shapes, sparsity: float, value_bits: int) -> dict[str,
     parts = [parts_of(message) for message in messages]
     places, values, headers = (8 * sum(part) / entries for part in zip(*parts, strict=True))
     total = places + values + headers
-    information = sum(ways(message.numel, message.slots) for message in messages) / entries + value_bits
-    return {"places": places, "values": values, "headers": headers, "sum": total, "information": information,
-            "excess": total / information - 1}
+    information = (
+        sum(ways(message.numel, message.slots) for message in messages) / entries + value_bits
+    )
+    return {
+        "places": places,
+        "values": values,
+        "headers": headers,
+        "sum": total,
+        "information": information,
+        "excess": total / information - 1,
+    }
 
 
 def parts_of(message: Sizes) -> tuple[int, int, int]:
@@ -87,50 +99,96 @@ def dense(shapes: Shapes) -> tuple[int, float]:
 def after_warmup(shapes: Shapes, value_bits: int) -> dict[str, float]:
     """How many times fewer bytes than dense, at the largest sparsity."""
     config = dgc.Config(SPARSITIES[-1], value_bits=value_bits)
-    gradient = 0  # bytes that stand for the gradient, each of its sums once, as dense ones are counted
+    gradient = (
+        0  # bytes that stand for the gradient, each of its sums once, as dense ones are counted
+    )
     for bucket in plan.models.buckets(shapes, config):
         whole = Sizes(FLOAT32 * bucket.numel, bucket.numel, bits=value_bits)
         gradient += bucket.sizes.message if bucket.sizes else summed(whole, WORKERS)
-    return {"message_bytes": gradient, "as_the_paper_counts": dense(shapes)[0] / gradient,
-            "on_the_wire": dense(shapes)[1] / sent(shapes, SPARSITIES[-1], value_bits)[1]}
+    return {
+        "message_bytes": gradient,
+        "as_the_paper_counts": dense(shapes)[0] / gradient,
+        "on_the_wire": dense(shapes)[1] / sent(shapes, SPARSITIES[-1], value_bits)[1],
+    }
 
 
 def whole_training(shapes: Shapes, value_bits: int) -> float:
     """How many times fewer bytes leave a worker in all steps of a training than with a float32 ring."""
     schedule = dgc.warmup(WARMUP, steps_per_epoch=STEPS)
-    of = {s: sent(shapes, s, value_bits)[1] for s in {schedule(step) for step in range(EPOCHS * STEPS)}}
+    of = {
+        s: sent(shapes, s, value_bits)[1]
+        for s in {schedule(step) for step in range(EPOCHS * STEPS)}
+    }
     return dense(shapes)[1] / statistics.mean(of[schedule(step)] for step in range(EPOCHS * STEPS))
 
 
 def table(rows: list[dict[str, Any]], value_bits: int) -> Table:
     shown = Table(title="Bits of an entry in a message", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("", "sparsity", "places", "values", "headers", "sum", f"entropy + {value_bits}", "excess"):
+    for heading in (
+        "",
+        "sparsity",
+        "places",
+        "values",
+        "headers",
+        "sum",
+        f"entropy + {value_bits}",
+        "excess",
+    ):
         shown.add_column(heading, justify="right" if heading else "left")
     for row in rows:
-        figures = (f"{row[part]:.2f}" for part in ("places", "values", "headers", "sum", "information"))
-        shown.add_row(row["model"], f"{100 * row['sparsity']:g} %", *figures, f"{100 * row['excess']:.1f} %",
-                      end_section=row["sparsity"] == SPARSITIES[-1])
+        figures = (
+            f"{row[part]:.2f}" for part in ("places", "values", "headers", "sum", "information")
+        )
+        shown.add_row(
+            row["model"],
+            f"{100 * row['sparsity']:g} %",
+            *figures,
+            f"{100 * row['excess']:.1f} %",
+            end_section=row["sparsity"] == SPARSITIES[-1],
+        )
     return shown
 
 
-def main(value_bits: Annotated[int, typer.Option(help="As in dgc.Config.")] = 4, out: Out = None) -> None:
+def main(
+    value_bits: Annotated[int, typer.Option(help="As in dgc.Config.")] = 4, out: Out = None
+) -> None:
     """Prints the bits of an entry and the ratios to dense training."""
     shapes = models()
-    rows = [{"model": name, "sparsity": sparsity, **bits_of_entry(of, sparsity, value_bits)}
-            for name, of in shapes.items() for sparsity in SPARSITIES]
+    rows = [
+        {"model": name, "sparsity": sparsity, **bits_of_entry(of, sparsity, value_bits)}
+        for name, of in shapes.items()
+        for sparsity in SPARSITIES
+    ]
     ratios = {name: after_warmup(shapes[name], value_bits) for name in ("ResNet-50", "LSTM")}
     whole = whole_training(shapes["ResNet-20"], value_bits)
     Console(width=80).print(table(rows, value_bits))
     for name, ratio in ratios.items():
         counted, on_the_wire = ratio["as_the_paper_counts"], ratio["on_the_wire"]
-        print(f"{name} at {100 * SPARSITIES[-1]:g} %: {counted:.0f} times fewer bytes as the paper counts, "
-              f"{on_the_wire:.0f} on the wire")
-    print(f"ResNet-20, {EPOCHS} epochs, {WARMUP} of them warm-up: {whole:.0f} times fewer bytes on the wire\n"
-          f"On the wire: what leaves one of {WORKERS} workers, beside a float32 ring")
+        print(
+            f"{name} at {100 * SPARSITIES[-1]:g} %: {counted:.0f} times fewer bytes as the paper counts, "
+            f"{on_the_wire:.0f} on the wire"
+        )
+    print(
+        f"ResNet-20, {EPOCHS} epochs, {WARMUP} of them warm-up: {whole:.0f} times fewer bytes on the wire\n"
+        f"On the wire: what leaves one of {WORKERS} workers, beside a float32 ring"
+    )
     if out:
-        write(out, {"benchmark": "wire", "value_bits": value_bits, "workers": WORKERS, "bits_of_entry": rows,
-                    "after_warmup": ratios, "whole_training": {"model": "ResNet-20", "epochs": EPOCHS,
-                                                               "warmup_epochs": WARMUP, "on_the_wire": whole}})
+        write(
+            out,
+            {
+                "benchmark": "wire",
+                "value_bits": value_bits,
+                "workers": WORKERS,
+                "bits_of_entry": rows,
+                "after_warmup": ratios,
+                "whole_training": {
+                    "model": "ResNet-20",
+                    "epochs": EPOCHS,
+                    "warmup_epochs": WARMUP,
+                    "on_the_wire": whole,
+                },
+            },
+        )
 
 
 if __name__ == "__main__":

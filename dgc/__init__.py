@@ -1,4 +1,6 @@
-"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018) for PyTorch, over Horovod or torch.distributed."""
+"""Deep Gradient Compression (Lin, Han, Mao, Wang, Dally; ICLR 2018) for PyTorch, over Horovod or
+torch.distributed.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,39 @@ if TYPE_CHECKING:
     from dgc.frontends.ddp import register_comm_hook
     from dgc.transport import lockstep
 
-__all__ = ["Average", "Config", "DistributedOptimizer", "Report", "Residuals", "Sum", "__version__", "adaptive",
-           "broadcast_parameters", "constant", "dense_until", "load_checkpoint", "lockstep", "piecewise",
-           "register_comm_hook", "save_checkpoint", "warmup"]
+__all__ = [
+    "Average",
+    "Config",
+    "DistributedOptimizer",
+    "Report",
+    "Residuals",
+    "Sum",
+    "__version__",
+    "adaptive",
+    "broadcast_parameters",
+    "constant",
+    "dense_until",
+    "load_checkpoint",
+    "lockstep",
+    "piecewise",
+    "register_comm_hook",
+    "save_checkpoint",
+    "warmup",
+]
 
 # Imported where used: not every training needs them, and one of them needs Horovod.
-_MODULES = {"checkpoint": "dgc.checkpoint", "elastic": "dgc.elastic", "lockstep": "dgc.transport.lockstep",
-            "tune": "dgc.tune"}
-_NAMES = {"Residuals": "dgc.checkpoint", "load_checkpoint": "dgc.checkpoint", "save_checkpoint": "dgc.checkpoint",
-          "register_comm_hook": "dgc.frontends.ddp"}
+_MODULES = {
+    "checkpoint": "dgc.checkpoint",
+    "elastic": "dgc.elastic",
+    "lockstep": "dgc.transport.lockstep",
+    "tune": "dgc.tune",
+}
+_NAMES = {
+    "Residuals": "dgc.checkpoint",
+    "load_checkpoint": "dgc.checkpoint",
+    "save_checkpoint": "dgc.checkpoint",
+    "register_comm_hook": "dgc.frontends.ddp",
+}
 
 
 def __dir__() -> list[str]:

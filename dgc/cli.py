@@ -1,5 +1,5 @@
-"""The ``dgc`` command: does it pay (plan), when is how much sent (schedule), what is best for a script (tune), does it
-work here (doctor).
+"""The ``dgc`` command: does it pay (plan), when is how much sent (schedule), what is best for a
+script (tune), does it work here (doctor).
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from dgc.plan import commands
 from dgc.terminal import Json, console, size
 from dgc.user_code import TheirError
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                  help="Deep Gradient Compression: plan, schedule, tune, and check. "
-                       "[bold]dgc COMMAND --help[/bold] shows examples.")
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Deep Gradient Compression: plan, schedule, tune, and check. "
+    "[bold]dgc COMMAND --help[/bold] shows examples.",
+)
 app.command()(commands.plan)
 app.command()(commands.schedule)
 
@@ -32,11 +36,15 @@ def run() -> int:
         if getattr(sys, stream) is None:  # closed by whoever started this
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a bar that a locale's encoding lacks is no reason to fail
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a bar that a locale's encoding lacks is no reason to fail
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="dgc", standalone_mode=False)
     except Exception as error:
-        if hasattr(error, "format_message"):  # a usage error; click's class has no public name in typer
+        if hasattr(
+            error, "format_message"
+        ):  # a usage error; click's class has no public name in typer
             command = getattr(getattr(error, "ctx", None), "command_path", "dgc")
             print(f"{command}: {' '.join(error.format_message().split())}", file=sys.stderr)
             return int(getattr(error, "exit_code", 2))
@@ -52,24 +60,44 @@ def run() -> int:
 
 # -- tune --------------------------------------------------------------------------------------------------------------
 
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def tune(
-        command: Annotated[list[str], typer.Argument(
-            metavar="COMMAND", help="With {sparsity}; may have {clip_norm}, {factor_masking}, {epochs}, {trial}, "
-                                       "{out} (a file in the trial's folder).")],
-        epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
-        maximize: Annotated[bool, typer.Option(
-            "--maximize/--minimize", help="Whether more of the metric is better.", show_default=False)],
-        trials: Annotated[int, typer.Option(min=2, help="Of the study, in all.")] = 20,
-        jobs: Annotated[int, typer.Option(min=1, help="Trials at a time; they share GPUs and cores.")] = 1,
-        study: Annotated[Path, typer.Option(
-            file_okay=False, help="Folder of the search; an unfinished one goes on.")] = Path("tune"),
-        metric: Annotated[str, typer.Option(help="Its name.")] = "metric",
-        clip_norm: Annotated[float | None, typer.Option(
-            min=0, help="Bound on the gradient's norm today, 0 for none: search it.")] = None,
-        tolerance: Annotated[float, typer.Option(
-            min=0, help="How much worse than the paper's the recommended metric may be.")] = 0.0,
-        as_json: Json = False) -> None:
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            help="With {sparsity}; may have {clip_norm}, {factor_masking}, {epochs}, {trial}, "
+            "{out} (a file in the trial's folder).",
+        ),
+    ],
+    epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
+    maximize: Annotated[
+        bool,
+        typer.Option(
+            "--maximize/--minimize",
+            help="Whether more of the metric is better.",
+            show_default=False,
+        ),
+    ],
+    trials: Annotated[int, typer.Option(min=2, help="Of the study, in all.")] = 20,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Trials at a time; they share GPUs and cores.")
+    ] = 1,
+    study: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder of the search; an unfinished one goes on.")
+    ] = Path("tune"),
+    metric: Annotated[str, typer.Option(help="Its name.")] = "metric",
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(min=0, help="Bound on the gradient's norm today, 0 for none: search it."),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0, help="How much worse than the paper's the recommended metric may be."),
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
     """Searches sparsity, warm-up and clipping for your own script: the metric against the bytes sent.
 
     [bold]A script that takes a schedule:[/bold]
@@ -97,7 +125,14 @@ def tune(
     report. 2: the command line or the study is wrong. 130: stopped.
     """
     from dgc.tune.study import draw, search  # needs optuna, which other commands do not
-    task = {"command": command, "metric": metric, "maximize": maximize, "epochs": epochs, "clip_norm": clip_norm}
+
+    task = {
+        "command": command,
+        "metric": metric,
+        "maximize": maximize,
+        "epochs": epochs,
+        "clip_norm": clip_norm,
+    }
     try:
         found = search(task, study, trials, jobs, tolerance)
     except ValueError as error:
@@ -116,27 +151,48 @@ def tune(
 
 def _print_found(found: dict[str, Any]) -> None:
     trials = {each["trial"]: each for each in found["trials"]}
-    paper, best, metric = trials[found["paper"]], trials[found["recommended"]], found["task"]["metric"]
+    paper, best, metric = (
+        trials[found["paper"]],
+        trials[found["recommended"]],
+        found["task"]["metric"],
+    )
     table = Table(title=f"the front of {len(trials)} trials")
     for column in ("trial", "schedule", "clip_norm", metric, "bytes", "of the paper's"):
-        table.add_column(column, justify="left" if column == "schedule" else "right", overflow="fold")
-    for number in dict.fromkeys([*found["front"], found["paper"], found["dense"] or found["paper"]]):
+        table.add_column(
+            column, justify="left" if column == "schedule" else "right", overflow="fold"
+        )
+    for number in dict.fromkeys(
+        [*found["front"], found["paper"], found["dense"] or found["paper"]]
+    ):
         each = trials[number]
-        table.add_row(f"{number} ({each['kind']})", each["sparsity"], each["clip_norm"], f"{each['metric']:.6g}",
-                      size(each["bytes_sent"]), f"{100 * each['bytes_sent'] / paper['bytes_sent']:.3g} %",
-                      style="bold" if each is best else "")
+        table.add_row(
+            f"{number} ({each['kind']})",
+            each["sparsity"],
+            each["clip_norm"],
+            f"{each['metric']:.6g}",
+            size(each["bytes_sent"]),
+            f"{100 * each['bytes_sent'] / paper['bytes_sent']:.3g} %",
+            style="bold" if each is best else "",
+        )
     console().print(table)
-    print(f"Recommended: trial {best['trial']}, the fewest bytes whose {metric} is no worse than the paper's, "
-          f"{paper['metric']:.6g}. To paste:\n  {found['line']}")
+    print(
+        f"Recommended: trial {best['trial']}, the fewest bytes whose {metric} is no worse than the paper's, "
+        f"{paper['metric']:.6g}. To paste:\n  {found['line']}"
+    )
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
+
 @app.command()
 def doctor(
-        limit: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds for each self-test.")] = health.LIMIT,
-        as_json: Json = False) -> None:
-    """Tells what is installed and built, which kernels will run, and tries it between two local processes.
+    limit: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds for each self-test.")
+    ] = health.LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Tells what is installed and built, which kernels will run, and tries it between two local
+    processes.
 
     Ends with status 1 where something that is installed does not work.
 
@@ -144,7 +200,9 @@ def doctor(
 
       dgc doctor --json | jq .problems
     """
-    with Console(stderr=True).status("Two processes try it. This takes up to a minute, and longer the first time ..."):
+    with Console(stderr=True).status(
+        "Two processes try it. This takes up to a minute, and longer the first time ..."
+    ):
         found = health.examine(limit)
     if as_json:
         print(json.dumps(found, indent=1))
@@ -154,7 +212,11 @@ def doctor(
 
 
 def _print_health(found: dict[str, Any]) -> None:
-    rows = {name: about for name, about in found.items() if name not in ("self_test", "problems", "advice")}
+    rows = {
+        name: about
+        for name, about in found.items()
+        if name not in ("self_test", "problems", "advice")
+    }
     rows |= {f"self-test, {name}": about for name, about in found["self_test"].items()}
     table = Table(show_header=False)
     table.add_column(style="bold")

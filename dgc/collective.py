@@ -21,21 +21,25 @@ class Collective:
     - ``gather``: every rank's tensor, stacked: (N, *shape), in the order of ranks.
     - ``sum``: their sum, by ring allreduce. The tensor may be overwritten.
     - ``share``: the root's tensor. The tensor may be overwritten.
-    - ``alltoall``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in the order of ranks.
+    - ``alltoall``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in
+      the order of ranks.
     """
 
     op: Operation
     tensor: Tensor
     root: int = 0  # a rank within the group; the transport translates it
-    group: Literal["world", "node", "across"] = "world"  # all | those of this rank's node | its like, one of each node
+    group: Literal["world", "node", "across"] = (
+        "world"  # all | those of this rank's node | its like, one of each node
+    )
 
 
 @dataclass(frozen=True)
 class World:
     """The ranks that exchange gradients, numbered node by node.
 
-    A node's ranks average their gradients before these are compressed: then each of them has the same u and v, and one
-    contributes what one rank does otherwise. Of ``node_size`` 1, the default, each rank is a node of its own.
+    A node's ranks average their gradients before these are compressed: then each of them has the
+    same u and v, and one contributes what one rank does otherwise. Of ``node_size`` 1, the default,
+    each rank is a node of its own.
     """
 
     rank: int
@@ -62,7 +66,9 @@ class World:
         return World(self.rank, self.size)
 
     def divisor(self, average: bool) -> float:
-        """The divisor of the sum over nodes; where ranks are added up, a node's average counts once for each rank."""
+        """The divisor of the sum over nodes; where ranks are added up, a node's average counts once
+        for each rank.
+        """
         return self.nodes if average else 1 / self.node_size
 
     def members(self, group: str) -> range:
@@ -70,7 +76,11 @@ class World:
         if group == "node":
             first = self.node * self.node_size
             return range(first, first + self.node_size)
-        return range(self.local_rank, self.size, self.node_size) if group == "across" else range(self.size)
+        return (
+            range(self.local_rank, self.size, self.node_size)
+            if group == "across"
+            else range(self.size)
+        )
 
     def partition(self, group: str) -> list[range]:
         """All groups of one kind, ``node`` or ``across``: each rank is in one of them."""
@@ -78,27 +88,34 @@ class World:
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
 
 
-Path = Generator[Collective, Tensor, T]  # the way of a bucket; most return an update (dgc.paths.averaged)
+Path = Generator[
+    Collective, Tensor, T
+]  # the way of a bucket; most return an update (dgc.paths.averaged)
 
 
 class AbandonedError(Exception):
     """Thrown into a path that is given up, which puts back what it has taken.
 
-    A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it is: that may be as the
-    interpreter ends, when torch aborts the process if it is asked for a view.
+    A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it
+    is: that may be as the interpreter ends, when torch aborts the process if it is asked for a
+    view.
     """
 
 
 def sent_bytes(collective: Collective, world: World) -> float:
-    """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of a share, which all
-    but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows but its own, (N-1)/N M.
+    """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of
+    a share, which all but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows
+    but its own, (N-1)/N M.
     """
     n = len(world.members(collective.group))
     others = (n - 1) / n
     return {"gather": n - 1, "sum": 2 * others, "share": others, "alltoall": others}[
-        collective.op] * collective.tensor.nbytes
+        collective.op
+    ] * collective.tensor.nbytes
 
 
 def dense_bytes(numel: int, size: int) -> float:
-    """Bytes that one of so many ranks puts on the wire for a ring allreduce of so many entries in float32."""
+    """Bytes that one of so many ranks puts on the wire for a ring allreduce of so many entries in
+    float32.
+    """
     return 2 * (size - 1) / size * 4 * numel

@@ -1,4 +1,6 @@
-"""The self-test: packages and builds, the kernels that will run, and a few steps between two local processes."""
+"""The self-test: packages and builds, the kernels that will run, and a few steps between two local
+processes.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,21 @@ from dgc.user_code import end
 from dgc.version import __version__
 
 LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
-CYCLE = 5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes
+CYCLE = (
+    5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes
+)
 STEPS = 3
-PACKAGES = {"numba": "compression on CPUs becomes 3 to 10 times faster", "triton": "compression on GPUs needs it",
-            "optuna": "dgc tune needs it", "matplotlib": "pictures need it"}
+PACKAGES = {
+    "numba": "compression on CPUs becomes 3 to 10 times faster",
+    "triton": "compression on GPUs needs it",
+    "optuna": "dgc tune needs it",
+    "matplotlib": "pictures need it",
+}
 
 
 def examine(limit: float = LIMIT) -> dict[str, Any]:
-    """Examines all of it, as plain values. ``problems`` names what is installed and does not work; it is empty if all
-    does. ``advice`` is what would make it faster.
+    """Examines all of it, as plain values. ``problems`` names what is installed and does not work;
+    it is empty if all does. ``advice`` is what would make it faster.
 
     Args:
         limit: seconds after which a self-test has failed, and its processes are ended.
@@ -46,15 +54,26 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is among the problems
-        compilers = {kind: kernels.COMPILERS.get(kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2],
-                                                 "plain torch")
-                     for kind in (("cpu", "cuda") if has_gpu else ("cpu",))}
+        compilers = {
+            kind: kernels.COMPILERS.get(
+                kernels.module_for(kind, torch.float32).__name__.rpartition(".")[2], "plain torch"
+            )
+            for kind in (("cpu", "cuda") if has_gpu else ("cpu",))
+        }
     found: dict[str, Any] = {
-        "dgc": __version__, "python": platform.python_version(), "torch": _torch(), "horovod": _horovod(),
+        "dgc": __version__,
+        "python": platform.python_version(),
+        "torch": _torch(),
+        "horovod": _horovod(),
         **{name: _package(name) for name in PACKAGES},
-        "kernels": compilers}
-    tests = {"torch.distributed": self_test("torch", limit) if torch.distributed.is_available() else
-             {"skipped": "this torch has no torch.distributed"}, "horovod": _test_horovod(found["horovod"], limit)}
+        "kernels": compilers,
+    }
+    tests = {
+        "torch.distributed": self_test("torch", limit)
+        if torch.distributed.is_available()
+        else {"skipped": "this torch has no torch.distributed"},
+        "horovod": _test_horovod(found["horovod"], limit),
+    }
     if has_gpu:
         tests["cuda"] = self_test("cuda", limit)
     found["self_test"] = tests
@@ -65,9 +84,15 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     dist = torch.distributed
     found: dict[str, Any] = {
-        "version": torch.__version__, "cuda": torch.version.cuda, "devices": [],
-        "backends": [name for name in ("gloo", "nccl", "mpi")
-                     if dist.is_available() and getattr(dist, f"is_{name}_available")()]}
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [],
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi")
+            if dist.is_available() and getattr(dist, f"is_{name}_available")()
+        ],
+    }
     try:
         found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     except Exception as error:  # they are there, but the driver is older than torch's CUDA, say
@@ -76,13 +101,17 @@ def _torch() -> dict[str, Any]:
 
 
 def _package(name: str, module: str = "") -> dict[str, Any] | None:
-    """The version of a package, or the error with which it is imported; None where it is not installed."""
+    """The version of a package, or the error with which it is imported; None where it is not
+    installed.
+    """
     if importlib.util.find_spec(name) is None:
         return None
     found: dict[str, Any] = {}
     try:
         imported = importlib.import_module(module or name)
-        found["version"] = getattr(imported, "__version__", None) or importlib.metadata.version(name)
+        found["version"] = getattr(imported, "__version__", None) or importlib.metadata.version(
+            name
+        )
     except Exception as error:  # also what a library built for another torch raises
         found["error"] = _line(error)
     return found
@@ -92,7 +121,11 @@ def _horovod() -> dict[str, Any] | None:
     found = _package("horovod", "horovod.torch")
     if found and "error" not in found:
         hvd = importlib.import_module("horovod.torch")
-        found["built"] = [name for name in ("gloo", "mpi", "nccl", "cuda", "rocm") if getattr(hvd, f"{name}_built")()]
+        found["built"] = [
+            name
+            for name in ("gloo", "mpi", "nccl", "cuda", "rocm")
+            if getattr(hvd, f"{name}_built")()
+        ]
     return found
 
 
@@ -117,8 +150,10 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
         if found[name] is None:
             yield f"pip install {name}: {why}"
     if found["horovod"] and not os.environ.get("HOROVOD_CYCLE_TIME"):
-        yield (f"set HOROVOD_CYCLE_TIME, else Horovod asks all ranks for work every millisecond, which takes the "
-               f"processor's time; {CYCLE} suits dgc's few, large messages (horovodrun --cycle-time-ms {CYCLE})")
+        yield (
+            f"set HOROVOD_CYCLE_TIME, else Horovod asks all ranks for work every millisecond, which takes the "
+            f"processor's time; {CYCLE} suits dgc's few, large messages (horovodrun --cycle-time-ms {CYCLE})"
+        )
 
 
 def _test_horovod(horovod: dict[str, Any] | None, limit: float) -> dict[str, Any]:
@@ -131,29 +166,43 @@ def _test_horovod(horovod: dict[str, Any] | None, limit: float) -> dict[str, Any
         try:
             socket.getaddrinfo(name, None)
         except OSError:  # over gloo it then ends by a signal
-            test["error"] += f"; {name!r}, this machine's name, does not resolve, which Horovod needs: see /etc/hosts"
+            test["error"] += (
+                f"; {name!r}, this machine's name, does not resolve, which Horovod needs: see /etc/hosts"
+            )
     return test
 
 
 # -- two local processes -----------------------------------------------------------------------------------------------
 
+
 def self_test(kind: str, limit: float) -> dict[str, Any]:
-    """Some steps of DGC between two processes of this machine, over ``torch`` or ``horovod``; or in one on the GPU, as
-    two ranks in lockstep (``cuda``).
+    """Some steps of DGC between two processes of this machine, over ``torch`` or ``horovod``; or in
+    one on the GPU, as two ranks in lockstep (``cuda``).
 
     Returns:
         ``{"seconds": ...}``, or ``{"error": one line}``. The processes have ended.
     """
-    launchers = {"torch": "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2",
-                 "horovod": f"-m horovod.runner.launch --gloo -np 2 {sys.executable}", "cuda": ""}
-    # The processes import this very package, also from another folder: -m looks into the current one first.
+    launchers = {
+        "torch": "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2",
+        "horovod": f"-m horovod.runner.launch --gloo -np 2 {sys.executable}",
+        "cuda": "",
+    }
+    # The processes import this very package, also from another folder: -m looks into the current
+    # one first.
     path = os.pathsep.join(map(os.path.abspath, [str(Path(__file__).parents[1]), *sys.path]))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, *launchers[kind].split(), "-m", "dgc.doctor", kind, folder], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-            cwd=folder, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+            [sys.executable, *launchers[kind].split(), "-m", "dgc.doctor", kind, folder],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
         try:
             log, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -172,14 +221,21 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
 def _train(device: str, folder: str) -> None:
     """Trains, and writes the parameters that a rank ends with."""
     if device == "cpu":
-        kernels.compile_ahead(torch.float32)  # so that they are tried here, and in the cache when a training wants them
+        kernels.compile_ahead(
+            torch.float32
+        )  # so that they are tried here, and in the cache when a training wants them
     world = find().world
     assert world is not None
     torch.manual_seed(world.rank)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+    ).to(device)
     broadcast_parameters(model.state_dict())
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(),
-                                     Config(sparsity=0.99, min_numel=1))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        model.named_parameters(),
+        Config(sparsity=0.99, min_numel=1),
+    )
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 32, device=device)).square().mean().backward()
@@ -195,6 +251,7 @@ def main(kind: str, folder: str) -> None:
         lockstep.run(lambda: _train("cuda", folder), 2)
     elif kind == "horovod":
         import horovod.torch as hvd
+
         hvd.init()
         _train("cpu", folder)
     else:

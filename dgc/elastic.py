@@ -15,7 +15,8 @@ from dgc.engine.engine import engine_of
 
 
 class TorchState(hvd.elastic.TorchState):
-    """``hvd.elastic.TorchState``, which also commits, restores and regroups what DistributedOptimizers have pending.
+    """``hvd.elastic.TorchState``, which also commits, restores and regroups what
+    DistributedOptimizers have pending.
 
     ::
 
@@ -31,12 +32,25 @@ class TorchState(hvd.elastic.TorchState):
     them, and a warning estimates how much it was.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
-                 **kwargs: Any):
-        kinds = {torch.amp.GradScaler: _ScalerHandler, torch.optim.lr_scheduler.LRScheduler: _StateDictHandler}
-        held = {name: (value, handler) for name, value in kwargs.items() for kind, handler in kinds.items()
-                if isinstance(value, kind)}
-        super().__init__(model=model, optimizer=optimizer, **{k: v for k, v in kwargs.items() if k not in held})
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ):
+        kinds = {
+            torch.amp.GradScaler: _ScalerHandler,
+            torch.optim.lr_scheduler.LRScheduler: _StateDictHandler,
+        }
+        held = {
+            name: (value, handler)
+            for name, value in kwargs.items()
+            for kind, handler in kinds.items()
+            if isinstance(value, kind)
+        }
+        super().__init__(
+            model=model, optimizer=optimizer, **{k: v for k, v in kwargs.items() if k not in held}
+        )
         for name, (value, handler) in held.items():
             setattr(self, name, value)
             self._handlers[name] = handler(value)
@@ -72,21 +86,28 @@ class _Handler(stock.OptimizerStateHandler):
         super().sync()
         settings = engine_of(self.value).settings
         if is_known(settings.config.sparsity):
-            settings.config = replace(settings.config, sparsity=hvd.broadcast_object(settings.config.sparsity))
+            settings.config = replace(
+                settings.config, sparsity=hvd.broadcast_object(settings.config.sparsity)
+            )
 
     def restore(self) -> None:
         engine = engine_of(self.value)
         engine.roll_back()
-        # It takes the tensors that it is given, and steps change them; the commit may be wanted again.
+        # It takes the tensors that it is given, and steps change them; the commit may be wanted
+        # again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine.restore(self._residuals)
 
 
 class _StateDictHandler(stock.SamplerStateHandler):
-    """Broadcasts a state dict, as of a sampler; without a handler each rank would make another object."""
+    """Broadcasts a state dict, as of a sampler; without a handler each rank would make another
+    object.
+    """
 
     def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved_sampler_state))  # the commit may be wanted again
+        self.value.load_state_dict(
+            copy.deepcopy(self._saved_sampler_state)
+        )  # the commit may be wanted again
 
 
 class _ScalerHandler(_StateDictHandler):

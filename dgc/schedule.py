@@ -1,8 +1,9 @@
 """Schedules: the optimizer's step -> the share of entries kept back.
 
-A schedule is only a function of the step, so any callable will do. Those here are small frozen objects:
-they compare, pickle and print, which a closure does not. :func:`adaptive` alone looks at more than the step: its object
-holds the settings and the law, and what it has found lies with the optimizer's learning rate.
+A schedule is only a function of the step, so any callable will do. Those here are small frozen
+objects: they compare, pickle and print, which a closure does not. :func:`adaptive` alone looks at
+more than the step: its object holds the settings and the law, and what it has found lies with the
+optimizer's learning rate.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from dgc.config import check_sparsity
 
 FIRST = 0.75  # where a warm-up begins
 MAX_PARTS = 10_000  # parts of a warm-up, each of which is written down
-ROUNDED_PARTS = 10  # with a rounded factor; of more, its error would add up => 0.995 as 1 never warms up
+ROUNDED_PARTS = (
+    10  # with a rounded factor; of more, its error would add up => 0.995 as 1 never warms up
+)
 
 
 @dataclass(frozen=True)
 class Piecewise:
-    """Holds ``sparsities[i]`` from step ``steps[i]`` on. Made by :func:`piecewise` and :func:`warmup`."""
+    """Holds ``sparsities[i]`` from step ``steps[i]`` on. Made by :func:`piecewise` and
+    :func:`warmup`.
+    """
 
     steps: tuple[int, ...]
     sparsities: tuple[float, ...]
@@ -35,7 +40,9 @@ class Piecewise:
 
 @dataclass(frozen=True)
 class Ramp:
-    """Multiplies the density by the same factor at every step. Made by ``warmup(..., per_step=True)``."""
+    """Multiplies the density by the same factor at every step. Made by ``warmup(...,
+    per_step=True)``.
+    """
 
     steps: int
     start: float
@@ -70,13 +77,17 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
         ValueError: no dict, no point at step 0, a negative step, or a sparsity outside [0, 1).
     """
     if not isinstance(points, Mapping):
-        raise ValueError(f"piecewise: points must be a dict such as {{0: 0.9, 1000: 0.999}}, got {points!r}")
+        raise ValueError(
+            f"piecewise: points must be a dict such as {{0: 0.9, 1000: 0.999}}, got {points!r}"
+        )
     for step, sparsity in points.items():
         if not isinstance(step, Integral) or step < 0:  # numpy's, too
             raise ValueError(f"piecewise: steps must be integers >= 0, got {step!r}")
         check_sparsity(sparsity, f"piecewise: the sparsity from step {step} on")
     if 0 not in points:
-        raise ValueError(f"piecewise: the points must say what holds at step 0, got {dict(points)!r}")
+        raise ValueError(
+            f"piecewise: the points must say what holds at step 0, got {dict(points)!r}"
+        )
     steps = tuple(sorted(map(int, points)))
     return Piecewise(steps, tuple(float(points[step]) for step in steps))
 
@@ -94,25 +105,35 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     return piecewise({0: 0.0, step: then})
 
 
-def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = None, end: float = 0.999,
-           stages: int | None = None, per_step: bool = False) -> Piecewise | Ramp:
+def warmup(
+    epochs: float = 4,
+    *,
+    steps_per_epoch: int,
+    start: float | None = None,
+    end: float = 0.999,
+    stages: int | None = None,
+    per_step: bool = False,
+) -> Piecewise | Ramp:
     """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
 
-    The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is
-    ((1 - end) / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the paper's is
-    1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the same warm-up in proportion.
+    The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is ((1 - end)
+    / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the
+    paper's is 1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the
+    same warm-up in proportion.
 
     Args:
         epochs: length of the warm-up; 0 for none.
         steps_per_epoch: optimizer steps in one epoch (not batches, if gradients are accumulated).
         start: sparsity of the first epoch. None: 0.75, or ``end`` where that is less.
         end: sparsity after the warm-up.
-        stages: equal parts of the warm-up, in place of epochs, from one to the next of which the density falls.
+        stages: equal parts of the warm-up, in place of epochs, from one to the next of which the
+            density falls.
         per_step: fall by a smaller factor at each step (unrounded), instead of at each epoch.
 
     Raises:
-        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1, both ``stages`` and
-            ``per_step``, more than 10,000 parts, or a sparsity that is no number in [0, 1).
+        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1,
+            both ``stages`` and ``per_step``, more than 10,000 parts, or a sparsity that is no
+            number in [0, 1).
     """
     end = check_sparsity(end, "warmup: end")
     start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
@@ -120,23 +141,35 @@ def warmup(epochs: float = 4, *, steps_per_epoch: int, start: float | None = Non
     if not isinstance(epochs, Real) or not 0 <= epochs < math.inf:
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
-        raise ValueError(f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}")
+        raise ValueError(
+            f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}"
+        )
     if stages is not None and (per_step or not isinstance(stages, Integral) or stages < 1):
-        raise ValueError(f"warmup: stages must be an integer >= 1, and left out where per_step is True, got {stages!r}")
+        raise ValueError(
+            f"warmup: stages must be an integer >= 1, and left out where per_step is True, got {stages!r}"
+        )
     if parts > MAX_PARTS and not per_step:
-        raise ValueError(f"warmup: epochs, or stages, must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True "
-                         "falls at each step)")
+        raise ValueError(
+            f"warmup: epochs, or stages, must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True "
+            "falls at each step)"
+        )
     length = round(epochs * steps_per_epoch)
     if length == 0:
         return constant(end)
     if per_step:
         return Ramp(length, start, end)
-    factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))  # of less than one epoch there is one part
+    factor = ((1 - end) / (1 - start)) ** (
+        1 / max(1, parts)
+    )  # of less than one epoch there is one part
     if parts <= ROUNDED_PARTS:
         factor = float(f"{factor:.2g}")
     furthest = min if end >= start else max  # rounding the factor must not carry us past the end
-    points = {round(part * epochs * steps_per_epoch / parts): furthest(end, 1 - (1 - start) * factor**part)
-              for part in range(math.ceil(parts))}
+    points = {
+        round(part * epochs * steps_per_epoch / parts): furthest(
+            end, 1 - (1 - start) * factor**part
+        )
+        for part in range(math.ceil(parts))
+    }
     return piecewise({**points, length: end})
 
 
@@ -161,7 +194,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Moves the sparsity so that communication just hides behind computation. Made by :func:`adaptive`."""
+    """Moves the sparsity so that communication just hides behind computation. Made by
+    :func:`adaptive`.
+    """
 
     least: float
     most: float
@@ -175,18 +210,22 @@ class Adaptive:
     def after(self, found: Found, share: float, forget: bool = False) -> Found:
         """The law: what holds next.
 
-        The time for which an exchange is exposed grows with the density d, from a latency on, by a line with a kink
-        where it no longer fits behind the computation; neither is known, and both may change. So it is bracketed: by
-        ``good``, the highest density that was seen to hide, and ``bad``, the lowest that was not.
+        The time for which an exchange is exposed grows with the density d, from a latency on, by a
+        line with a kink where it no longer fits behind the computation; neither is known, and both
+        may change. So it is bracketed: by ``good``, the highest density that was seen to hide, and
+        ``bad``, the lowest that was not.
 
-        - Too dense (share > HIGH): halfway back to ``good``, as geometric mean, or right there if that is near. If
-          there is none, or it was this, the network has changed: d shrinks as a time in proportion to it would have to.
-        - Room for more (share < LOW): halfway to ``bad``; no further if that is near; and by ``GROW`` if none is known.
-        - Between the two: as it is; but where ``forget``, as if there were room: else a latency that alone is more than
-          LOW would keep for good what a network that was slow for a while has led to.
+        - Too dense (share > HIGH): halfway back to ``good``, as geometric mean, or right there if
+          that is near. If there is none, or it was this, the network has changed: d shrinks as a
+          time in proportion to it would have to.
+        - Room for more (share < LOW): halfway to ``bad``; no further if that is near; and by
+          ``GROW`` if none is known.
+        - Between the two: as it is; but where ``forget``, as if there were room: else a latency
+          that alone is more than LOW would keep for good what a network that was slow for a while
+          has led to.
 
-        Apart from those onto a bound and back, moves are by factors of more than 1.2, so messages are not laid out anew
-        for nothing.
+        Apart from those onto a bound and back, moves are by factors of more than 1.2, so messages
+        are not laid out anew for nothing.
 
         Args:
             found: what is known.
@@ -197,8 +236,13 @@ class Adaptive:
         wanted = density
         if share > HIGH:
             good, bad = good if good < density else 0.0, density
-            wanted = (density * min(max(AIM / share, SHRINK), 1 / GROW) if good == 0.0 else
-                      good if bad <= NEAR * good else math.sqrt(good * bad))
+            wanted = (
+                density * min(max(AIM / share, SHRINK), 1 / GROW)
+                if good == 0.0
+                else good
+                if bad <= NEAR * good
+                else math.sqrt(good * bad)
+            )
         else:
             good, room = density, share < LOW or forget
             if bad <= good or (forget and bad <= NEAR * good):
@@ -214,12 +258,16 @@ class Adaptive:
         return min(max(sparsity, self.least), self.most)
 
 
-def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None = None, every: int = 10) -> Adaptive:
-    """Moves the sparsity within bounds so that communication just hides behind computation, as bandwidth changes.
+def adaptive(
+    least: float = 0.99, most: float = 0.9999, *, start: float | None = None, every: int = 10
+) -> Adaptive:
+    """Moves the sparsity within bounds so that communication just hides behind computation, as
+    bandwidth changes.
 
-    Each rank measures, in each step, for how long computing stands still for the exchange (exposed), and how long the
-    whole step takes, from one ``synchronize()`` to the next. Every ``every`` steps the ranks gather these times (16
-    bytes for each step) and decide, from the same numbers and so alike, on ::
+    Each rank measures, in each step, for how long computing stands still for the exchange
+    (exposed), and how long the whole step takes, from one ``synchronize()`` to the next. Every
+    ``every`` steps the ranks gather these times (16 bytes for each step) and decide, from the same
+    numbers and so alike, on ::
 
         share = median over these steps of (least exposed of all ranks) / (longest computing of all ranks)
 
@@ -255,10 +303,14 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None =
     Source: our own. The paper has a fixed sparsity after the warm-up.
     """
     least, most = check_sparsity(least, "adaptive: least"), check_sparsity(most, "adaptive: most")
-    start = min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
+    start = (
+        min(max(least, 0.999), most) if start is None else check_sparsity(start, "adaptive: start")
+    )
     if not least <= start <= most or least == most:
-        raise ValueError("adaptive: least must be less than most, and start must be between them, got least "
-                         f"{least!r}, most {most!r} and start {start!r}")
+        raise ValueError(
+            "adaptive: least must be less than most, and start must be between them, got least "
+            f"{least!r}, most {most!r} and start {start!r}"
+        )
     if not isinstance(every, int) or every < 3:
         raise ValueError(f"adaptive: every must be an integer >= 3, got {every!r}")
     return Adaptive(least, most, start, every)
@@ -268,16 +320,26 @@ def adaptive(least: float = 0.99, most: float = 0.9999, *, start: float | None =
 
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 BOOLS = {"true": True, "false": False}
-FORMS = ("0.999, constant:0.999, warmup:epochs=4,end=0.999, piecewise:0=0.75,1000=0.999, dense_until:1000,then=0.999, "
-         "adaptive:least=0.99,most=0.9999")
-BY_NAME: dict[str, Callable[..., Any]] = {"constant": constant, "piecewise": piecewise, "dense_until": dense_until,
-                                          "warmup": warmup, "adaptive": adaptive}
+FORMS = (
+    "0.999, constant:0.999, warmup:epochs=4,end=0.999, piecewise:0=0.75,1000=0.999, dense_until:1000,then=0.999, "
+    "adaptive:least=0.99,most=0.9999"
+)
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "constant": constant,
+    "piecewise": piecewise,
+    "dense_until": dense_until,
+    "warmup": warmup,
+    "adaptive": adaptive,
+}
 
 
-def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecewise | Ramp | Adaptive:
+def parse(
+    expression: str | float, steps_per_epoch: int | None = None
+) -> Piecewise | Ramp | Adaptive:
     """Reads a schedule that was written in a shell or a configuration file.
 
-    These are accepted, without spaces; arguments are those of the functions here, and may be left out as there:
+    These are accepted, without spaces; arguments are those of the functions here, and may be left
+    out as there:
 
         0.999, constant:0.999
         warmup:epochs=4,start=0.75,end=0.999,per_step=true
@@ -293,7 +355,8 @@ def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecew
         steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
 
     Raises:
-        TypeError, ValueError: it is none of these. The message repeats it, and says what is wrong and what is accepted.
+        TypeError, ValueError: it is none of these. The message repeats it, and says what is wrong
+            and what is accepted.
     """
     if not isinstance(expression, str):
         return constant(expression)
@@ -309,7 +372,9 @@ def parse(expression: str | float, steps_per_epoch: int | None = None) -> Piecew
             named["steps_per_epoch"] = steps_per_epoch
         return BY_NAME[name](*positional, **named)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a schedule must be such as {FORMS}, got {expression!r} ({error})") from None
+        raise ValueError(
+            f"a schedule must be such as {FORMS}, got {expression!r} ({error})"
+        ) from None
 
 
 def _arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -318,7 +383,9 @@ def _arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     for part in text.split(",") if text else ():
         key, equals, value = part.rpartition("=")
         if key in named or not (NUMBER.fullmatch(value) or value in BOOLS):
-            raise ValueError(f"each argument must be a number, true or false, and come once, got {part!r}")
+            raise ValueError(
+                f"each argument must be a number, true or false, and come once, got {part!r}"
+            )
         number = BOOLS[value] if value in BOOLS else int(value) if value.isdigit() else float(value)
         if equals:
             named[key] = number

@@ -22,7 +22,10 @@ def picture(file: Path | None) -> Path | None:
     return file if file is None or file.suffix else file.with_name(f"{file.name}.png")
 
 
-Png = Annotated[Path | None, typer.Option(help="Also draw it, into this file.", dir_okay=False, callback=picture)]
+Png = Annotated[
+    Path | None,
+    typer.Option(help="Also draw it, into this file.", dir_okay=False, callback=picture),
+]
 
 
 @contextmanager
@@ -35,7 +38,9 @@ def usage(option: str) -> Iterator[None]:
 
 
 def importable(name: str) -> None:
-    """Puts the current folder where modules are looked for, for good: a function may import when it is called."""
+    """Puts the current folder where modules are looked for, for good: a function may import when it
+    is called.
+    """
     if NAME.fullmatch(name):
         sys.path.insert(0, os.getcwd())
 
@@ -53,5 +58,9 @@ def console() -> Console:
 def size(nbytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
-            return f"{nbytes / size:,.3g} {unit}" if nbytes < 1e3 * size else f"{nbytes / size:,.0f} {unit}"
+            return (
+                f"{nbytes / size:,.3g} {unit}"
+                if nbytes < 1e3 * size
+                else f"{nbytes / size:,.0f} {unit}"
+            )
     return f"{nbytes:.0f} B"

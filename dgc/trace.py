@@ -1,6 +1,8 @@
-"""The stages of a gradient's road as ranges in a profiler: ``torch.profiler``, and NVTX with ``emit_nvtx``.
+"""The stages of a gradient's road as ranges in a profiler: ``torch.profiler``, and NVTX with
+``emit_nvtx``.
 
-Without a profiler a stage costs a look at one flag. torch's own range costs some microseconds even then.
+Without a profiler a stage costs a look at one flag. torch's own range costs some microseconds even
+then.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _NOTHING = nullcontext()
 
 
 def stage(name: Stage) -> AbstractContextManager[object]:
-    """A range of this name, if a profiler runs; else nothing. It must not span a ``yield`` of a path."""
-    # Private, but the flag for just this in torch 2.4 to 2.13: set for all threads, where `torch.autograd` has a
-    # function that knows the calling thread's profiler alone. tests/test_trace.py notices if it changes.
+    """A range of this name, if a profiler runs; else nothing. It must not span a ``yield`` of a
+    path.
+    """
+    # Private, but the flag for just this in torch 2.4 to 2.13: set for all threads, where
+    # `torch.autograd` has a function that knows the calling thread's profiler alone.
+    # tests/test_trace.py notices if it changes.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING

@@ -1,4 +1,6 @@
-"""The user's own code: a function, found by its name, whose errors are told apart from ours; and processes, ended."""
+"""The user's own code: a function, found by its name, whose errors are told apart from ours; and
+processes, ended.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ def theirs() -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # a script that ends itself would end us, in silence
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename]
-        place = "".join(f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
-                        for f in (own or frames)[-1:])
+        own = [
+            f for f in frames if f.filename.startswith(here) and "site-packages" not in f.filename
+        ]
+        place = "".join(
+            f" ({f.filename.removeprefix(here + os.sep)}, line {f.lineno}, in {f.name})"
+            for f in (own or frames)[-1:]
+        )
         raise TheirError(f"{type(error).__name__}: {error}{place}") from error
 
 
@@ -54,7 +60,9 @@ def callable_named(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r}; {error}") from None
     except TheirError as error:
         cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):  # it, or its package
+        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(
+            f"{cause.name}."
+        ):  # it, or its package
             raise ValueError(f"{name!r}; {cause}") from None
         raise
     finally:
@@ -66,7 +74,10 @@ def callable_named(name: str) -> Callable[..., Any]:
 
 def end(process: subprocess.Popen[Any]) -> None:
     """Ends a process group, also what a command that has ended left there."""
-    for number in (signal.SIGTERM, signal.SIGKILL):  # a launcher passes the first one on to its workers
+    for number in (
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ):  # a launcher passes the first one on to its workers
         with suppress(OSError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: one line after prepare(). Accumulates two batches a step, and saves its state.
 
-    accelerate launch --cpu --num_processes 2 examples/with_accelerate.py      (or torchrun --nproc-per-node 2)
+accelerate launch --cpu --num_processes 2 examples/with_accelerate.py      (or torchrun --nproc-per-node 2)
 """
 
 import tempfile
@@ -25,7 +25,9 @@ def main() -> None:
     train = torch.utils.data.TensorDataset(x[:1500], y[:1500])
     loader = torch.utils.data.DataLoader(train, batch_size=BATCH, shuffle=True)
 
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     sparsity = dgc.warmup(epochs=4, stages=4, end=0.99, steps_per_epoch=len(loader) // 2)
@@ -36,7 +38,9 @@ def main() -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.cross_entropy(model(images), labels))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)  # done by then: returns the norm
+                    accelerator.clip_grad_norm_(
+                        model.parameters(), CLIP_NORM
+                    )  # done by then: returns the norm
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -45,7 +49,9 @@ def main() -> None:
     accelerator.load_state(folder)
     accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     sent = optimizer.optimizer.report().as_dict() if accelerator.num_processes > 1 else {}
-    accelerator.print(f"accuracy {accuracy:.3f}, compression {sent.get('total_compression', 1):.1f}")
+    accelerator.print(
+        f"accuracy {accuracy:.3f}, compression {sent.get('total_compression', 1):.1f}"
+    )
     accelerator.end_training()
 
 

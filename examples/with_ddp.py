@@ -1,6 +1,6 @@
 """DistributedDataParallel: one line registers the hook. Saves after each epoch; the same command again goes on.
 
-    torchrun --standalone --nproc-per-node 2 examples/with_ddp.py [FOLDER OF THE CHECKPOINT]
+torchrun --standalone --nproc-per-node 2 examples/with_ddp.py [FOLDER OF THE CHECKPOINT]
 """
 
 import sys
@@ -24,7 +24,9 @@ def main() -> None:
     sampler = torch.utils.data.DistributedSampler(train)
     loader = torch.utils.data.DataLoader(train, batch_size=BATCH, sampler=sampler)
 
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(loader))
@@ -48,7 +50,9 @@ def main() -> None:
         print(f"all {EPOCHS} epochs were trained: move {folder} away to begin again")
     accuracy = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     if torch.distributed.get_rank() == 0:
-        sent = optimizer.report().as_dict().get("total_compression")  # of this run; None if it exchanged nothing
+        sent = (
+            optimizer.report().as_dict().get("total_compression")
+        )  # of this run; None if it exchanged nothing
         print(f"accuracy {accuracy:.3f}" + (f", compression {sent:.1f}" if sent else ""))
     torch.distributed.destroy_process_group()
 

@@ -21,7 +21,9 @@ x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.
 @hvd.elastic.run
 def train(state) -> None:
     while state.step < STEPS:
-        draws = torch.Generator().manual_seed(state.step * hvd.size() + hvd.rank())  # whoever is left
+        draws = torch.Generator().manual_seed(
+            state.step * hvd.size() + hvd.rank()
+        )  # whoever is left
         batch = torch.randint(1500, (BATCH,), generator=draws)
         state.optimizer.zero_grad()
         nn.functional.cross_entropy(state.model(x[batch]), y[batch]).backward()
@@ -36,10 +38,14 @@ def train(state) -> None:
 def main() -> None:
     hvd.init()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=0.2, stages=4, end=0.99, steps_per_epoch=STEPS)
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(sparsity=sparsity))
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, model.named_parameters(), dgc.Config(sparsity=sparsity)
+    )
     train(dgc.elastic.TorchState(model=model, optimizer=optimizer, step=0))
 
     accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()

@@ -29,14 +29,20 @@ def main() -> None:
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     for layer in model[::2]:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=0.2, stages=4, end=0.99, steps_per_epoch=STEPS)
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), dgc.Config(sparsity=sparsity),
-                                         process_set=mesh["across"].get_group())
+    optimizer = dgc.DistributedOptimizer(
+        optimizer,
+        model.named_parameters(),
+        dgc.Config(sparsity=sparsity),
+        process_set=mesh["across"].get_group(),
+    )
 
     draws = torch.Generator().manual_seed(rank)  # each rank has images of its own
     for _ in range(STEPS):

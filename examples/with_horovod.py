@@ -1,6 +1,6 @@
 """Horovod: dgc.DistributedOptimizer in place of hvd.DistributedOptimizer. Two workers learn handwritten digits.
 
-    horovodrun -np 2 python examples/with_horovod.py
+horovodrun -np 2 python examples/with_horovod.py
 """
 
 import horovod.torch as hvd
@@ -22,12 +22,17 @@ def main() -> None:
     sampler = torch.utils.data.DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
     loader = torch.utils.data.DataLoader(train, batch_size=BATCH, sampler=sampler)
 
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     # optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(loader))
-    optimizer = dgc.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
-                                         compression=dgc.Config(sparsity=sparsity))
+    optimizer = dgc.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=dgc.Config(sparsity=sparsity),
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
@@ -40,7 +45,9 @@ def main() -> None:
 
     accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     if hvd.rank() == 0:
-        print(f"accuracy {accuracy:.3f}, compression {optimizer.report().as_dict().get('total_compression', 1):.1f}")
+        print(
+            f"accuracy {accuracy:.3f}, compression {optimizer.report().as_dict().get('total_compression', 1):.1f}"
+        )
 
 
 if __name__ == "__main__":

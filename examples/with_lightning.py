@@ -1,6 +1,6 @@
 """PyTorch Lightning: a strategy. Clipping, accumulation, precision and checkpoints are the Trainer's, as ever.
 
-    torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
+torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
 """
 
 import tempfile
@@ -20,7 +20,9 @@ EPOCHS, BATCH = 12, 32
 class Digits(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+        )
 
     def training_step(self, batch, index):
         images, labels = batch
@@ -41,14 +43,25 @@ def main() -> None:
     lightning.seed_everything(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train = torch.utils.data.DataLoader([*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True)
+    train = torch.utils.data.DataLoader(
+        [*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True
+    )
     test = torch.utils.data.DataLoader([*zip(x[1500:], y[1500:], strict=True)], batch_size=BATCH)
 
-    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2)  # of two processes
-    trainer = lightning.Trainer(strategy=DGCStrategy(dgc.Config(sparsity=sparsity)), accelerator="cpu", devices=2,
-                                max_epochs=EPOCHS, precision="bf16-mixed", gradient_clip_val=5.0,
-                                logger=TensorBoardLogger(tempfile.mkdtemp()), enable_checkpointing=False,
-                                enable_progress_bar=False)
+    sparsity = dgc.warmup(
+        epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2
+    )  # of two processes
+    trainer = lightning.Trainer(
+        strategy=DGCStrategy(dgc.Config(sparsity=sparsity)),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=EPOCHS,
+        precision="bf16-mixed",
+        gradient_clip_val=5.0,
+        logger=TensorBoardLogger(tempfile.mkdtemp()),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(Digits(), train, test)
     if trainer.is_global_zero:
         compression = trainer.optimizers[0].report().as_dict()["total_compression"]

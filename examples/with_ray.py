@@ -1,6 +1,6 @@
 """Ray Train: in the training function, the line for DDP. Ray starts the workers and their torch.distributed.
 
-    python examples/with_ray.py
+python examples/with_ray.py
 """
 
 import tempfile
@@ -21,9 +21,13 @@ def train(settings: dict) -> None:
     torch.manual_seed(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    loader = torch.utils.data.DataLoader([*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True)
+    loader = torch.utils.data.DataLoader(
+        [*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True
+    )
     loader = prepare_data_loader(loader)  # each worker has its own part
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
     model = prepare_model(net)  # in DistributedDataParallel
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=2, stages=4, end=settings["sparsity"], steps_per_epoch=len(loader))
@@ -38,14 +42,20 @@ def train(settings: dict) -> None:
         accuracy = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
         with tempfile.TemporaryDirectory() as folder:
             torch.save(net.state_dict(), f"{folder}/model.pt")
-            checkpoint = Checkpoint.from_directory(folder) if torch.distributed.get_rank() == 0 else None
+            checkpoint = (
+                Checkpoint.from_directory(folder) if torch.distributed.get_rank() == 0 else None
+            )
             ray.train.report({"accuracy": accuracy, **optimizer.report().as_dict()}, checkpoint)
 
 
 def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False)
-    trainer = TorchTrainer(train, train_loop_config={"sparsity": 0.99}, scaling_config=ScalingConfig(num_workers=2),
-                           run_config=RunConfig(storage_path=tempfile.mkdtemp()))
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"sparsity": 0.99},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=tempfile.mkdtemp()),
+    )
     metrics = trainer.fit().metrics
     print(f"accuracy {metrics['accuracy']:.3f}, compression {metrics['total_compression']:.1f}")
 

@@ -1,6 +1,6 @@
 """transformers' Trainer: one argument more. A small GPT-2, made from a config, learns to count; nothing is downloaded.
 
-    torchrun --standalone --nproc-per-node 2 examples/with_trainer.py
+torchrun --standalone --nproc-per-node 2 examples/with_trainer.py
 """
 
 import tempfile
@@ -22,18 +22,42 @@ def counts() -> torch.Tensor:
 
 def main() -> None:
     set_seed(0)
-    config = GPT2Config(vocab_size=10, n_positions=6, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
-                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        vocab_size=10,
+        n_positions=6,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     model, rows = GPT2LMHeadModel(config), counts()
     data = [{"input_ids": row, "labels": row} for row in rows] * 32
-    arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=STEPS, report_to="none",
-                                  per_device_train_batch_size=BATCH, max_grad_norm=1.0, disable_tqdm=True,
-                                  lr_scheduler_type="constant", save_strategy="no", logging_steps=50,
-                                  ddp_find_unused_parameters=False)
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        max_steps=STEPS,
+        report_to="none",
+        per_device_train_batch_size=BATCH,
+        max_grad_norm=1.0,
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        logging_steps=50,
+        ddp_find_unused_parameters=False,
+    )
     sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(data) // (2 * BATCH))
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(sgd, None),
-                      compression=dgc.Config(sparsity=sparsity))
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=data,
+        optimizers=(sgd, None),
+        compression=dgc.Config(sparsity=sparsity),
+    )
     trainer.train()
 
     model.eval()

@@ -36,6 +36,7 @@ MEAN, STD = (0.4914, 0.4824, 0.4467), (0.2471, 0.2435, 0.2616)
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
+
 @functools.cache
 def loaded(data: str | None, cache: Path) -> Any:
     """All workers of a process share the images."""
@@ -70,6 +71,7 @@ def augmented(images: Tensor, flip: bool, generator: torch.Generator) -> Tensor:
 
 # -- model -------------------------------------------------------------------------------------------------------------
 
+
 class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -80,7 +82,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         if self.stride > 1:  # shortcut A: no weights, new channels are zero
-            x = F.pad(x[:, :, ::self.stride, ::self.stride], (0, 0, 0, 0, 0, self.widen))
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.widen))
         return F.relu(x + y)
 
 
@@ -109,16 +111,28 @@ def resnet(depth: int, last: int = 64) -> nn.Module:
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
+
 def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method in ("dense", "fp16"):
         return dgc.Config(sparsity=0.0)
-    if a.method in ("naive", "topk"):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
-        return dgc.Config(job.schedule(a, steps, 0), momentum_correction=False, factor_masking=False)
+    if a.method in (
+        "naive",
+        "topk",
+    ):  # gradient dropping (Aji and Heafield 2017); what naive adds is in job.py
+        return dgc.Config(
+            job.schedule(a, steps, 0), momentum_correction=False, factor_masking=False
+        )
     warmup = a.epochs * 4 / 164 if a.warmup_epochs is None else a.warmup_epochs
-    return dgc.Config(job.schedule(a, steps, warmup), a.momentum_correction, a.factor_masking,
-                      a.clip_norm or None, exchange=a.exchange,
-                      hierarchical=a.hierarchical, value_bits=a.value_bits)
+    return dgc.Config(
+        job.schedule(a, steps, warmup),
+        a.momentum_correction,
+        a.factor_masking,
+        a.clip_norm or None,
+        exchange=a.exchange,
+        hierarchical=a.hierarchical,
+        value_bits=a.value_bits,
+    )
 
 
 def turns(epochs: int) -> list[int]:
@@ -132,8 +146,10 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, a: Any) -> float:
     right = 0
     with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=a.bf16):
         for start in range(0, len(images), 500):
-            x = normalised(images[start:start + 500]).contiguous(memory_format=torch.channels_last)
-            right += int((model(x).argmax(1) == labels[start:start + 500]).sum())
+            x = normalised(images[start : start + 500]).contiguous(
+                memory_format=torch.channels_last
+            )
+            right += int((model(x).argmax(1) == labels[start : start + 500]).sum())
     model.train()
     return 100 * right / len(images)
 
@@ -145,19 +161,27 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
     dataset, (images, labels), (test_images, test_labels) = loaded(a.data, a.cache)
     if a.validate:
         (images, labels), (test_images, test_labels) = held_out(images, labels)
-    count, = job.of_rank_0([len(images)], device)
+    (count,) = job.of_rank_0([len(images)], device)
     if count != len(images):  # one machine could download CIFAR-10 and another could not
-        raise SystemExit(f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them")
+        raise SystemExit(
+            f"rank {rank} has {len(images)} images, rank 0 has {count:.0f}: give --data on all of them"
+        )
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
     torch.manual_seed(a.seed)
-    model = resnet(a.depth, a.last_stage).to(device)  # not channels_last, of which stock Horovod refuses gradients
+    model = resnet(a.depth, a.last_stage).to(
+        device
+    )  # not channels_last, of which stock Horovod refuses gradients
     dgc.broadcast_parameters(model.state_dict())
     steps = len(images) // (a.batch_size * size)
     if steps == 0:
-        raise typer.BadParameter(f"--batch-size {a.batch_size} x {size} workers is more than {len(images)} images")
+        raise typer.BadParameter(
+            f"--batch-size {a.batch_size} x {size} workers is more than {len(images)} images"
+        )
 
-    optimizer = torch.optim.SGD(model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov)
+    optimizer = torch.optim.SGD(
+        model.parameters(), a.lr, a.momentum, weight_decay=a.weight_decay, nesterov=a.nesterov
+    )
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, turns(a.epochs))
 
@@ -167,16 +191,26 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
     assumed = job.dense_bytes(model, size) / (2 if a.method == "fp16" else 1)
     generator = torch.Generator()
-    with tqdm(total=a.epochs * steps, initial=len(history) * steps, disable=rank > 0, desc=a.method,
-              mininterval=1, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=a.epochs * steps,
+        initial=len(history) * steps,
+        disable=rank > 0,
+        desc=a.method,
+        mininterval=1,
+        dynamic_ncols=True,
+    ) as bar:
         for epoch in range(len(history), a.epochs):
-            order = torch.randperm(len(images), generator=generator.manual_seed(a.seed * 1000 + epoch))[rank::size]
-            generator.manual_seed((a.seed * 1000 + epoch) * 1000 + rank)  # augmentation: resuming needs no more
+            order = torch.randperm(
+                len(images), generator=generator.manual_seed(a.seed * 1000 + epoch)
+            )[rank::size]
+            generator.manual_seed(
+                (a.seed * 1000 + epoch) * 1000 + rank
+            )  # augmentation: resuming needs no more
             began, loss_sum, sent = time.perf_counter(), torch.zeros((), device=device), 0.0
             if counted:
                 sent = optimizer.report().total_bytes_sent
             losses: list[float] = []
-            for step, batch in enumerate(order[:steps * a.batch_size].split(a.batch_size)):
+            for step, batch in enumerate(order[: steps * a.batch_size].split(a.batch_size)):
                 x = normalised(augmented(images[batch.to(device)], dataset == "cifar10", generator))
                 optimizer.zero_grad()
                 with torch.autocast(device.type, torch.bfloat16, enabled=a.bf16):
@@ -186,7 +220,9 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
                 optimizer.step()
                 loss_sum += loss.detach()
                 if step % max(1, steps // 20) == 0:
-                    losses.append(loss.item())  # some points of a curve; each is a wait for the device
+                    losses.append(
+                        loss.item()
+                    )  # some points of a curve; each is a wait for the device
                 bar.update()
             seconds = time.perf_counter() - began
             if epoch + 1 == a.epochs and a.flush and a.method in ("topk", "dgc"):
@@ -194,65 +230,120 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
             scheduler.step()
             top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
             nbytes = (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed
-            history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "accuracy": top1, "losses": losses,
-                            "step_seconds": seconds / steps, "bytes_per_step": nbytes})
+            history.append(
+                {
+                    "epoch": epoch + 1,
+                    "loss": float(loss_sum) / steps,
+                    "accuracy": top1,
+                    "losses": losses,
+                    "step_seconds": seconds / steps,
+                    "bytes_per_step": nbytes,
+                }
+            )
             if rank == 0:
-                bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}")
+                bar.set_postfix(
+                    loss=f"{history[-1]['loss']:.3f}", accuracy=f"{history[-1]['accuracy']:.2f}"
+                )
             tune.report(epoch + 1, top1, job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "accuracy", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, now, model, optimizer, scheduler, history)
-    result = job.summary(a, "cifar10", dataset, launcher, size, steps, model, history,
-                         accuracy=history[-1]["accuracy"])
+    result = job.summary(
+        a,
+        "cifar10",
+        dataset,
+        launcher,
+        size,
+        steps,
+        model,
+        history,
+        accuracy=history[-1]["accuracy"],
+    )
     if rank == 0 and a.out:
         job.write(a.out, result)
     return result
 
 
 def main(
-        data: Annotated[str | None, typer.Option(
-            help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10.")] = None,
-        cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
-        method: job.Method = "dgc",
-        depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
-        last_stage: Annotated[int, typer.Option(
-            min=33, help="Its channels; with 256 there is ten times as much to exchange.")] = 64,
-        epochs: Annotated[int, typer.Option(min=1)] = 164,
-        batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
-        lr: job.Number = 0.1, momentum: job.Number = 0.9, nesterov: bool = True, weight_decay: job.Number = 1e-4,
-        sparsity: job.Sparsity = 0.999,
-        warmup_epochs: Annotated[float | None, typer.Option(
-            min=0, callback=job.finite, help="Of dgc alone. Default: 4 of 164.")] = None,
-        momentum_correction: bool = True,
-        factor_masking: Annotated[bool, typer.Option(help="Better without at 99 % and less.")] = True,
-        clip_norm: Annotated[float | None, typer.Option(
-            min=0, callback=job.bound, help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.")] = None,
-        flush: job.Flush = True,
-        value_bits: job.ValueBits = 16,
-        exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
-        virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
-        seed: job.Seed = 0,
-        validate: Annotated[bool, typer.Option("--validate", help=(
-            "Train without the last tenth of the training images, and evaluate on these: for choices."))] = False,
-        bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
-        threads: job.Threads = None,
-        checkpoints: job.Checkpoints = None,
-        resume: job.Resume = False,
-        tensorboard: job.TensorBoard = None,
-        out: job.Out = None) -> None:
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10."
+        ),
+    ] = None,
+    cache: Annotated[Path, typer.Option(help="Where a download goes.")] = CACHE,
+    method: job.Method = "dgc",
+    depth: Annotated[int, typer.Option(help="Of the ResNet: 20, 32, 44, 56, 110.")] = 20,
+    last_stage: Annotated[
+        int,
+        typer.Option(min=33, help="Its channels; with 256 there is ten times as much to exchange."),
+    ] = 64,
+    epochs: Annotated[int, typer.Option(min=1)] = 164,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
+    lr: job.Number = 0.1,
+    momentum: job.Number = 0.9,
+    nesterov: bool = True,
+    weight_decay: job.Number = 1e-4,
+    sparsity: job.Sparsity = 0.999,
+    warmup_epochs: Annotated[
+        float | None,
+        typer.Option(min=0, callback=job.finite, help="Of dgc alone. Default: 4 of 164."),
+    ] = None,
+    momentum_correction: bool = True,
+    factor_masking: Annotated[bool, typer.Option(help="Better without at 99 % and less.")] = True,
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=job.bound,
+            help="Of dgc alone: bound on the gradient's norm; 0 or inf: none.",
+        ),
+    ] = None,
+    flush: job.Flush = True,
+    value_bits: job.ValueBits = 16,
+    exchange: job.Exchange = "allgather",
+    hierarchical: job.Hierarchical = False,
+    virtual_workers: job.VirtualWorkers = 1,
+    virtual_node: job.VirtualNode = 1,
+    seed: job.Seed = 0,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate",
+            help=(
+                "Train without the last tenth of the training images, and evaluate on these: for choices."
+            ),
+        ),
+    ] = False,
+    bf16: Annotated[bool, typer.Option(help="Autocast to bfloat16.")] = False,
+    threads: job.Threads = None,
+    checkpoints: job.Checkpoints = None,
+    resume: job.Resume = False,
+    tensorboard: job.TensorBoard = None,
+    out: job.Out = None,
+) -> None:
     """Trains a ResNet on CIFAR-10 with Deep Gradient Compression, or without."""
     if clip_norm and method != "dgc":
-        raise typer.BadParameter(f"--clip-norm must be left out with --method {method}, got {clip_norm:g}: on CIFAR-10 "
-                                 "dgc alone clips")
+        raise typer.BadParameter(
+            f"--clip-norm must be left out with --method {method}, got {clip_norm:g}: on CIFAR-10 "
+            "dgc alone clips"
+        )
     if nesterov and not momentum:
-        raise typer.BadParameter("--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)")
+        raise typer.BadParameter(
+            "--momentum must be above 0 for Nesterov's, got 0 (add --no-nesterov)"
+        )
     a = argparse.Namespace(**locals())
     result = job.run(lambda: train(a), a)
     if not math.isnan(result["accuracy"]):  # rank 0
-        print(f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs", flush=True)
+        print(
+            f"{method}: {result['accuracy']:.2f} % on {result['dataset']} after {epochs} epochs",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)  # several ranks' framed tracebacks cannot be read
+    app = typer.Typer(
+        pretty_exceptions_enable=False
+    )  # several ranks' framed tracebacks cannot be read
     app.command()(main)
     app()

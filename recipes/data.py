@@ -50,18 +50,29 @@ def load(data: str) -> tuple[str, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return ("digits", *digits())
     folder = Path(data)
     folder = folder if (folder / "test_batch.bin").exists() else folder / "cifar-10-batches-bin"
-    missing = [name for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
-               if not (folder / name).is_file()]
+    missing = [
+        name
+        for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+        if not (folder / name).is_file()
+    ]
     if missing:
-        raise SystemExit(f"{folder} must be a folder with all of cifar-10-batches-bin, got one without "
-                         f"{', '.join(missing)}")
+        raise SystemExit(
+            f"{folder} must be a folder with all of cifar-10-batches-bin, got one without "
+            f"{', '.join(missing)}"
+        )
 
-    def read(names: list[str]) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
+    def read(
+        names: list[str],
+    ) -> tuple[Tensor, Tensor]:  # a record is a label and 3 x 32 x 32 bytes
         for name in names:
             if (size := (folder / name).stat().st_size) % RECORD or not size:
-                raise SystemExit(f"{folder / name} must be records of {RECORD} bytes, got {size:,} bytes (is the "
-                                 "download whole?)")
-        records = torch.from_numpy(np.concatenate([np.fromfile(folder / name, np.uint8) for name in names]))
+                raise SystemExit(
+                    f"{folder / name} must be records of {RECORD} bytes, got {size:,} bytes (is the "
+                    "download whole?)"
+                )
+        records = torch.from_numpy(
+            np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
+        )
         records = records.view(-1, RECORD)
         return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
@@ -78,11 +89,20 @@ def download(cache: Path) -> Path | None:
             return folder
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / "cifar-10.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of the processes of this machine downloads, the others wait
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # one of the processes of this machine downloads, the others wait
             _download(cache, folder)
-    except (OSError, http.client.HTTPException, ValueError) as error:  # the last is what a wrong proxy raises
-        print(f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
-              "--data DIR takes a folder with cifar-10-batches-bin", file=sys.stderr)
+    except (
+        OSError,
+        http.client.HTTPException,
+        ValueError,
+    ) as error:  # the last is what a wrong proxy raises
+        print(
+            f"CIFAR-10 cannot be downloaded ({error}): training on scikit-learn's handwritten digits instead; "
+            "--data DIR takes a folder with cifar-10-batches-bin",
+            file=sys.stderr,
+        )
         return None
     return folder
 
@@ -97,7 +117,9 @@ def _download(cache: Path, folder: Path) -> None:
         if digest != SHA256:
             raise OSError(f"its SHA-256 is {digest} and not {SHA256}")
         with tarfile.open(archive) as tar:
-            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian 12's Python 3.11.2 has none
+            tar.extraction_filter = getattr(
+                tarfile, "data_filter", None
+            )  # Debian 12's Python 3.11.2 has none
             tar.extractall(unpacked)
         (unpacked / folder.name).rename(folder)  # whole or not at all
     finally:
@@ -141,8 +163,10 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("the handwritten digits come with scikit-learn: install what the recipes need, pip install "
-                         "'.[recipes]'; or give --data a folder with cifar-10-batches-bin") from None
+        raise SystemExit(
+            "the handwritten digits come with scikit-learn: install what the recipes need, pip install "
+            "'.[recipes]'; or give --data a folder with cifar-10-batches-bin"
+        ) from None
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
     images = F.interpolate(images, size=32, mode="bilinear").expand(-1, 3, -1, -1).to(torch.uint8)

@@ -64,7 +64,9 @@ def value_bits(bits: int) -> int:
         typer.BadParameter: dgc has no such values.
     """
     if bits not in ACCEPTED["value_bits"]:
-        raise typer.BadParameter(f"it must be one of {', '.join(map(str, ACCEPTED['value_bits']))}, got {bits}")
+        raise typer.BadParameter(
+            f"it must be one of {', '.join(map(str, ACCEPTED['value_bits']))}, got {bits}"
+        )
     return bits
 
 
@@ -80,34 +82,69 @@ def writable(file: Path | None) -> Path | None:
         except OSError as error:
             raise typer.BadParameter(f"its folder cannot be made: {error}") from None
         if not os.access(file.parent, os.W_OK):
-            raise typer.BadParameter(f"its folder must be one that can be written to, got {file.parent}")
+            raise typer.BadParameter(
+                f"its folder must be one that can be written to, got {file.parent}"
+            )
     return file
 
 
 # Options that mean the same in every recipe.
 Number = Annotated[float, typer.Option(min=0, callback=finite)]
-Method = Annotated[Literal["dense", "fp16", "naive", "topk", "dgc"], typer.Option(
-    help="fp16: Horovod's compression. naive: top-k that forgets what it does not send. topk: gradient dropping (Aji "
-         "and Heafield 2017), which keeps it.")]
-Sparsity = Annotated[Any, typer.Option(parser=sparsity, metavar="NUMBER|EXPR", help=(
-    "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."))]
-Flush = Annotated[bool, typer.Option(
-    help="Apply what is pending before the last evaluation. At a rate that has not been divided by then, this costs.")]
+Method = Annotated[
+    Literal["dense", "fp16", "naive", "topk", "dgc"],
+    typer.Option(
+        help="fp16: Horovod's compression. naive: top-k that forgets what it does not send. "
+        "topk: gradient dropping (Aji "
+        "and Heafield 2017), which keeps it."
+    ),
+]
+Sparsity = Annotated[
+    Any,
+    typer.Option(
+        parser=sparsity,
+        metavar="NUMBER|EXPR",
+        help=(
+            "After the warm-up; or a whole schedule as dgc schedule takes it, such as warmup:epochs=4,end=0.999."
+        ),
+    ),
+]
+Flush = Annotated[
+    bool,
+    typer.Option(
+        help="Apply what is pending before the last evaluation. "
+        "At a rate that has not been divided by then, this costs."
+    ),
+]
 Exchange = Annotated[Literal["allgather", "reduce"], typer.Option(help="As in dgc.Config.")]
-Hierarchical = Annotated[bool, typer.Option(help="As in dgc.Config: average within each machine first.")]
-ValueBits = Annotated[int, typer.Option(callback=value_bits, help="As in dgc.Config: 1, 2, 4, 8, 16 or 32.")]
+Hierarchical = Annotated[
+    bool, typer.Option(help="As in dgc.Config: average within each machine first.")
+]
+ValueBits = Annotated[
+    int, typer.Option(callback=value_bits, help="As in dgc.Config: 1, 2, 4, 8, 16 or 32.")
+]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
-VirtualNode = Annotated[int, typer.Option(min=1, help="How many of them count as being on one machine.")]
+VirtualNode = Annotated[
+    int, typer.Option(min=1, help="How many of them count as being on one machine.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 Threads = Annotated[int | None, typer.Option(min=1, help="Of this process; default: torch's.")]
 Checkpoints = Annotated[Path | None, typer.Option(help="Folder for every rank's checkpoints.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last one, bit for bit.")]
 TensorBoard = Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")]
-Out = Annotated[Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)]
+Out = Annotated[
+    Path | None, typer.Option(help="JSON of the results.", dir_okay=False, callback=writable)
+]
 
 FOLDER = "epoch{:03d}"
 OF_DGC = {"exchange": "allgather", "hierarchical": False, "value_bits": 16}  # -> without it
-NO_SETTINGS = ("data", "cache", "out", "checkpoints", "tensorboard", "resume")  # options that say where
+NO_SETTINGS = (
+    "data",
+    "cache",
+    "out",
+    "checkpoints",
+    "tensorboard",
+    "resume",
+)  # options that say where
 
 
 def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
@@ -116,19 +153,30 @@ def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
         raise typer.BadParameter("--resume needs --checkpoints")
     for name, default in OF_DGC.items():
         if a.method != "dgc" and getattr(a, name, default) != default:
-            raise typer.BadParameter(f"--{name.replace('_', '-')} must be left out with --method {a.method}: it is of "
-                                     "dgc alone")
+            raise typer.BadParameter(
+                f"--{name.replace('_', '-')} must be left out with --method {a.method}: it is of "
+                "dgc alone"
+            )
     if isinstance(a.sparsity, str) and a.warmup_epochs is not None:
-        raise typer.BadParameter(f"--warmup-epochs must be left out where --sparsity is a whole schedule, got "
-                                 f"--sparsity {a.sparsity}")
+        raise typer.BadParameter(
+            f"--warmup-epochs must be left out where --sparsity is a whole schedule, got "
+            f"--sparsity {a.sparsity}"
+        )
     if a.virtual_workers % a.virtual_node:
-        raise typer.BadParameter(f"--virtual-node must be a divisor of --virtual-workers, which is "
-                                 f"{a.virtual_workers}, got {a.virtual_node}")
+        raise typer.BadParameter(
+            f"--virtual-node must be a divisor of --virtual-workers, which is "
+            f"{a.virtual_workers}, got {a.virtual_node}"
+        )
     if a.threads:
         torch.set_num_threads(a.threads)
-    launched = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
+    launched = any(
+        name in os.environ
+        for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID")
+    )
     if launched and a.virtual_workers > 1:
-        raise typer.BadParameter("--virtual-workers is for a single process, without horovodrun or torchrun")
+        raise typer.BadParameter(
+            "--virtual-workers is for a single process, without horovodrun or torchrun"
+        )
     return train() if launched else dgc.lockstep.run(train, a.virtual_workers, a.virtual_node)[0]
 
 
@@ -138,6 +186,7 @@ def connect() -> tuple[int, int, str]:
         return rank.world.rank, rank.world.size, "lockstep"
     if "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         import horovod.torch as hvd
+
         hvd.init()
         if torch.cuda.is_available():
             torch.cuda.set_device(hvd.local_rank())
@@ -164,15 +213,20 @@ def schedule(a: Any, steps: int, warmup: float) -> float | dgc.config.Schedule:
     return dgc.warmup(4, steps_per_epoch=max(1, round(warmup * steps / 4)), end=a.sparsity)
 
 
-def distributed(optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config) -> Any:
+def distributed(
+    optimizer: torch.optim.SGD, model: nn.Module, launcher: str, method: str, config: dgc.Config
+) -> Any:
     """The one line that a Horovod user replaces, for each of the methods."""
     named = list(model.named_parameters())
     if launcher == "horovod" and method in ("dense", "fp16"):
         import horovod.torch as hvd
+
         compression = hvd.Compression.fp16 if method == "fp16" else hvd.Compression.none
         return hvd.DistributedOptimizer(optimizer, named, compression)
     if method == "fp16":
-        raise typer.BadParameter(f"--method fp16 must run under horovodrun, whose compression it is, got {launcher}")
+        raise typer.BadParameter(
+            f"--method fp16 must run under horovodrun, whose compression it is, got {launcher}"
+        )
     wrapped = dgc.DistributedOptimizer(optimizer, named, config)
     if method == "naive":
         nothing = wrapped.residual_state_dict()
@@ -185,7 +239,9 @@ def training(a: Any, dataset: str, size: int, steps: int) -> dict[str, Any]:
     return {**settings(a), "dataset": dataset, "workers": size, "steps_per_epoch": steps}
 
 
-def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any) -> list[dict[str, Any]]:
+def resume(
+    a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any
+) -> list[dict[str, Any]]:
     """Takes up the last epoch of which there is a checkpoint, and returns the history up to there.
 
     Args:
@@ -194,27 +250,50 @@ def resume(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, schedu
     Raises:
         typer.BadParameter: it is of another training, of which this one would be half.
     """
-    done = max((int(file.parent.name[5:]) for file in a.checkpoints.glob("epoch*/manifest.json")
-                if file.parent.name[5:].isdecimal()), default=0)  # and not what somebody has copied beside them
+    done = max(
+        (
+            int(file.parent.name[5:])
+            for file in a.checkpoints.glob("epoch*/manifest.json")
+            if file.parent.name[5:].isdecimal()
+        ),
+        default=0,
+    )  # and not what somebody has copied beside them
     done = int(of_rank_0([done], next(model.parameters()).device)[0])  # whose disk counts
     if not done:
         return []
     extras = dgc.load_checkpoint(a.checkpoints / FOLDER.format(done), model, optimizer)
     was = extras.get("training", {})
-    if wrong := [f"{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in {**was, **now}
-                 if was.get(key) != now.get(key) and key != "threads"]:
-        raise typer.BadParameter(f"--resume must have the settings of the checkpoint in {a.checkpoints}, got others: "
-                                 f"{'; '.join(wrong)} (give those, or another folder)")
+    if wrong := [
+        f"{key} was {was.get(key)!r} and is {now.get(key)!r}"
+        for key in {**was, **now}
+        if was.get(key) != now.get(key) and key != "threads"
+    ]:
+        raise typer.BadParameter(
+            f"--resume must have the settings of the checkpoint in {a.checkpoints}, got others: "
+            f"{'; '.join(wrong)} (give those, or another folder)"
+        )
     scheduler.load_state_dict(extras["scheduler"])
     return extras["history"]
 
 
-def checkpoint(a: Any, now: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any,
-               history: list[dict[str, Any]]) -> None:
+def checkpoint(
+    a: Any,
+    now: dict[str, Any],
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    history: list[dict[str, Any]],
+) -> None:
     """Saves the epoch that has just ended, whole or not at all; ``now`` is :func:`training`'s."""
-    dgc.save_checkpoint(a.checkpoints / FOLDER.format(len(history)), model, optimizer,
-                        {"scheduler": scheduler.state_dict(), "history": history, "training": now})
-    shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)  # two are enough, on any disk
+    dgc.save_checkpoint(
+        a.checkpoints / FOLDER.format(len(history)),
+        model,
+        optimizer,
+        {"scheduler": scheduler.state_dict(), "history": history, "training": now},
+    )
+    shutil.rmtree(
+        a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True
+    )  # two are enough, on any disk
 
 
 def board(a: Any, rank: int) -> Any:
@@ -222,6 +301,7 @@ def board(a: Any, rank: int) -> Any:
     if rank > 0 or not a.tensorboard:
         return None
     from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(a.tensorboard)
 
 
@@ -238,26 +318,51 @@ def bytes_sent(history: list[dict[str, Any]], steps: int) -> float:
     return steps * sum(epoch["bytes_per_step"] for epoch in history)
 
 
-def summary(a: Any, recipe: str, dataset: str, launcher: str, size: int, steps: int, model: nn.Module,
-            history: list[dict[str, Any]], **measured: float) -> dict[str, Any]:
+def summary(
+    a: Any,
+    recipe: str,
+    dataset: str,
+    launcher: str,
+    size: int,
+    steps: int,
+    model: nn.Module,
+    history: list[dict[str, Any]],
+    **measured: float,
+) -> dict[str, Any]:
     """What ``--out`` writes and report.py reads."""
-    return {"recipe": recipe, "dataset": dataset, "launcher": launcher, "workers": size, "steps_per_epoch": steps,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "dense_bytes_per_step": dense_bytes(model, size), "bytes_sent": bytes_sent(history, steps), **measured,
-            "history": history,
-            "settings": settings(a),
-            "machine": machine(next(model.parameters()).device)}
+    return {
+        "recipe": recipe,
+        "dataset": dataset,
+        "launcher": launcher,
+        "workers": size,
+        "steps_per_epoch": steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dense_bytes_per_step": dense_bytes(model, size),
+        "bytes_sent": bytes_sent(history, steps),
+        **measured,
+        "history": history,
+        "settings": settings(a),
+        "machine": machine(next(model.parameters()).device),
+    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What ran, and on what."""
-    return {"processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}", "cores": os.cpu_count(),
-            "device": str(device), "torch": torch.__version__, "python": platform.python_version(), "dgc": version()}
+    return {
+        "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": os.cpu_count(),
+        "device": str(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dgc": version(),
+    }
 
 
 def settings(a: Any) -> dict[str, Any]:
     """What a training depends on."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS}
+    return {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items() if k not in NO_SETTINGS
+    }
 
 
 @cache  # all workers of a process ask
@@ -268,12 +373,14 @@ def version() -> str:
         return dgc.__version__
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=clone, text=True, capture_output=True, timeout=10,
-                              check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=clone, text=True, capture_output=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        return (f"{dgc.__version__}, commit {git('describe', '--always')}"
-                + ("-dirty" if git("status", "--porcelain", "--", "*.py") else ""))
+        return f"{dgc.__version__}, commit {git('describe', '--always')}" + (
+            "-dirty" if git("status", "--porcelain", "--", "*.py") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return dgc.__version__
 

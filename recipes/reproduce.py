@@ -37,7 +37,11 @@ from rich.table import Column, Table
 from tables import draw
 
 # For glibc: activations stay with the process, instead of being mapped and zeroed anew in each step.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26)}
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 
 
 def finished(budget: Budget) -> dict[str, Result]:
@@ -51,10 +55,14 @@ def read(run: Run, budget: Budget) -> Result:
         result = json.loads(path.read_text())
         wrong = unlike(run, result)
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is not what a recipe's --out writes ({error!r}): move it away") from None
+        raise SystemExit(
+            f"{path} is not what a recipe's --out writes ({error!r}): move it away"
+        ) from None
     if wrong:
-        raise SystemExit(f"{path} is of another run than the matrix asks for: {'; '.join(wrong)}. Move it away, and it "
-                         "is run again")
+        raise SystemExit(
+            f"{path} is of another run than the matrix asks for: {'; '.join(wrong)}. Move it away, and it "
+            "is run again"
+        )
     return result
 
 
@@ -63,25 +71,48 @@ def unlike(run: Run, result: Result) -> list[str]:
     only make up the Config may differ where that is the same, as the warm-up may of dense training.
     """
     recipe = RECIPES[run.study.recipe]
-    has, asked = (report.complete(recipe, settings) for settings in (result["settings"], run.options))
-    mine, its = (report.settings({**result, "recipe": run.study.recipe, "settings": a}) for a in (asked, has))
-    facts = [(key, result[key], expected) for key, expected in (("recipe", run.study.recipe),
-                                                                ("dataset", run.study.dataset))]
-    facts += [(key, has.get(key), asked.get(key)) for key in (has | asked) if not (mine == its and key in CONFIG)
-              and not (key == "flush" and asked["method"] in ("dense", "naive"))]  # which have nothing pending
-    return [f"its {key} is {value!r}, asked is {expected!r}" for key, value, expected in facts if value != expected]
+    has, asked = (
+        report.complete(recipe, settings) for settings in (result["settings"], run.options)
+    )
+    mine, its = (
+        report.settings({**result, "recipe": run.study.recipe, "settings": a}) for a in (asked, has)
+    )
+    facts = [
+        (key, result[key], expected)
+        for key, expected in (("recipe", run.study.recipe), ("dataset", run.study.dataset))
+    ]
+    facts += [
+        (key, has.get(key), asked.get(key))
+        for key in (has | asked)
+        if not (mine == its and key in CONFIG)
+        and not (key == "flush" and asked["method"] in ("dense", "naive"))
+    ]  # which have nothing pending
+    return [
+        f"its {key} is {value!r}, asked is {expected!r}"
+        for key, value, expected in facts
+        if value != expected
+    ]
 
 
 def hours(result: Result) -> float:
-    return sum(epoch["step_seconds"] for epoch in result["history"]) * result["steps_per_epoch"] / 3600
+    return (
+        sum(epoch["step_seconds"] for epoch in result["history"]) * result["steps_per_epoch"] / 3600
+    )
 
 
 def estimate(run: Run, done: Mapping[str, Result], runs: Mapping[str, Run]) -> float | None:
     """Hours of a run, from those done of its method and number of workers, else of its method, else of its study."""
-    same = {name: hours(result) / runs[name].options["epochs"] * run.options["epochs"]
-            for name, result in done.items() if runs[name].study == run.study}
+    same = {
+        name: hours(result) / runs[name].options["epochs"] * run.options["epochs"]
+        for name, result in done.items()
+        if runs[name].study == run.study
+    }
     for settings in (("method", "virtual_workers"), ("method",), ()):
-        like = [same[name] for name in same if all(runs[name].options[key] == run.options[key] for key in settings)]
+        like = [
+            same[name]
+            for name in same
+            if all(runs[name].options[key] == run.options[key] for key in settings)
+        ]
         if like:
             return sum(like) / len(like)
     return None
@@ -118,7 +149,9 @@ class Job:
     start: int  # of this job in its log
 
 
-def work(budget: Budget, runs: list[Run], folders: Mapping[str, str | None], jobs: int) -> list[str]:
+def work(
+    budget: Budget, runs: list[Run], folders: Mapping[str, str | None], jobs: int
+) -> list[str]:
     """Runs them, ``jobs`` at a time, until all are done, have failed, or are held by other such commands.
 
     Args:
@@ -150,13 +183,17 @@ def work(budget: Budget, runs: list[Run], folders: Mapping[str, str | None], job
     return failed
 
 
-def begin(budget: Budget, waiting: list[Run], folders: Mapping[str, str | None], place: int) -> Job | None:
+def begin(
+    budget: Budget, waiting: list[Run], folders: Mapping[str, str | None], place: int
+) -> Job | None:
     """Starts the first of those that wait, but for those that another command holds or has finished."""
     budget.work.mkdir(parents=True, exist_ok=True)
     for run in list(waiting):
         log = (budget.work / f"{run.name}.log").open("ab")
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the child, too, to which it is the output
+            fcntl.flock(
+                log, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # held by the child, too, to which it is the output
         except BlockingIOError:
             log.close()
             continue
@@ -170,8 +207,14 @@ def begin(budget: Budget, waiting: list[Run], folders: Mapping[str, str | None],
         environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": "1"}
         if devices := gpus():
             environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                                   env=environment, preexec_fn=_end_with(os.getpid()))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=_end_with(os.getpid()),
+        )
         print(f"{run.name} begins: {log.name}", flush=True)
         return Job(run, process, log, start)
     return None
@@ -181,7 +224,9 @@ def _end_with(parent: int) -> Any:
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the child does not outlive this process, however that ends
+        libc.prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: the child does not outlive this process, however that ends
         if os.getppid() != parent:
             os._exit(1)
 
@@ -195,13 +240,20 @@ def end(budget: Budget, ended: Job) -> bool:
     if status == 0 and run.out(budget).exists():
         shutil.rmtree(budget.work / run.name, ignore_errors=True)
         result = read(run, budget)
-        print(f"{run.name} is done: {report.shown(result)} after {hours(result):.2f} hours", flush=True)
+        print(
+            f"{run.name} is done: {report.shown(result)} after {hours(result):.2f} hours",
+            flush=True,
+        )
         return True
     with open(ended.log.name, "rb") as log:
         log.seek(ended.start)
         lines = log.read().decode(errors="replace").replace("\r", "\n").splitlines()
     tail = "".join(f"    {line}\n" for line in lines[-20:])
-    print(f"{run.name} failed with status {status}. The end of {ended.log.name}:\n{tail}", end="", flush=True)
+    print(
+        f"{run.name} failed with status {status}. The end of {ended.log.name}:\n{tail}",
+        end="",
+        flush=True,
+    )
     return False
 
 
@@ -218,38 +270,72 @@ def find_folders(runs: list[Run], data: Path | None, text: Path | None) -> dict[
     if "cifar10" in datasets:
         folders["cifar10"] = cifar.find_data(data and str(data), cifar.CACHE)
         if cifar.load(folders["cifar10"])[0] != "cifar10":
-            raise SystemExit("CIFAR-10 is needed: --data DIR takes a folder with cifar-10-batches-bin. Without it, "
-                             "--only ptb, or --quick")
+            raise SystemExit(
+                "CIFAR-10 is needed: --data DIR takes a folder with cifar-10-batches-bin. Without it, "
+                "--only ptb, or --quick"
+            )
     if "ptb" in datasets:
         if text is None:
-            raise SystemExit("Penn Treebank is needed: --ptb DIR takes a folder with ptb.{train,valid,test}.txt. "
-                             "Without it, --only cifar10, or --quick")
+            raise SystemExit(
+                "Penn Treebank is needed: --ptb DIR takes a folder with ptb.{train,valid,test}.txt. "
+                "Without it, --only cifar10, or --quick"
+            )
         ptb.load(text)
         folders["ptb"] = folders["transformer"] = str(text)
     return folders
 
 
 def main(
-        data: Annotated[Path | None, typer.Option(
-            help="Folder with cifar-10-batches-bin. Default: download CIFAR-10.")] = None,
-        text: Annotated[Path | None, typer.Option("--ptb", help="Folder with ptb.{train,valid,test}.txt.")] = None,
-        gpu: Annotated[bool, typer.Option("--gpu/--cpu", help=(
-            "ResNet-110 for 164 epochs and 1500 hidden units for 40, or ResNet-20 for 25 and 200 for 8."))] = False,
-        quick: Annotated[bool, typer.Option(
-            "--quick", help="Digits and Python's documentation, a few steps, to see that all works: the figures mean "
-                            "nothing. All goes to runs/quick.")] = False,
-        only: Annotated[list[str] | None, typer.Option(help=(
-            "A run, all whose name contains this, or a table's: ablation, momentum, workers, "
-            "sparsity, warmup, transformer, bytes, exchange, length."))] = None,
-        jobs: Annotated[int | None, typer.Option(
-            min=1, help="Runs at a time. Default: one for each GPU, or for each core.")] = None,
-        show: Annotated[bool, typer.Option("--list", help="What is done and what is missing, and no more.")] = False,
-        report_only: Annotated[bool, typer.Option("--report-only", help="Tables and figures, and no more.")] = False,
-        ) -> None:
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with cifar-10-batches-bin. Default: download CIFAR-10."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--ptb", help="Folder with ptb.{train,valid,test}.txt.")
+    ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu/--cpu",
+            help=(
+                "ResNet-110 for 164 epochs and 1500 hidden units for 40, or ResNet-20 for 25 and 200 for 8."
+            ),
+        ),
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Digits and Python's documentation, a few steps, to see that all works: the figures mean "
+            "nothing. All goes to runs/quick.",
+        ),
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "A run, all whose name contains this, or a table's: ablation, momentum, workers, "
+                "sparsity, warmup, transformer, bytes, exchange, length."
+            )
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at a time. Default: one for each GPU, or for each core."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="What is done and what is missing, and no more.")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Tables and figures, and no more.")
+    ] = False,
+) -> None:
     """Runs what is missing of the paper's experiments, then draws tables and figures of all that is done."""
     if quick and (gpu or data or text):
-        raise typer.BadParameter("--quick must be without --data, --ptb and --gpu, got one of them (it has its own "
-                                 "data and budget)")
+        raise typer.BadParameter(
+            "--quick must be without --data, --ptb and --gpu, got one of them (it has its own "
+            "data and budget)"
+        )
     budget = BUDGETS["quick" if quick else "gpu" if gpu else "cpu"]
     runs, done = chosen(budget, only or []), finished(budget)
     jobs = jobs or len(gpus()) or len(os.sched_getaffinity(0))
@@ -259,8 +345,10 @@ def main(
     failed: list[str] = []
     if not report_only:
         if gpu and not torch.cuda.is_available():
-            raise SystemExit("--gpu must be on a machine with a GPU, got one where torch sees none (on any machine: "
-                             "--cpu, --list and --report-only)")
+            raise SystemExit(
+                "--gpu must be on a machine with a GPU, got one where torch sees none (on any machine: "
+                "--cpu, --list and --report-only)"
+            )
         for name in done:  # this command may have been killed before it did so
             shutil.rmtree(budget.work / name, ignore_errors=True)
         missing = [run for run in runs if run.name not in done]

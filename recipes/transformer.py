@@ -38,6 +38,7 @@ LAYERS, HEADS = 4, 4
 
 # -- model -------------------------------------------------------------------------------------------------------------
 
+
 class Block(nn.Module):
     """Attention to what came before, then two layers with GELU; each is added to its input."""
 
@@ -50,8 +51,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.queries(self.before(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        q, k, v = (
+            self.queries(self.before(x))
+            .view(batch, length, 3, HEADS, width // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
+        seen = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
         x = x + self.dropout(self.mixed(seen))
         return x + self.dropout(self.down(F.gelu(self.up(self.between(x)))))
 
@@ -68,11 +75,12 @@ class Transformer(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Of (batch, length) words: (batch, length, vocabulary)."""
-        x = self.dropout(self.embedding(words) + self.positions.weight[:words.shape[1]])
+        x = self.dropout(self.embedding(words) + self.positions.weight[: words.shape[1]])
         return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
+
 
 class OnGradients(torch.optim.AdamW):
     """AdamW with a step() that dgc does not know, and so gives gradients: for the row that shows what this costs."""
@@ -85,20 +93,33 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    return dgc.Config(schedule(a, steps), a.momentum_correction, a.factor_masking, exchange=a.exchange,
-                      hierarchical=a.hierarchical, value_bits=a.value_bits)
+    return dgc.Config(
+        schedule(a, steps),
+        a.momentum_correction,
+        a.factor_masking,
+        exchange=a.exchange,
+        hierarchical=a.hierarchical,
+        value_bits=a.value_bits,
+    )
 
 
 def schedule(a: Any, steps: int) -> float | dgc.config.Schedule:
     """The sparsity by step: dense at first, then rising; or what ``--sparsity`` says, where it is a whole schedule."""
     if isinstance(a.sparsity, str):
         if a.dense_epochs is not None:
-            raise typer.BadParameter(f"--dense-epochs must be left out where --sparsity is a whole schedule, got "
-                                     f"--sparsity {a.sparsity}")
+            raise typer.BadParameter(
+                f"--dense-epochs must be left out where --sparsity is a whole schedule, got "
+                f"--sparsity {a.sparsity}"
+            )
         return job.schedule(a, steps, 0)
     dense = round(steps * (a.epochs / 10 if a.dense_epochs is None else a.dense_epochs))
-    rising = dgc.warmup(a.epochs / 5 if a.warmup_epochs is None else a.warmup_epochs, steps_per_epoch=steps,
-                        start=min(0.75, a.sparsity), end=a.sparsity, per_step=True)
+    rising = dgc.warmup(
+        a.epochs / 5 if a.warmup_epochs is None else a.warmup_epochs,
+        steps_per_epoch=steps,
+        start=min(0.75, a.sparsity),
+        end=a.sparsity,
+        per_step=True,
+    )
     return lambda step: 0.0 if step < dense else rising(step - dense)
 
 
@@ -113,8 +134,10 @@ def evaluate(model: nn.Module, text: Tensor, length: int) -> float:
     total = 0.0
     with torch.no_grad():
         for start in range(0, len(text) - 1, length):
-            words = text[start:start + length + 1].t()
-            total += F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten(), reduction="sum").item()
+            words = text[start : start + length + 1].t()
+            total += F.cross_entropy(
+                model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten(), reduction="sum"
+            ).item()
     model.train()
     return total / text[1:].numel()
 
@@ -126,10 +149,16 @@ def train(a: Any) -> dict[str, Any]:
     dataset, vocabulary, parts = load(a.data)
     check_alike(parts, rank, device)
     if a.batch_size % size:
-        raise typer.BadParameter(f"--batch-size must be a multiple of the {size} workers, over which it is divided, "
-                                 f"got {a.batch_size}")
+        raise typer.BadParameter(
+            f"--batch-size must be a multiple of the {size} workers, over which it is divided, "
+            f"got {a.batch_size}"
+        )
     share = a.batch_size // size
-    text = columns(parts["train"], a.batch_size)[:, rank * share:(rank + 1) * share].contiguous().to(device)
+    text = (
+        columns(parts["train"], a.batch_size)[:, rank * share : (rank + 1) * share]
+        .contiguous()
+        .to(device)
+    )
     valid, test = (columns(parts[part], BATCH).to(device) for part in ("valid", "test"))
     steps = math.ceil((len(text) - 1) / a.length)
     torch.manual_seed(a.seed)
@@ -139,24 +168,34 @@ def train(a: Any) -> dict[str, Any]:
     kind = torch.optim.AdamW if a.momentum_correction else OnGradients
     optimizer = kind(model.parameters(), a.lr, (0.9, a.beta2), weight_decay=a.weight_decay)
     optimizer = job.distributed(optimizer, model, launcher, a.method, config(a, steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, a.epochs * steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate(step, a.epochs * steps)
+    )
 
     now = job.training(a, dataset, size, steps)
     history = job.resume(a, now, model, optimizer, scheduler) if a.resume else []
     board = job.board(a, rank)
     counted = hasattr(optimizer, "report")  # Horovod's own does not count: its bytes are known
-    with tqdm(total=a.epochs * steps, initial=len(history) * steps, disable=rank > 0, desc=a.method,
-              mininterval=1, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=a.epochs * steps,
+        initial=len(history) * steps,
+        disable=rank > 0,
+        desc=a.method,
+        mininterval=1,
+        dynamic_ncols=True,
+    ) as bar:
         for epoch in range(len(history), a.epochs):
             began, loss_sum, sent = time.perf_counter(), torch.zeros((), device=device), 0.0
             if counted:
                 sent = optimizer.report().total_bytes_sent
             losses: list[float] = []
-            order = torch.randperm(steps, generator=torch.Generator().manual_seed(a.seed * 1000 + epoch)).tolist()
+            order = torch.randperm(
+                steps, generator=torch.Generator().manual_seed(a.seed * 1000 + epoch)
+            ).tolist()
             for step, window in enumerate(order):
                 # Dropout's draws follow from the step and the rank alone: resuming and launching need no more.
                 torch.manual_seed((a.seed * 1_000_000 + epoch * steps + step) * size + rank)
-                words = text[window * a.length:(window + 1) * a.length + 1].t()
+                words = text[window * a.length : (window + 1) * a.length + 1].t()
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
                 loss.backward()
@@ -164,68 +203,118 @@ def train(a: Any) -> dict[str, Any]:
                 scheduler.step()
                 loss_sum += loss.detach()
                 if step % max(1, steps // 20) == 0:
-                    losses.append(loss.item())  # some points of a curve; each is a wait for the device
+                    losses.append(
+                        loss.item()
+                    )  # some points of a curve; each is a wait for the device
                 bar.update()
             seconds = time.perf_counter() - began
             valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
-            nbytes = ((optimizer.report().total_bytes_sent - sent) / steps if counted else job.dense_bytes(model, size))
-            history.append({"epoch": epoch + 1, "loss": float(loss_sum) / steps, "perplexity": perplexity(valid_loss),
-                            "losses": losses, "step_seconds": seconds / steps, "bytes_per_step": nbytes})
+            nbytes = (
+                (optimizer.report().total_bytes_sent - sent) / steps
+                if counted
+                else job.dense_bytes(model, size)
+            )
+            history.append(
+                {
+                    "epoch": epoch + 1,
+                    "loss": float(loss_sum) / steps,
+                    "perplexity": perplexity(valid_loss),
+                    "losses": losses,
+                    "step_seconds": seconds / steps,
+                    "bytes_per_step": nbytes,
+                }
+            )
             if rank == 0:
-                bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", perplexity=f"{history[-1]['perplexity']:.2f}")
+                bar.set_postfix(
+                    loss=f"{history[-1]['loss']:.3f}", perplexity=f"{history[-1]['perplexity']:.2f}"
+                )
             tune.report(epoch + 1, history[-1]["perplexity"], job.bytes_sent(history, steps))
             job.log(board, history, ("loss", "perplexity", "bytes_per_step", "step_seconds"))
             if a.checkpoints:
                 job.checkpoint(a, now, model, optimizer, scheduler, history)
     if rank > 0:
         return {}
-    result = job.summary(a, "transformer", dataset, launcher, size, steps, model, history, vocabulary=vocabulary,
-                         perplexity=perplexity(evaluate(model, test, a.length)))
+    result = job.summary(
+        a,
+        "transformer",
+        dataset,
+        launcher,
+        size,
+        steps,
+        model,
+        history,
+        vocabulary=vocabulary,
+        perplexity=perplexity(evaluate(model, test, a.length)),
+    )
     if a.out:
         job.write(a.out, result)
     return result
 
 
 def main(
-        data: Annotated[Path | None, typer.Option(
-            help="Folder with ptb.{train,valid,test}.txt. Default: the documentation that comes with Python.")] = None,
-        method: Annotated[Literal["dense", "dgc"], typer.Option()] = "dgc",
-        width: Annotated[int, typer.Option(min=HEADS, help=f"A multiple of {HEADS}.")] = 128,
-        dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.2,
-        epochs: Annotated[int, typer.Option(min=1)] = 8,
-        batch_size: Annotated[int, typer.Option(min=1, help="Columns of text, of all workers together.")] = 32,
-        length: Annotated[int, typer.Option(min=1, help="Words of a column in a batch.")] = 64,
-        lr: job.Number = 2e-3,
-        beta2: Annotated[float, typer.Option(min=0, max=math.nextafter(1, 0))] = 0.999,
-        weight_decay: job.Number = 0.01,
-        sparsity: job.Sparsity = 0.99,
-        dense_epochs: Annotated[float | None, typer.Option(
-            min=0, callback=job.finite,
-            help="At first, which travel dense. Default: a tenth; 0: 1 / (1 - beta2) steps.")] = None,
-        warmup_epochs: Annotated[float | None, typer.Option(
-            min=0, callback=job.finite,
-            help="After these, in which the sparsity rises from 75 %. Default: a fifth.")] = None,
-        momentum_correction: bool = True, factor_masking: bool = False,
-        value_bits: job.ValueBits = 16,
-        exchange: job.Exchange = "allgather", hierarchical: job.Hierarchical = False,
-        virtual_workers: job.VirtualWorkers = 1, virtual_node: job.VirtualNode = 1,
-        seed: job.Seed = 0,
-        threads: job.Threads = None,
-        checkpoints: job.Checkpoints = None,
-        resume: job.Resume = False,
-        tensorboard: job.TensorBoard = None,
-        out: job.Out = None) -> None:
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with ptb.{train,valid,test}.txt. Default: the documentation that comes with Python."
+        ),
+    ] = None,
+    method: Annotated[Literal["dense", "dgc"], typer.Option()] = "dgc",
+    width: Annotated[int, typer.Option(min=HEADS, help=f"A multiple of {HEADS}.")] = 128,
+    dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.2,
+    epochs: Annotated[int, typer.Option(min=1)] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Columns of text, of all workers together.")
+    ] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Words of a column in a batch.")] = 64,
+    lr: job.Number = 2e-3,
+    beta2: Annotated[float, typer.Option(min=0, max=math.nextafter(1, 0))] = 0.999,
+    weight_decay: job.Number = 0.01,
+    sparsity: job.Sparsity = 0.99,
+    dense_epochs: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=job.finite,
+            help="At first, which travel dense. Default: a tenth; 0: 1 / (1 - beta2) steps.",
+        ),
+    ] = None,
+    warmup_epochs: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=job.finite,
+            help="After these, in which the sparsity rises from 75 %. Default: a fifth.",
+        ),
+    ] = None,
+    momentum_correction: bool = True,
+    factor_masking: bool = False,
+    value_bits: job.ValueBits = 16,
+    exchange: job.Exchange = "allgather",
+    hierarchical: job.Hierarchical = False,
+    virtual_workers: job.VirtualWorkers = 1,
+    virtual_node: job.VirtualNode = 1,
+    seed: job.Seed = 0,
+    threads: job.Threads = None,
+    checkpoints: job.Checkpoints = None,
+    resume: job.Resume = False,
+    tensorboard: job.TensorBoard = None,
+    out: job.Out = None,
+) -> None:
     """Trains a small transformer on Penn Treebank, with compressed gradients or dense ones."""
     if width % HEADS:
         raise typer.BadParameter(f"--width must be a multiple of {HEADS}, got {width}")
     a = argparse.Namespace(**locals())
     result = job.run(lambda: train(a), a)
     if result:  # rank 0
-        print(f"{method}: test perplexity {result['perplexity']:.2f} on {result['dataset']} after {epochs} epochs",
-              flush=True)
+        print(
+            f"{method}: test perplexity {result['perplexity']:.2f} on {result['dataset']} after {epochs} epochs",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)  # several ranks' framed tracebacks cannot be read
+    app = typer.Typer(
+        pretty_exceptions_enable=False
+    )  # several ranks' framed tracebacks cannot be read
     app.command()(main)
     app()

@@ -1,6 +1,6 @@
 """Draws docs/architecture.png: the rooms that a gradient passes, with the numbers of docs/architecture.md.
 
-    python scripts/draw_architecture.py
+python scripts/draw_architecture.py
 """
 
 from __future__ import annotations
@@ -14,24 +14,56 @@ ROOMS = [  # title, text, left, bottom, width, height
     ("frontends/", "DistributedOptimizer,\nDDP's hook", 0.0, 2.3, 2.0, 2.1),
     ("engine/", "", 2.7, 2.3, 7.3, 2.1),
     ("compression/", "residual, select,\nwire, kernels", 0.0, 0.0, 2.0, 1.5),
-    ("paths/", "3  The path: compressed, dense,\nallgather, owners, ...\nIt does no I/O.", 2.7, 0.0, 3.1, 1.5),
-    ("transport/", "4  The collective travels: runner,\nstreams; Horovod, torch.distributed,\nlockstep", 6.8, 0.0,
-     3.2, 1.5)]
+    (
+        "paths/",
+        "3  The path: compressed, dense,\nallgather, owners, ...\nIt does no I/O.",
+        2.7,
+        0.0,
+        3.1,
+        1.5,
+    ),
+    (
+        "transport/",
+        "4  The collective travels: runner,\nstreams; Horovod, torch.distributed,\nlockstep",
+        6.8,
+        0.0,
+        3.2,
+        1.5,
+    ),
+]
 STEPS = [  # text, left
-    ("1  A gradient arrives\n\nbackward", 2.85), ("2  Its bucket leaves\n\nlaunch, outgoing,\nscaling, nodes", 5.27),
-    ("5  The update comes\n\narrivals,\noptimizer_step", 7.69)]
+    ("1  A gradient arrives\n\nbackward", 2.85),
+    ("2  Its bucket leaves\n\nlaunch, outgoing,\nscaling, nodes", 5.27),
+    ("5  The update comes\n\narrivals,\noptimizer_step", 7.69),
+]
 ARROWS = [  # from, to, label, where it is
-    ((2.0, 3.1), (2.85, 3.1), "hook", (2.35, 3.18)), ((5.02, 3.1), (5.27, 3.1), "", (0, 0)),
-    ((5.5, 2.5), (5.5, 1.5), "a generator", (5.42, 1.87)), ((2.7, 0.75), (2.0, 0.75), "u, v", (2.35, 0.83)),
-    ((5.8, 1.0), (6.8, 1.0), "yields a\ncollective", (6.3, 1.06)), ((6.8, 0.6), (5.8, 0.6), "is sent\nits result",
-                                                                    (6.3, 0.18)),
-    ((8.77, 1.5), (8.77, 2.5), "", (0, 0)), ((2.0, 3.88), (8.77, 3.7), "step()", (2.35, 3.93))]
+    ((2.0, 3.1), (2.85, 3.1), "hook", (2.35, 3.18)),
+    ((5.02, 3.1), (5.27, 3.1), "", (0, 0)),
+    ((5.5, 2.5), (5.5, 1.5), "a generator", (5.42, 1.87)),
+    ((2.7, 0.75), (2.0, 0.75), "u, v", (2.35, 0.83)),
+    ((5.8, 1.0), (6.8, 1.0), "yields a\ncollective", (6.3, 1.06)),
+    ((6.8, 0.6), (5.8, 0.6), "is sent\nits result", (6.3, 0.18)),
+    ((8.77, 1.5), (8.77, 2.5), "", (0, 0)),
+    ((2.0, 3.88), (8.77, 3.7), "step()", (2.35, 3.93)),
+]
 
 
-def box(axes: Any, left: float, bottom: float, width: float, height: float, colour: str, edge: str) -> None:
+def box(
+    axes: Any, left: float, bottom: float, width: float, height: float, colour: str, edge: str
+) -> None:
     from matplotlib.patches import FancyBboxPatch
-    axes.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.08",
-                                  facecolor=colour, edgecolor=edge, linewidth=1.0))
+
+    axes.add_patch(
+        FancyBboxPatch(
+            (left, bottom),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.08",
+            facecolor=colour,
+            edgecolor=edge,
+            linewidth=1.0,
+        )
+    )
 
 
 def main() -> None:
@@ -39,17 +71,44 @@ def main() -> None:
     axes.set(xlim=(-0.05, 10.05), ylim=(-0.05, 4.5))
     axes.axis("off")
     for title, text, left, bottom, width, height in ROOMS:
-        box(axes, left, bottom, width, height, "#e8f0f7" if title == "engine/" else "#f0f1f3", drawing.DENSE)
-        axes.text(left + 0.12, bottom + height - 0.1, title, fontsize=11, fontweight="bold", va="top")
+        box(
+            axes,
+            left,
+            bottom,
+            width,
+            height,
+            "#e8f0f7" if title == "engine/" else "#f0f1f3",
+            drawing.DENSE,
+        )
+        axes.text(
+            left + 0.12, bottom + height - 0.1, title, fontsize=11, fontweight="bold", va="top"
+        )
         axes.text(left + 0.12, bottom + height - 0.5, text, fontsize=9, va="top")
     for text, left in STEPS:
         box(axes, left, 2.5, 2.17, 1.2, "white", drawing.DGC)
         axes.text(left + 0.1, 3.6, text, fontsize=9, va="top")
     for start, end, label, at in ARROWS:
         bend = {"connectionstyle": "angle,angleA=0,angleB=90"} if label == "step()" else {}
-        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": drawing.DGC, "linewidth": 1.5,
-                                                  "shrinkA": 0, "shrinkB": 0, **bend})
-        axes.text(*at, label, fontsize=8.5, color=drawing.DGC, ha="right" if label == "a generator" else "center")
+        axes.annotate(
+            "",
+            end,
+            start,
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": drawing.DGC,
+                "linewidth": 1.5,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                **bend,
+            },
+        )
+        axes.text(
+            *at,
+            label,
+            fontsize=8.5,
+            color=drawing.DGC,
+            ha="right" if label == "a generator" else "center",
+        )
     drawing.save(figure, Path(__file__).resolve().parents[1] / "docs" / "architecture.png")
 
 

@@ -1,6 +1,6 @@
 """Draws the pictures of the benchmarks anew, from what lies in benchmarks/results. Nothing is measured.
 
-    python scripts/draw_benchmarks.py
+python scripts/draw_benchmarks.py
 """
 
 from __future__ import annotations

@@ -27,13 +27,33 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RANKS, WIDTH, LAYERS, BATCH = 2, 2048, 4, 32
-ROWS = {"your script": ("forward", "backward", "optimizer.step"),
-        "dgc": tuple(f"dgc::{name}" for name in ("select", "take", "exchange", "read", "add", "step")),
-        "within": ("dgc::accumulate",), "gloo": ("gloo:all_gather", "gloo:all_reduce")}
+ROWS = {
+    "your script": ("forward", "backward", "optimizer.step"),
+    "dgc": tuple(f"dgc::{name}" for name in ("select", "take", "exchange", "read", "add", "step")),
+    "within": ("dgc::accumulate",),
+    "gloo": ("gloo:all_gather", "gloo:all_reduce"),
+}
 GREYS = dict(zip(ROWS["your script"], ("#d9dce1", "#b4b9c1", "#8d939d"), strict=True))
-COLOURS = {**GREYS, "dgc::select": DGC, "dgc::accumulate": "#9ecae1",
-           **dict(zip(("dgc::exchange", "dgc::add", "dgc::step", "gloo:all_gather", "dgc::read", "gloo:all_reduce",
-                       "dgc::take"), MUTED, strict=True))}
+COLOURS = {
+    **GREYS,
+    "dgc::select": DGC,
+    "dgc::accumulate": "#9ecae1",
+    **dict(
+        zip(
+            (
+                "dgc::exchange",
+                "dgc::add",
+                "dgc::step",
+                "gloo:all_gather",
+                "dgc::read",
+                "gloo:all_reduce",
+                "dgc::take",
+            ),
+            MUTED,
+            strict=True,
+        )
+    ),
+}
 
 
 def train(folder: Path) -> None:
@@ -42,12 +62,22 @@ def train(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     kernels.compile_ahead(torch.float32)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[layer for _ in range(LAYERS) for layer in (
-        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())])
+    model = torch.nn.Sequential(
+        *[
+            layer
+            for _ in range(LAYERS)
+            for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+        ]
+    )
     optimizer = dgc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters(), dgc.Config(0.999),
-        groups=[[layer.weight] for layer in model[::2]])  # each matrix in a bucket of its own
-    with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=3, warmup=1, active=1)) as profiler:
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        model.named_parameters(),
+        dgc.Config(0.999),
+        groups=[[layer.weight] for layer in model[::2]],
+    )  # each matrix in a bucket of its own
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=schedule(wait=3, warmup=1, active=1)
+    ) as profiler:
         for _ in range(5):
             x = torch.randn(BATCH, WIDTH)
             optimizer.zero_grad()
@@ -67,9 +97,13 @@ def ranges(path: Path) -> list[dict[str, Any]]:
     """The named ranges of a trace, with absolute times in milliseconds."""
     trace = json.loads(path.read_text())
     base = trace["baseTimeNanoseconds"] / 1e6
-    return [{"name": event["name"], "begin": base + event["ts"] / 1e3, "length": event["dur"] / 1e3}
-            for event in trace["traceEvents"] if event.get("ph") == "X" and event["name"] in COLOURS
-            and event.get("cat") == "user_annotation"]
+    return [
+        {"name": event["name"], "begin": base + event["ts"] / 1e3, "length": event["dur"] / 1e3}
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X"
+        and event["name"] in COLOURS
+        and event.get("cat") == "user_annotation"
+    ]
 
 
 def draw(folder: Path) -> None:
@@ -80,10 +114,22 @@ def draw(folder: Path) -> None:
     for rank, axis in enumerate(lanes):
         for row, names in enumerate(ROWS.values()):
             for each in (each for each in found[rank] if each["name"] in names):
-                axis.barh(-row, each["length"], left=each["begin"] - begin, height=0.8, color=COLOURS[each["name"]])
+                axis.barh(
+                    -row,
+                    each["length"],
+                    left=each["begin"] - begin,
+                    height=0.8,
+                    color=COLOURS[each["name"]],
+                )
                 if row == 0:
-                    axis.text(each["begin"] - begin + each["length"] / 2, 0.6, each["name"], ha="center", va="center",
-                              fontsize=8)
+                    axis.text(
+                        each["begin"] - begin + each["length"] / 2,
+                        0.6,
+                        each["name"],
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                    )
         axis.set_yticks([-row for row in range(len(ROWS))], list(ROWS), fontsize=9)
         axis.set_title(f"rank {rank}", loc="left", fontsize=10)
         axis.set_xticks([])
@@ -92,14 +138,29 @@ def draw(folder: Path) -> None:
     lanes[-1].set_xlabel("time, one step")
     names = [name for row in list(ROWS.values())[1:] for name in row]
     words = [f"{name} (waits)" if name == "dgc::exchange" else name for name in names]
-    figure.legend([plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names], words, ncols=len(names),
-                  loc="outside upper center", fontsize=8, frameon=False, handlelength=1, columnspacing=0.8)
+    figure.legend(
+        [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names],
+        words,
+        ncols=len(names),
+        loc="outside upper center",
+        fontsize=8,
+        frameon=False,
+        handlelength=1,
+        columnspacing=0.8,
+    )
     figure.savefig(Path(__file__).resolve().parents[1] / "docs" / "trace.png", dpi=110)
 
 
 def main(folder: Path) -> None:
     """Has the ranks record, within five minutes, and draws."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+    ]
     subprocess.run([*command, __file__, str(folder)], check=True, timeout=300)
     draw(folder)
 

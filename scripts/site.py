@@ -17,7 +17,11 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
+PAGES = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+}
 LINK = re.compile(r"(\]\()([^)\s#:]+)([#)])")
 SHOWN = re.compile(r"^::: (dgc\S*)", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.site")
@@ -41,9 +45,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Has links to files beside docs/ lead to their copies."""
+
     def moved(match: re.Match[str]) -> str:
         target = (_source(page.file).parent / match[2]).resolve()
-        return f"{match[1]}{os.path.relpath(_uri(target), Path(page.file.src_uri).parent)}{match[3]}"
+        return (
+            f"{match[1]}{os.path.relpath(_uri(target), Path(page.file.src_uri).parent)}{match[3]}"
+        )
 
     return LINK.sub(moved, markdown)
 
@@ -53,9 +60,17 @@ def on_pre_build(config: Any) -> None:
     package = griffe.load("dgc", search_paths=[str(ROOT)])
     reference = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     shown = {name.removeprefix("dgc.") for name in SHOWN.findall(reference)}
-    public = set(package.exports or ()) - {"__version__", "Average", "Sum"}  # two numbers, in a table
+    public = set(package.exports or ()) - {
+        "__version__",
+        "Average",
+        "Sum",
+    }  # two numbers, in a table
     for name in sorted(public - shown):
-        log.warning("docs/reference must show all names of dgc.__all__, got no %s (add '::: dgc.%s')", name, name)
+        log.warning(
+            "docs/reference must show all names of dgc.__all__, got no %s (add '::: dgc.%s')",
+            name,
+            name,
+        )
     for name in sorted(shown):
         for path, member in _documented(name, package[name]):
             if member.docstring is None:
@@ -65,8 +80,11 @@ def on_pre_build(config: Any) -> None:
 def _documented(name: str, member: Any) -> list[tuple[str, Any]]:
     """A name, and the public functions in it."""
     member = member.final_target if member.is_alias else member
-    inner = [(f"{name}.{key}", each) for key, each in member.members.items()
-             if not key.startswith("_") and not each.is_alias and each.is_function]
+    inner = [
+        (f"{name}.{key}", each)
+        for key, each in member.members.items()
+        if not key.startswith("_") and not each.is_alias and each.is_function
+    ]
     return [(name, member), *inner]
 
 

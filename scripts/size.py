@@ -22,11 +22,21 @@ from torch import nn
 import dgc
 
 PACKAGE = Path(dgc.__file__).parent
-SKIPPED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+SKIPPED = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 STEPS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}, dgc.Config(0.9)),
-    "SGD, reduce": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
-                    dgc.Config(0.9, exchange="reduce")),
+    "SGD, reduce": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+        dgc.Config(0.9, exchange="reduce"),
+    ),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, dgc.Config(dgc.piecewise({0: 0.0, 1: 0.9}))),
 }
 
@@ -34,8 +44,11 @@ STEPS = {
 def tokens(text: str) -> list[tokenize.TokenInfo]:
     """The tokens of a module that are no comment, no docstring and no line end."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {(node.body[0].lineno, node.body[0].col_offset) for node in ast.walk(ast.parse(text))
-                  if isinstance(node, documented) and ast.get_docstring(node) is not None}
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
     found = tokenize.generate_tokens(io.StringIO(text).readline)
     return [token for token in found if token.type not in SKIPPED and token.start not in docstrings]
 
@@ -62,7 +75,9 @@ def entered(step: str) -> set[str]:
     def worker():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
-        optimizer = dgc.DistributedOptimizer(kind(network.parameters(), **settings), network.named_parameters(), config)
+        optimizer = dgc.DistributedOptimizer(
+            kind(network.parameters(), **settings), network.named_parameters(), config
+        )
         for i in range(4):
             optimizer.zero_grad()
             loss = network(torch.randn(8, 40)).square().mean()
@@ -84,7 +99,9 @@ def main() -> None:
     print(f"tokens                    {sum(counts.values()):,}")
     print(f"files                     {len(texts)}")
     print(f"tokens a non-blank line   {sum(counts.values()) / lines:.1f}")
-    print(f"tokens of a body          median {statistics.median(sizes):.0f}, 90 % {sizes[int(0.9 * len(sizes))]}")
+    print(
+        f"tokens of a body          median {statistics.median(sizes):.0f}, 90 % {sizes[int(0.9 * len(sizes))]}"
+    )
     print(f"fields of Config          {len(dgc.Config.__dataclass_fields__)}")
     for step in STEPS:
         print(f"files that a step enters  {len(entered(step))} ({step})")

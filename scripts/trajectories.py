@@ -31,12 +31,18 @@ LOCKSTEP = {  # name -> (Config, what else is done)
     "warm-up": (dgc.Config(sparsity=WARM), {}),
     "float32": (dgc.Config(sparsity=0.9, value_bits=32), {}),
     "dense": (dgc.Config(sparsity=0.0), {"nesterov": True}),
-    "nesterov, groups, sum": (dgc.Config(sparsity=0.95), {"nesterov": True, "groups": 2, "op": dgc.Sum}),
+    "nesterov, groups, sum": (
+        dgc.Config(sparsity=0.95),
+        {"nesterov": True, "groups": 2, "op": dgc.Sum},
+    ),
     "clip": (dgc.Config(sparsity=0.95, clip_norm=0.2), {}),
     "clip per tensor": (dgc.Config(sparsity=0.95, clip_norm=0.2, clip_per_tensor=True), {}),
     "reduce": (dgc.Config(sparsity=0.95, exchange="reduce"), {}),
     "hierarchical": (dgc.Config(sparsity=0.95, hierarchical=True, clip_norm=0.5), {"node_size": 2}),
-    "hierarchical, reduce": (dgc.Config(sparsity=0.95, hierarchical=True, exchange="reduce"), {"node_size": 2}),
+    "hierarchical, reduce": (
+        dgc.Config(sparsity=0.95, hierarchical=True, exchange="reduce"),
+        {"node_size": 2},
+    ),
     "Adam": (dgc.Config(dgc.dense_until(5, then=0.95)), {"adam": True}),
     "rounded, bfloat16": (dgc.Config(sparsity=0.95, value_bits=8), {}),
     "flush, unmasked": (dgc.Config(sparsity=0.99, factor_masking=False), {"flush": 10}),
@@ -55,7 +61,10 @@ TORCH = {
 }
 HOROVOD = {
     "Horovod": (dgc.Config(sparsity=WARM), {"groups": 2}),
-    "Horovod, reduce, passes": (dgc.Config(sparsity=0.95, exchange="reduce", clip_norm=0.5), {"passes": 2}),
+    "Horovod, reduce, passes": (
+        dgc.Config(sparsity=0.95, exchange="reduce", clip_norm=0.5),
+        {"passes": 2},
+    ),
 }
 
 
@@ -71,32 +80,67 @@ class Embedded(nn.Module):
 
 
 def body():
-    return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(),
-                         nn.Linear(64, 8))
+    return nn.Sequential(
+        nn.Linear(48, 64),
+        nn.Tanh(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, 8),
+    )
 
 
-def train(config, rank, embedding=False, adam=False, momentum=0.9, nesterov=False, flush=0, bad=0, scaler=False,
-          passes=1, resume=0, ddp=False, fsdp=False, processes=2, node_size=1, **arguments):
+def train(
+    config,
+    rank,
+    embedding=False,
+    adam=False,
+    momentum=0.9,
+    nesterov=False,
+    flush=0,
+    bad=0,
+    scaler=False,
+    passes=1,
+    resume=0,
+    ddp=False,
+    fsdp=False,
+    processes=2,
+    node_size=1,
+    **arguments,
+):
     """One rank's training; returns what it ends with, as one hash."""
     torch.manual_seed(3)
     model = Embedded() if embedding else body()
     if fsdp:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
+
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         arguments["process_set"] = mesh["across"].get_group()
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if scaler else None
-    inner = torch.optim.Adam(model.parameters(), 1e-3) if adam else torch.optim.SGD(
-        model.parameters(), 0.05, momentum=momentum, nesterov=nesterov, weight_decay=0.0 if embedding else 1e-2)
+    grad_scaler = (
+        torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if scaler else None
+    )
+    inner = (
+        torch.optim.Adam(model.parameters(), 1e-3)
+        if adam
+        else torch.optim.SGD(
+            model.parameters(),
+            0.05,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=0.0 if embedding else 1e-2,
+        )
+    )
     if ddp:
         module, model = model, nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
         dgc.register_comm_hook(model, inner, config, grad_scaler=grad_scaler)
         optimizer = inner
     else:
         module = model
-        optimizer = dgc.DistributedOptimizer(inner, model.named_parameters(), config, passes, grad_scaler=grad_scaler,
-                                             **arguments)
+        optimizer = dgc.DistributedOptimizer(
+            inner, model.named_parameters(), config, passes, grad_scaler=grad_scaler, **arguments
+        )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
     optimizer.zero_grad()
     for step in range(STEPS):
@@ -108,7 +152,10 @@ def train(config, rank, embedding=False, adam=False, momentum=0.9, nesterov=Fals
             dgc.load_checkpoint(where, model, optimizer)
         for part in range(passes):
             generator = torch.Generator().manual_seed(step * 100 + part * 10 + rank)
-            x, y = torch.randn(16, 48, generator=generator), torch.randint(0, 8, (16,), generator=generator)
+            x, y = (
+                torch.randn(16, 48, generator=generator),
+                torch.randint(0, 8, (16,), generator=generator),
+            )
             loss = nn.functional.cross_entropy(model(x), y)
             if bad and step == bad and rank == 1:
                 loss = loss * math.inf
@@ -142,6 +189,7 @@ def worker(kind, name, folder):
     """One process of a setting."""
     if kind == "horovod":
         import horovod.torch as hvd
+
         hvd.init()
         rank, (config, extra) = hvd.rank(), HOROVOD[name]
     else:
@@ -157,20 +205,44 @@ def worker(kind, name, folder):
 
 
 def in_processes(kind, name, size):
-    launcher = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(size), sys.executable] if (
-        kind == "horovod") else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                                 str(size)]
+    launcher = (
+        [
+            str(Path(sys.executable).parent / "horovodrun"),
+            "--gloo",
+            "-np",
+            str(size),
+            sys.executable,
+        ]
+        if (kind == "horovod")
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(size),
+        ]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*launcher, __file__, "worker", kind, name, folder], check=True, timeout=300,
-                       env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+        subprocess.run(
+            [*launcher, __file__, "worker", kind, name, folder],
+            check=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+        )
         return [(Path(folder) / str(rank)).read_text() for rank in range(size)]
 
 
 def record():
     yield from ((name, in_lockstep(*setting)) for name, setting in LOCKSTEP.items())
-    yield from ((name, in_processes("torch", name, extra.get("processes", 2))) for name, (_, extra) in TORCH.items())
+    yield from (
+        (name, in_processes("torch", name, extra.get("processes", 2)))
+        for name, (_, extra) in TORCH.items()
+    )
     with contextlib.suppress(ImportError):
         import horovod.torch  # noqa: F401
+
         yield from ((name, in_processes("horovod", name, 2)) for name in HOROVOD)
 
 
@@ -189,7 +261,9 @@ def main():
         return Path(sys.argv[2]).write_text(json.dumps(results, indent=1))
     before, after = (json.loads(Path(path).read_text()) for path in sys.argv[2:4])
     differ = [name for name in before | after if before.get(name) != after.get(name)]
-    print(f"{len(before)} settings before, {len(after)} after; they differ in: {', '.join(differ) or 'none'}")
+    print(
+        f"{len(before)} settings before, {len(after)} after; they differ in: {', '.join(differ) or 'none'}"
+    )
     raise SystemExit(bool(differ))
 
 

@@ -20,14 +20,38 @@ if not torch.cuda.is_available():
 
 from dgc.compression import kernels  # noqa: E402 (after what is set above)
 
-kernels.compile_ahead(torch.float32, torch.float64)  # tests are of these loops, not of what stands in for them
+kernels.compile_ahead(
+    torch.float32, torch.float64
+)  # tests are of these loops, not of what stands in for them
 
-TAKE_LONG = ("test_peers.py", "test_cifar10.py", "test_ptb.py", "test_reproduce.py", "test_examples.py",  # make long
-             "test_stock.py", "test_laws.py", "test_owners_kernels.py", "test_kernels_cuda.py", "test_faults.py",
-             "test_horovod_contract.py", "test_asynchronous.py", "test_processes.py", "test_ddp.py", "test_paper.py",
-             "test_tune.py", "test_jit.py", "test_files.py", "test_cli.py", "test_beside_horovod.py",
-             "test_adaptive.py")
+TAKE_LONG = (
+    "test_peers.py",
+    "test_cifar10.py",
+    "test_ptb.py",
+    "test_reproduce.py",
+    "test_examples.py",  # make long
+    "test_stock.py",
+    "test_laws.py",
+    "test_owners_kernels.py",
+    "test_kernels_cuda.py",
+    "test_faults.py",
+    "test_horovod_contract.py",
+    "test_asynchronous.py",
+    "test_processes.py",
+    "test_ddp.py",
+    "test_paper.py",
+    "test_tune.py",
+    "test_jit.py",
+    "test_files.py",
+    "test_cli.py",
+    "test_beside_horovod.py",
+    "test_adaptive.py",
+)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: TAKE_LONG.index(item.path.name) if item.path.name in TAKE_LONG else len(TAKE_LONG))
+    items.sort(
+        key=lambda item: (
+            TAKE_LONG.index(item.path.name) if item.path.name in TAKE_LONG else len(TAKE_LONG)
+        )
+    )

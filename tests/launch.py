@@ -23,7 +23,11 @@ from dgc.compression import kernels
 HERE = Path(__file__).parent
 SCRIPT = [sys.executable, str(HERE / "launch.py")]
 FIXED = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30"}
-PREPARED = ("hypothesis", "pytest", "torch._dynamo")  # the last by the first optimizer: as long a work as torch itself
+PREPARED = (
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+)  # the last by the first optimizer: as long a work as torch itself
 PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
@@ -39,21 +43,43 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
     torchrun, which end the job in their way; each imports for itself, and has its own order of strings in a set.
     """
     names = [f"{function.__module__}.{function.__name__}" for function in functions]
-    nodes = node_size if isinstance(node_size, tuple) else (node_size or size,) * (size // (node_size or size))
+    nodes = (
+        node_size
+        if isinstance(node_size, tuple)
+        else (node_size or size,) * (size // (node_size or size))
+    )
     bin_folder = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **FIXED, "PATH": f"{bin_folder}:{os.environ['PATH']}",
-                       "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1"}
+        environment = {
+            **os.environ,
+            **FIXED,
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "0" if node_size is None else "1",
+        }
         log = Path(folder) / "log"
         words = [launcher, folder, "fresh" if fresh else ",".join(map(str, nodes)), *names]
         began = time.monotonic()
         if fresh:
-            command = {"horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
-                       "torch": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python",
-                                 "--nproc-per-node", str(size)]}[launcher]
+            command = {
+                "horovod": [str(bin_folder / "horovodrun"), "--gloo", "-np", str(size)],
+                "torch": [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--no-python",
+                    "--nproc-per-node",
+                    str(size),
+                ],
+            }[launcher]
             with log.open("w") as file:
-                process = subprocess.Popen([*command, *SCRIPT, *words], env=environment, stdout=file,
-                                           stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    [*command, *SCRIPT, *words],
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                )
         else:
             process = Fork([words, environment, os.getcwd(), str(log)])
         try:
@@ -71,8 +97,10 @@ def launch(launcher, size, functions, limit=240, check=True, node_size=None, fre
             return status, output, time.monotonic() - began
         assert status == 0, output
         ranks = [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
-        return {function: [rank[name] for rank in ranks]
-                for function, name in zip(functions, names, strict=True)}, output
+        return {
+            function: [rank[name] for rank in ranks]
+            for function, name in zip(functions, names, strict=True)
+        }, output
 
 
 class Fork:
@@ -97,8 +125,13 @@ def nursery():
     """The process from which this one's launches are forked: to import takes longer than most tests. It ends with this
     one, as its input does.
     """
-    return subprocess.Popen([*SCRIPT, "nursery"], env={**os.environ, **FIXED}, bufsize=0, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [*SCRIPT, "nursery"],
+        env={**os.environ, **FIXED},
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
 
 
 def forked():
@@ -112,7 +145,10 @@ def forked():
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             continue
         os.setsid()
-        for target, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        for target, file, flags in (
+            (0, os.devnull, os.O_RDONLY),
+            (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        ):
             os.dup2(os.open(file, flags), target)
         os.dup2(1, 2)
         os.chdir(folder)
@@ -153,6 +189,7 @@ def end(pid):
 
 def survivors(folder, session):
     """Ends the processes of a launch whose launcher has ended, after a moment to end by themselves. Their commands."""
+
     def there():
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -177,14 +214,32 @@ def places(launcher, nodes):
     for node, ranks in enumerate(nodes):
         for local in range(ranks):
             if launcher == "torch":  # as if by an agent on each machine
-                told.append({"RANK": len(told), "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks,
-                             "GROUP_RANK": node})
+                told.append(
+                    {
+                        "RANK": len(told),
+                        "WORLD_SIZE": size,
+                        "LOCAL_RANK": local,
+                        "LOCAL_WORLD_SIZE": ranks,
+                        "GROUP_RANK": node,
+                    }
+                )
                 continue
             across = [i for i, n in enumerate(nodes) if n > local]
-            place = {"RANK": len(told), "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": ranks,
-                     "CROSS_RANK": across.index(node), "CROSS_SIZE": len(across), "CONTROLLER": "gloo",
-                     "HOSTNAME": f"127.0.0.{node}" if node else "localhost",  # machines are told apart by it
-                     "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo", "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+            place = {
+                "RANK": len(told),
+                "SIZE": size,
+                "LOCAL_RANK": local,
+                "LOCAL_SIZE": ranks,
+                "CROSS_RANK": across.index(node),
+                "CROSS_SIZE": len(across),
+                "CONTROLLER": "gloo",
+                "HOSTNAME": f"127.0.0.{node}"
+                if node
+                else "localhost",  # machines are told apart by it
+                "CPU_OPERATIONS": "gloo",
+                "GLOO_IFACE": "lo",
+                "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            }
             told.append({f"HOROVOD_{key}": value for key, value in place.items()})
     return told
 
@@ -197,6 +252,7 @@ def fork(launcher, nodes):
     told, common = places(launcher, nodes), {}
     if launcher == "horovod":
         from horovod.runner.http.http_server import RendezvousServer
+
         server = RendezvousServer()
         common["HOROVOD_GLOO_RENDEZVOUS_PORT"] = server.start()
         server.init([])
@@ -213,27 +269,34 @@ def fork(launcher, nodes):
         children.remove(child)
     for other in children:
         os.kill(other, signal.SIGKILL)
-    sys.exit(f"process {child} ended with status {os.waitstatus_to_exitcode(status)}" if status else 0)
+    sys.exit(
+        f"process {child} ended with status {os.waitstatus_to_exitcode(status)}" if status else 0
+    )
 
 
 def begin(launcher, folder):
     """Initialises the transport. Returns the rank."""
     if launcher == "horovod":
         import horovod.torch as hvd
+
         if os.environ.get("HOROVOD_SIZE") == "3":
             PROCESS_SETS.extend([hvd.ProcessSet([1, 2]), hvd.ProcessSet([0])])
         hvd.init(process_sets=PROCESS_SETS)
         return hvd.rank()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torch.distributed.FileStore(f"{folder}/meeting", size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+    )
     return rank
 
 
 def main():
     kernels.compile_ahead(torch.float32, torch.float64)
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
-    sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # where pytest finds the tests
+    sys.path += [
+        str(folder) for folder in HERE.iterdir() if folder.is_dir()
+    ]  # where pytest finds the tests
     if sys.argv[1] == "nursery" and not forked():
         return
     launcher, folder, nodes, *names = sys.argv[1:]
@@ -250,6 +313,7 @@ def main():
     os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")
     if launcher == "horovod":
         import horovod.torch as hvd
+
         hvd.barrier()  # the first process to leave would shut Horovod down for all
 
 

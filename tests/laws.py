@@ -38,8 +38,11 @@ def performed(requests):
     assert {request.op for request in requests} == {op}
     if op == "alltoall":
         return [torch.stack(rows) for rows in zip(*tensors, strict=True)]
-    result = {"gather": torch.stack, "share": lambda each: each[requests[0].root],
-              "sum": lambda each: torch.stack(each).sum(0)}[op](tensors)
+    result = {
+        "gather": torch.stack,
+        "share": lambda each: each[requests[0].root],
+        "sum": lambda each: torch.stack(each).sum(0),
+    }[op](tensors)
     return [result.clone() for _ in requests]
 
 
@@ -67,7 +70,7 @@ def misleading(n, seed, zeros, pattern):
         g = g.round()
     if pattern == "equal":
         g = torch.ones(n)
-    g[:int(zeros * n)] = 0
+    g[: int(zeros * n)] = 0
     return g
 
 
@@ -80,14 +83,25 @@ def model(seed=0, dtype=torch.float32):
     trainings that differ by a rounding part for good.
     """
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, track_running_stats=False), nn.SiLU(),
-                         nn.Conv2d(8, 16, 3, stride=2), nn.SiLU(), nn.Flatten(), nn.Linear(16 * 9, 40), nn.Tanh(),
-                         nn.Linear(40, 10)).to(dtype)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8, track_running_stats=False),
+        nn.SiLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 9, 40),
+        nn.Tanh(),
+        nn.Linear(40, 10),
+    ).to(dtype)
 
 
 def batch(rank, step, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (torch.randn(8, 3, 8, 8, generator=generator).to(dtype), torch.randint(0, 10, (8,), generator=generator))
+    return (
+        torch.randn(8, 3, 8, 8, generator=generator).to(dtype),
+        torch.randint(0, 10, (8,), generator=generator),
+    )
 
 
 def loss(network, rank, step, dtype=torch.float32):
@@ -107,16 +121,33 @@ def difference(a, b):
 def current_rank():
     """Of whatever transport is initialised."""
     from dgc.transport import find
+
     return find().world.rank
 
 
-def train(steps, config, network=None, optimizer=None, momentum=0.9, weight_decay=1e-2, nesterov=False, **arguments):
+def train(
+    steps,
+    config,
+    network=None,
+    optimizer=None,
+    momentum=0.9,
+    weight_decay=1e-2,
+    nesterov=False,
+    **arguments,
+):
     """A short training on this rank: the network and the wrapped optimizer after it."""
     network = model() if network is None else network
     if optimizer is None:
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay,
-                                    nesterov=nesterov)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, **arguments)
+        optimizer = torch.optim.SGD(
+            network.parameters(),
+            lr=0.05,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, network.named_parameters(), config, **arguments
+        )
     rank = current_rank()
     for step in steps:
         optimizer.zero_grad()
@@ -125,12 +156,19 @@ def train(steps, config, network=None, optimizer=None, momentum=0.9, weight_deca
     return network, optimizer
 
 
-def reference(steps, size, network=None, optimizer=None, momentum=0.9, weight_decay=1e-2, nesterov=False):
+def reference(
+    steps, size, network=None, optimizer=None, momentum=0.9, weight_decay=1e-2, nesterov=False
+):
     """The same training by torch.optim.SGD on the averaged gradient, in one process."""
     network = model() if network is None else network
     if optimizer is None:
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay,
-                                    nesterov=nesterov)
+        optimizer = torch.optim.SGD(
+            network.parameters(),
+            lr=0.05,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
     for step in steps:
         optimizer.zero_grad()
         for rank in range(size):
@@ -150,11 +188,21 @@ def rank():
     return dgc.lockstep.current().world.rank
 
 
-def wrapped(config=SPARSE, network=None, lr=0.05, momentum=0.9, kind=torch.optim.SGD, settings=None, **arguments):
+def wrapped(
+    config=SPARSE,
+    network=None,
+    lr=0.05,
+    momentum=0.9,
+    kind=torch.optim.SGD,
+    settings=None,
+    **arguments,
+):
     network = model() if network is None else network
     settings = {"lr": lr, "momentum": momentum} if settings is None else settings
     optimizer = kind(network.parameters(), **settings)
-    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, **arguments)
+    return network, dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), config, **arguments
+    )
 
 
 def backward(network, step=0):
@@ -164,6 +212,7 @@ def backward(network, step=0):
 def die_between_phases():
     """From now on this rank is killed when it has been sent rows to add up, and others wait for what it passes on."""
     from dgc.compression.kernels import owners_cpu, owners_plain
+
     for kernel in (owners_cpu, owners_plain):
         kernel.pass_on = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -181,8 +230,12 @@ CONFIGS = {
     "dense fallback": dgc.Config(sparsity=0.1, value_bits=32),  # with two ranks, too
     "rounded": dgc.Config(sparsity=dgc.piecewise({0: 0.0, 3: 0.3, 6: 0.95}), value_bits=8),
     "reduced": dgc.Config(sparsity=0.95, exchange="reduce"),
-    "reduced, few entries": dgc.Config(sparsity=0.999, exchange="reduce"),  # fewer than slots, with eight ranks
-    "unmasked, reduced, clipped": dgc.Config(sparsity=0.95, factor_masking=False, exchange="reduce", clip_norm=0.1),
+    "reduced, few entries": dgc.Config(
+        sparsity=0.999, exchange="reduce"
+    ),  # fewer than slots, with eight ranks
+    "unmasked, reduced, clipped": dgc.Config(
+        sparsity=0.95, factor_masking=False, exchange="reduce", clip_norm=0.1
+    ),
 }
 
 
@@ -204,10 +257,11 @@ def overflowing(network, optimizer, scaler, unscale=False):
 def scaled():
     """A loss scale that grows, and overflows on rank 1: parameters, scales, skipped steps, as in the usual script."""
     network = model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9),
-                                         grad_scaler=scaler)
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.9), grad_scaler=scaler
+    )
     return overflowing(network, optimizer, scaler)
 
 
@@ -223,7 +277,9 @@ DDP = {
 def in_ddp(network, config, momentum=0.9, scaler=None, **arguments):
     """A model in DDP, and its optimizer."""
     parallel = nn.parallel.DistributedDataParallel(network, **arguments)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-2)
+    optimizer = torch.optim.SGD(
+        parallel.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-2
+    )
     dgc.register_comm_hook(parallel, optimizer, config, grad_scaler=scaler)
     return parallel, optimizer
 
@@ -231,15 +287,26 @@ def in_ddp(network, config, momentum=0.9, scaler=None, **arguments):
 def same_end(one, other):
     """Parameters and residuals, to the bit."""
     (network, optimizer), (reference, wrapped) = one, other
-    residuals = [torch.equal(a, b) for letter in "uv" for a, b in zip(
-        optimizer.residual_state_dict()[letter].values(), wrapped.residual_state_dict()[letter].values(), strict=True)]
+    residuals = [
+        torch.equal(a, b)
+        for letter in "uv"
+        for a, b in zip(
+            optimizer.residual_state_dict()[letter].values(),
+            wrapped.residual_state_dict()[letter].values(),
+            strict=True,
+        )
+    ]
     return torch.equal(flat(network), flat(reference)) and all(residuals)
 
 
 def everything(network, optimizer):
     residuals = optimizer.residual_state_dict()
-    return [*network.state_dict().values(), *residuals["u"].values(), *residuals["v"].values(),
-            *(x for state in optimizer.state.values() for x in state.values() if x is not None)]
+    return [
+        *network.state_dict().values(),
+        *residuals["u"].values(),
+        *residuals["v"].values(),
+        *(x for state in optimizer.state.values() for x in state.values() if x is not None),
+    ]
 
 
 def alike(a, b):
@@ -256,12 +323,16 @@ class Lars(torch.optim.SGD):
             for p in group["params"]:
                 if not self.state[p]:
                     self.state[p]["first"] = p.norm()
-                p.sub_(p.grad * (group["lr"] * self.state[p]["first"] / p.grad.norm().clamp(min=1e-6)))
+                p.sub_(
+                    p.grad * (group["lr"] * self.state[p]["first"] / p.grad.norm().clamp(min=1e-6))
+                )
 
 
 def counted_sizes(sparsity):
     """Of the model's only bucket; and how many entries travel dense."""
-    compressed = {str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024}
+    compressed = {
+        str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024
+    }
     bucket = Bucket("", dict(reversed(compressed.items())))
     layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], 16)
     return layout.sizes, sum(p.numel() for p in model().parameters()) - bucket.numel

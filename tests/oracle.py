@@ -25,9 +25,26 @@ class Oracle:
     in here as the paper does, before clipping to N^(-1/2) of the threshold.
     """
 
-    def __init__(self, weights, gradient, nodes, lr, momentum, sparsity, nesterov=False, clip=None, masking=True):
+    def __init__(
+        self,
+        weights,
+        gradient,
+        nodes,
+        lr,
+        momentum,
+        sparsity,
+        nesterov=False,
+        clip=None,
+        masking=True,
+    ):
         self.weights = [np.array(w, np.float64) for w in weights]
-        self.gradient, self.nodes, self.lr, self.momentum, self.clip = gradient, nodes, lr, momentum, clip
+        self.gradient, self.nodes, self.lr, self.momentum, self.clip = (
+            gradient,
+            nodes,
+            lr,
+            momentum,
+            clip,
+        )
         self.sparsity, self.nesterov, self.masking = sparsity, nesterov, masking
         self.u = [[np.zeros_like(w) for w in self.weights] for _ in range(nodes)]
         self.v = [[np.zeros_like(w) for w in self.weights] for _ in range(nodes)]
@@ -64,12 +81,16 @@ class Network:
 
     def __init__(self, seed=6):
         random = np.random.default_rng(seed)
-        self.start = [random.standard_normal(s).astype(np.float32) / math.sqrt(s[1]) for s in self.SHAPES]
+        self.start = [
+            random.standard_normal(s).astype(np.float32) / math.sqrt(s[1]) for s in self.SHAPES
+        ]
 
     def batch(self, node, step):
         random = np.random.default_rng([node, step])
-        return (random.standard_normal((16, 90)).astype(np.float32),
-                random.standard_normal((16, 13)).astype(np.float32))
+        return (
+            random.standard_normal((16, 90)).astype(np.float32),
+            random.standard_normal((16, 13)).astype(np.float32),
+        )
 
     def gradient(self, weights, node, step):
         x, y = (a.astype(np.float64) for a in self.batch(node, step))

@@ -15,8 +15,10 @@ def pairwise(**axes):
         best = max(places, key=lambda place: len(missing & _pairs(place)))
         kept.add(best)
         missing -= _pairs(best)
-    cases = [pytest.param(*case, marks=() if place in kept else pytest.mark.long)
-             for place, case in zip(places, itertools.product(*axes.values()), strict=True)]
+    cases = [
+        pytest.param(*case, marks=() if place in kept else pytest.mark.long)
+        for place, case in zip(places, itertools.product(*axes.values()), strict=True)
+    ]
     return pytest.mark.parametrize(tuple(axes), cases)
 
 

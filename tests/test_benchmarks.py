@@ -21,6 +21,7 @@ def host_benchmark():
     """benchmarks/host.py, in small: seconds of the thread, by method."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     import host
+
     return {method: host.seconds(method, 6, 10) for method in host.METHODS}
 
 
@@ -33,10 +34,19 @@ def test_compress():
     from rich.console import Console
 
     from dgc.compression import kernels
+
     find = kernels.module_for
     try:
-        rows = compress.measure([(40, 50), (60,), (300, 70)], {m: list(compress.STREAMS) if m == compress.FUSED else [
-            "directly"] for m in compress.METHODS}, 0.99, warmup=2, repeats=2)
+        rows = compress.measure(
+            [(40, 50), (60,), (300, 70)],
+            {
+                m: list(compress.STREAMS) if m == compress.FUSED else ["directly"]
+                for m in compress.METHODS
+            },
+            0.99,
+            warmup=2,
+            repeats=2,
+        )
     finally:
         kernels.module_for = find  # which the benchmark sets
     assert len(rows) == 5 and all(row["entries"] == 20 + 210 for row in rows)
@@ -68,7 +78,8 @@ def test_the_network_needs_root(monkeypatch, capsys):
         hosts.check_tools()
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
-        "network.py: it makes network namespaces, which needs Linux and root (sudo)\n")
+        "network.py: it makes network namespaces, which needs Linux and root (sudo)\n"
+    )
 
 
 def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
@@ -77,12 +88,30 @@ def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
     seconds = [2.1] * 100 + [3.0] * 20 + [2.2] * 80
     sparsities = [0.99] * 100 + [0.99] * 10 + [0.999] * 10 + [0.995] * 80
     told = adaptive.figures(seconds, sparsities, 2.0, change=100)
-    assert told == pytest.approx({
-        "sparsity_before": 0.99, "sparsity_after": 0.995, "followed_after_steps": 20, "step_over_alone_before": 1.05,
-        "step_over_alone_just_after": 1.5, "step_over_alone_after_50": 1.1, "within_before": 1.0,
-        "within_after_50": 1.0})
-    adaptive.draw({"steps": 200, "change": 100, "rates": [25, 12.5], "sparsities": sparsities, "seconds": seconds,
-                   "hosts": 2, "alone": 2.0}, tmp_path / "adaptive.png")
+    assert told == pytest.approx(
+        {
+            "sparsity_before": 0.99,
+            "sparsity_after": 0.995,
+            "followed_after_steps": 20,
+            "step_over_alone_before": 1.05,
+            "step_over_alone_just_after": 1.5,
+            "step_over_alone_after_50": 1.1,
+            "within_before": 1.0,
+            "within_after_50": 1.0,
+        }
+    )
+    adaptive.draw(
+        {
+            "steps": 200,
+            "change": 100,
+            "rates": [25, 12.5],
+            "sparsities": sparsities,
+            "seconds": seconds,
+            "hosts": 2,
+            "alone": 2.0,
+        },
+        tmp_path / "adaptive.png",
+    )
     assert (tmp_path / "adaptive.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -90,10 +119,15 @@ def test_what_is_counted_and_predicted_of_an_exchange_agree():
     import scaling
 
     (bucket,) = scaling.plan.buckets(scaling.SHAPES, scaling.dgc.Config())
-    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in scaling.SHAPES]
+    gradients = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in scaling.SHAPES
+    ]
     for name in scaling.NAMES:
         workers = 2 * scaling.NODE if name.startswith("hierarchical") else 2
-        counted, busiest = scaling.counted(name, workers, gradients), scaling.predicted(name, workers, bucket.sizes)
+        counted, busiest = (
+            scaling.counted(name, workers, gradients),
+            scaling.predicted(name, workers, bucket.sizes),
+        )
         assert counted == pytest.approx(busiest), name
 
 
@@ -101,7 +135,9 @@ def test_speedups_are_over_one_node():
     import speedup
 
     for method in speedup.CURVES.values():
-        alone, four = (speedup.speedup("resnet50", "10gbit", method, nodes, True) for nodes in (1, 4))
+        alone, four = (
+            speedup.speedup("resnet50", "10gbit", method, nodes, True) for nodes in (1, 4)
+        )
         assert alone == 1 and 1 < four < 4
 
 
@@ -132,17 +168,21 @@ def test_receive(monkeypatch, tmp_path):
 def test_host_times_the_thread_that_trains():
     results, _ = launch("horovod", 2, [host_benchmark], limit=120)
     for times in results[host_benchmark]:
-        assert list(times) == ["SGD", "Horovod", "DGC"] and min(min(pair) for pair in times.values()) > 0
+        assert (
+            list(times) == ["SGD", "Horovod", "DGC"]
+            and min(min(pair) for pair in times.values()) > 0
+        )
 
 
 def test_masking_alone_shortens_the_way():
     """Without it, all that torch's SGD does with the same gradients is done, once what is pending is flushed."""
     import noise
 
-
     mean = 0.1 * torch.randn(noise.SHAPE, generator=torch.Generator().manual_seed(0))
     whole = (noise.sgd(mean, 60) * mean).sum()
-    without, masked = (noise.compressed(dgc.Config(0.9, factor_masking=on), mean, 60)[1] for on in (False, True))
+    without, masked = (
+        noise.compressed(dgc.Config(0.9, factor_masking=on), mean, 60)[1] for on in (False, True)
+    )
     assert (without * mean).sum() == pytest.approx(float(whole), rel=1e-5)
     assert (masked * mean).sum() / whole < 0.5
 
@@ -167,18 +207,29 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
     def train():
         draw = torch.Generator().manual_seed(0)
         low, high = noise.CURVATURES
-        curvature = 10 ** (low + (high - low) * torch.rand(noise.VALLEY, generator=draw)).view(100, -1)
+        curvature = 10 ** (low + (high - low) * torch.rand(noise.VALLEY, generator=draw)).view(
+            100, -1
+        )
         x = torch.nn.Parameter(torch.zeros_like(curvature))
-        config = dgc.Config(sparsity, factor_masking=False, exchange=choice.split()[0],
-                            value_bits=32)
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([x], 0.2 * (1 - sparsity), noise.MOMENTUM), None, config)
+        config = dgc.Config(
+            sparsity, factor_masking=False, exchange=choice.split()[0], value_bits=32
+        )
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([x], 0.2 * (1 - sparsity), noise.MOMENTUM), None, config
+        )
         for _ in range(steps):
-            own = torch.randn(workers, noise.VALLEY, generator=draw)[dgc.lockstep.current().world.rank]
-            x.grad = curvature * x.detach() + (curvature * workers / noise.WORKERS).sqrt() * own.view_as(x)
+            own = torch.randn(workers, noise.VALLEY, generator=draw)[
+                dgc.lockstep.current().world.rank
+            ]
+            x.grad = curvature * x.detach() + (
+                curvature * workers / noise.WORKERS
+            ).sqrt() * own.view_as(x)
             optimizer.step()
         return x.detach().flatten()
 
-    torch.set_default_dtype(torch.float64)  # in float32 roundings decide which of two entries is larger
+    torch.set_default_dtype(
+        torch.float64
+    )  # in float32 roundings decide which of two entries is larger
     try:
         expected, _ = noise.valley(choice, sparsity, workers, steps)
         got = dgc.lockstep.run(train, workers)[0]
@@ -190,7 +241,9 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
 def test_a_common_choice_of_the_means_largest_entries_loses_nothing_beside_an_all_gather():
     import noise
 
-    dense, gathered, mean = (noise.valley(choice, 0.75, 16, 400)[1] for choice in (None, "allgather", "mean"))
+    dense, gathered, mean = (
+        noise.valley(choice, 0.75, 16, 400)[1] for choice in (None, "allgather", "mean")
+    )
     assert gathered > dense and mean == pytest.approx(gathered, rel=0.05)
 
 
@@ -200,8 +253,10 @@ def test_owners_sums_are_as_good_as_an_all_gather():
     """
     import noise
 
-    gathered, one, three, uneven = (noise.valley(choice, 0.99, 16, 800)[1] for choice in (
-        "allgather", "reduce 1 1", "reduce 3 3", "reduce 1 5"))
+    gathered, one, three, uneven = (
+        noise.valley(choice, 0.99, 16, 800)[1]
+        for choice in ("allgather", "reduce 1 1", "reduce 3 3", "reduce 1 5")
+    )
     assert three < 1.02 * gathered and one > 1.05 * gathered and uneven > 1.01 * three
 
 
@@ -218,18 +273,30 @@ def test_ideas_change_one_thing():
     layout = Layout(ours, [100, 45], 16)
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
-        some = {name: Gradient(torch.randn(x.shape, generator=draw), 0.9, True) for name, x in like.items()}
+        some = {
+            name: Gradient(torch.randn(x.shape, generator=draw), 0.9, True)
+            for name, x in like.items()
+        }
         messages = []
         for kernel, bucket in ((ideas.Idea(), ours), (plain, theirs)):
             _, index, used = kernel.select(bucket, some, None, layout, step)
-            messages.append(kernel.encode(bucket, layout, index, used, torch.tensor(False), True)[0])
-        assert torch.equal(*messages) and torch.equal(ours.u, theirs.u) and torch.equal(ours.v, theirs.v)
+            messages.append(
+                kernel.encode(bucket, layout, index, used, torch.tensor(False), True)[0]
+            )
+        assert (
+            torch.equal(*messages)
+            and torch.equal(ours.u, theirs.u)
+            and torch.equal(ours.v, theirs.v)
+        )
     values = torch.tensor([5.0, -2.0, 3.0, 1.0])
     layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], 16)
     assert ideas.Cap().values(layout, torch.tensor([4]), values).tolist() == [2, -2, 2, 1]
     across, bucket = ideas.Across(), Bucket("", like)
     across.config, across.count = dgc.Config(0.95), ideas.selection.count
-    few = {"a": Gradient(torch.arange(2000.0).view(40, 50)), "b": Gradient(1998.5 + torch.zeros(900))}
+    few = {
+        "a": Gradient(torch.arange(2000.0).view(40, 50)),
+        "b": Gradient(1998.5 + torch.zeros(900)),
+    }
     _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], 16), 0)
     assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
 
@@ -242,8 +309,11 @@ def test_a_late_update_comes_one_step_late():
         model = torch.nn.Linear(40, 50)
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0, 0.9),
-                                             model.named_parameters(), dgc.Config(0.9, min_numel=1000))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 1.0, 0.9),
+            model.named_parameters(),
+            dgc.Config(0.9, min_numel=1000),
+        )
         if late:
             ideas.Late().attach(optimizer, model)
         places = []
@@ -255,6 +325,8 @@ def test_a_late_update_comes_one_step_late():
         optimizer.flush()
         return places, [p.detach().clone() for p in model.parameters()]
 
-    (plain, last), (late, ended) = (dgc.lockstep.run(lambda late=late: worker(late), 2)[0] for late in (False, True))
+    (plain, last), (late, ended) = (
+        dgc.lockstep.run(lambda late=late: worker(late), 2)[0] for late in (False, True)
+    )
     assert not any(x.any() for x in late[0])
     torch.testing.assert_close([late[1:], ended], [plain[:-1], last])

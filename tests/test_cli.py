@@ -27,8 +27,13 @@ def invoke(*arguments, status=0):
 
 def command(*arguments, code=None):
     """The command in a process of its own: (status, stdout, stderr)."""
-    done = subprocess.run([sys.executable, *(["-c", code] if code else ["-m", "dgc"]), *arguments], text=True,
-                          capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, *(["-c", code] if code else ["-m", "dgc"]), *arguments],
+        text=True,
+        capture_output=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -36,8 +41,15 @@ MAIN = ("dense float32", "dense float16", "PowerSGD, rank 4", "DGC all-gather", 
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("options", [
-    [], ["--all"], ["--scaling"], ["--optimizer", "adamw", "--steps", 20_000, "--network", "1.5gbit,15us"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--all"],
+        ["--scaling"],
+        ["--optimizer", "adamw", "--steps", 20_000, "--network", "1.5gbit,15us"],
+    ],
+)
 def test_plan_says_the_verdict_first_then_the_line_then_a_table(columns, options, monkeypatch):
     """Every figure and every name is whole."""
     monkeypatch.setattr(commands, "console", lambda: Console(width=columns, markup=False))
@@ -46,28 +58,50 @@ def test_plan_says_the_verdict_first_then_the_line_then_a_table(columns, options
     assert lines[0].startswith("DGC pays: a step takes ") and max(map(len, lines)) <= columns
     whole = " ".join(shown.split())
     assert "For " in whole and "dgc.Config(sparsity=" in whole
-    order = [whole.index(what) for what in ("dgc.Config", "Saves", "Memory", "Assumes", "Accuracy", "Untried")]
+    order = [
+        whole.index(what)
+        for what in ("dgc.Config", "Saves", "Memory", "Assumes", "Accuracy", "Untried")
+    ]
     order += [whole.index(what, order[-1]) for what in MAIN]
     assert order == sorted(order)
     assert ("DGC hierarchical reduce" in whole) == ("--all" in options)
     assert ("65,536" in whole) == ("--scaling" in options)
-    assert not re.search(r"\d\n *(ms|s|hours|%|MB|GB|Gbit/s|steps)\b", shown) and "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert (
+        not re.search(r"\d\n *(ms|s|hours|%|MB|GB|Gbit/s|steps)\b", shown)
+        and "\N{HORIZONTAL ELLIPSIS}" not in shown
+    )
 
 
 def test_plan_as_json():
-    told = json.loads(invoke(*PLAN, "--json", "--nodes", 4, "--network", "100mbit,80us", "--sparsity", 0.99,
-                             "--scaling"))
+    told = json.loads(
+        invoke(
+            *PLAN,
+            "--json",
+            "--nodes",
+            4,
+            "--network",
+            "100mbit,80us",
+            "--sparsity",
+            0.99,
+            "--scaling",
+        )
+    )
     link, shapes = Link(80e-6, 12.5e6), plan.load("resnet50").shapes
     expected = plan.advise(shapes, Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99))
     assert told["advice"] == json.loads(json.dumps(asdict(expected), default=str))
-    assert told["advice"]["pays"] and told["advice"]["dgc"]["method"] == {"name": "allgather", "kind": "dgc"}
+    assert told["advice"]["pays"] and told["advice"]["dgc"]["method"] == {
+        "name": "allgather",
+        "kind": "dgc",
+    }
     here = {json.dumps(p["method"]): p for p in told["advice"]["here"]}
     assert all(p == here[json.dumps(p["method"])] for p in told["scaling"]["4"])
 
 
 def test_gpus_compress_faster():
-    slow, fast = (json.loads(invoke(*PLAN, "--json", "--worker", worker))["advice"]["dgc"]["step_seconds"]
-                  for worker in ("cpu", "gpu"))
+    slow, fast = (
+        json.loads(invoke(*PLAN, "--json", "--worker", worker))["advice"]["dgc"]["step_seconds"]
+        for worker in ("cpu", "gpu")
+    )
     assert fast < slow
 
 
@@ -82,7 +116,8 @@ def test_what_was_timed_on_a_gpu_compresses_there(monkeypatch, tmp_path):
 def test_plan_measures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured.py").write_text(
-        "import torch\ndef build():\n    return torch.nn.Linear(40, 30), (torch.zeros(2, 40),)\n")
+        "import torch\ndef build():\n    return torch.nn.Linear(40, 30), (torch.zeros(2, 40),)\n"
+    )
     told = json.loads(invoke("plan", "measured:build", "--measure", "--json"))
     assert told["parameters"] == 1230 and 0 < told["advice"]["compute"] < 10
 
@@ -92,7 +127,8 @@ def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
     (tmp_path / "talks.py").write_text(
         "import torch\nprint('loading')\nclass Talks(torch.nn.Linear):\n    def forward(self, x):\n"
         "        print('forward')\n        return super().forward(x)\n"
-        "def build():\n    print('building')\n    return Talks(40, 30), (torch.zeros(2, 40),)\n")
+        "def build():\n    print('building')\n    return Talks(40, 30), (torch.zeros(2, 40),)\n"
+    )
     result = CliRunner().invoke(cli.app, ["plan", "talks:build", "--measure", "--json"])
     assert json.loads(result.stdout)["parameters"] == 1230
     assert all(word in result.stderr for word in ("loading", "building", "forward"))
@@ -100,27 +136,68 @@ def test_json_is_json_whatever_the_users_code_prints(tmp_path, monkeypatch):
     assert told["dense_bytes"] == 2 * 3 / 4 * 4 * 1230
 
 
-@pytest.mark.parametrize(("text", "link"), [
-    ("10gbit", plan.NETWORKS["10gbit"]), ("40gbit,15us", Link(15e-6, 5e9)), ("2.5gbit,0us", Link(0, 0.3125e9)),
-    ("100mbit,1us", Link(1e-6, 12.5e6)), ("2.5Gbit", Link(50e-6, 0.3125e9)), ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
-    ("3GBIT", Link(50e-6, 0.375e9)), ("3Gbps", Link(50e-6, 0.375e9)),
-    ("Infiniband", plan.NETWORKS["infiniband"])])
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("10gbit", plan.NETWORKS["10gbit"]),
+        ("40gbit,15us", Link(15e-6, 5e9)),
+        ("2.5gbit,0us", Link(0, 0.3125e9)),
+        ("100mbit,1us", Link(1e-6, 12.5e6)),
+        ("2.5Gbit", Link(50e-6, 0.3125e9)),
+        ("1 gbps, 0.2 ms", Link(2e-4, 0.125e9)),
+        ("3GBIT", Link(50e-6, 0.375e9)),
+        ("3Gbps", Link(50e-6, 0.375e9)),
+        ("Infiniband", plan.NETWORKS["infiniband"]),
+    ],
+)
 def test_networks(text, link):
     read = commands.link(text, plan.NETWORKS)
-    assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(link.bandwidth)
+    assert read.latency == pytest.approx(link.latency) and read.bandwidth == pytest.approx(
+        link.bandwidth
+    )
 
 
-@pytest.mark.parametrize("text", [
-    "0gbit,1us", "1..2gbit,1us", "fast", "", "-1gbit,1us", "1000", "40gbit,15", "1gbit,", "1gbit,-1us",
-    "300GBps", "100MBps", "1.5 GB/s,2us", "25GB", "10GBPS"])  # bytes a second among them
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0gbit,1us",
+        "1..2gbit,1us",
+        "fast",
+        "",
+        "-1gbit,1us",
+        "1000",
+        "40gbit,15",
+        "1gbit,",
+        "1gbit,-1us",
+        "300GBps",
+        "100MBps",
+        "1.5 GB/s,2us",
+        "25GB",
+        "10GBPS",
+    ],
+)  # bytes a second among them
 def test_networks_that_are_refused(text):
-    with pytest.raises(ValueError, match=rf"a link must be 1gbit, .* in bits a second .* got {re.escape(repr(text))}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a link must be 1gbit, .* in bits a second .* got {re.escape(repr(text))}",
+    ):
         commands.link(text, plan.NETWORKS)
 
 
 def test_schedule_is_the_functions():
-    told = json.loads(invoke("schedule", "warmup:epochs=2,end=0.99", "--steps-per-epoch", 3, "--epochs", 4, "--json",
-                             "--model", "resnet50"))
+    told = json.loads(
+        invoke(
+            "schedule",
+            "warmup:epochs=2,end=0.99",
+            "--steps-per-epoch",
+            3,
+            "--epochs",
+            4,
+            "--json",
+            "--model",
+            "resnet50",
+        )
+    )
     expected = dgc.warmup(2, steps_per_epoch=3, end=0.99)
     assert [row["sparsity"] for row in told["steps"]] == [expected(step) for step in range(12)]
     total = 0.0
@@ -132,7 +209,9 @@ def test_schedule_is_the_functions():
 
 
 def test_a_dense_schedule_sends_what_dense_training_sends():
-    told = json.loads(invoke("schedule", "dense_until:2", "--steps-per-epoch", 4, "--epochs", 1, "--json"))
+    told = json.loads(
+        invoke("schedule", "dense_until:2", "--steps-per-epoch", 4, "--epochs", 1, "--json")
+    )
     sent = [row["bytes"] for row in told["steps"]]
     assert sent[:2] == [told["dense_bytes"]] * 2 and sent[2] == sent[3] < 0.01 * sent[0]
 
@@ -149,30 +228,67 @@ def test_schedule_prints_where_it_changes():
     assert len(invoke("schedule", "warmup:per_step=true").splitlines()) < 40
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["plan", "resnet51", "--compute", "1"], "dgc plan: Invalid value: MODEL: model must be resnet50"),
-    (["plan", "resnet50"],
-     "dgc plan: Invalid value: one of --compute SECONDS and --measure must be given, got neither"),
-    (["plan", "resnet50", "--measure"],
-     "dgc plan: Invalid value: --measure: model must be a module:callable that returns"),
-    (["schedule", "0.999", "--epochs", "1000000"],
-     "dgc schedule: Invalid value: --epochs times --steps-per-epoch must be at most 5,000,000, got 100,000,000"),
-    (["schedule", "warmup:epochs=1e308"], "warmup: epochs, or stages, must be at most 10,000, got"),
-    (["doctor", "--limit", "inf"], "dgc doctor: Invalid value for '--limit'"),
-    (["plan", "resnet50", "--compute", "-1"],
-     "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0"),
-    (["plan", "resnet50", "--compute", "1", "--network", "fast"],
-     "dgc plan: Invalid value: --network: a link must be 1gbit"),
-    (["schedule", "0.999", "--steps-per-epoch", "1281167"],
-     "--epochs times --steps-per-epoch must be at most 5,000,000, got 12,811,670 (give a smaller --epochs)"),
-    (["schedule", "99.9"], "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is"),
-    (["plan", "resnet50", "--compute", "1", "--sparsity", "1"], "--sparsity: Config: sparsity must be"),
-    (["schedule", "warmup:epoch=4"],
-     "got 'warmup:epoch=4' (warmup() got an unexpected keyword argument 'epoch')"),
-    (["schedule", "dense_until:10000000"], "must be at most 5,000,000, got 12,500,000 (give a smaller --epochs)"),
-    (["schedule", "adaptive"], "schedule: Invalid value: EXPR: the schedule must be known beforehand, got 'adaptive', "
-     "which goes by the network's speed (show one of its bounds, 0.99 and 0.9999)"),
-    (["schedule"], "dgc schedule: Missing argument"), (["fly"], "dgc: No such command 'fly'")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan", "resnet51", "--compute", "1"],
+            "dgc plan: Invalid value: MODEL: model must be resnet50",
+        ),
+        (
+            ["plan", "resnet50"],
+            "dgc plan: Invalid value: one of --compute SECONDS and --measure must be given, got neither",
+        ),
+        (
+            ["plan", "resnet50", "--measure"],
+            "dgc plan: Invalid value: --measure: model must be a module:callable that returns",
+        ),
+        (
+            ["schedule", "0.999", "--epochs", "1000000"],
+            "dgc schedule: Invalid value: --epochs times --steps-per-epoch must be at most 5,000,000, got 100,000,000",
+        ),
+        (
+            ["schedule", "warmup:epochs=1e308"],
+            "warmup: epochs, or stages, must be at most 10,000, got",
+        ),
+        (["doctor", "--limit", "inf"], "dgc doctor: Invalid value for '--limit'"),
+        (
+            ["plan", "resnet50", "--compute", "-1"],
+            "dgc plan: Invalid value: --compute: compute must be a number of seconds > 0, got -1.0",
+        ),
+        (
+            ["plan", "resnet50", "--compute", "1", "--network", "fast"],
+            "dgc plan: Invalid value: --network: a link must be 1gbit",
+        ),
+        (
+            ["schedule", "0.999", "--steps-per-epoch", "1281167"],
+            "--epochs times --steps-per-epoch must be at most 5,000,000, got 12,811,670 (give a smaller --epochs)",
+        ),
+        (
+            ["schedule", "99.9"],
+            "sparsity must be a number in [0, 1), 0 meaning dense, got 99.9 (99.9 % is",
+        ),
+        (
+            ["plan", "resnet50", "--compute", "1", "--sparsity", "1"],
+            "--sparsity: Config: sparsity must be",
+        ),
+        (
+            ["schedule", "warmup:epoch=4"],
+            "got 'warmup:epoch=4' (warmup() got an unexpected keyword argument 'epoch')",
+        ),
+        (
+            ["schedule", "dense_until:10000000"],
+            "must be at most 5,000,000, got 12,500,000 (give a smaller --epochs)",
+        ),
+        (
+            ["schedule", "adaptive"],
+            "schedule: Invalid value: EXPR: the schedule must be known beforehand, got 'adaptive', "
+            "which goes by the network's speed (show one of its bounds, 0.99 and 0.9999)",
+        ),
+        (["schedule"], "dgc schedule: Missing argument"),
+        (["fly"], "dgc: No such command 'fly'"),
+    ],
+)
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dgc", *arguments])
     assert cli.run() == 2
@@ -200,35 +316,54 @@ def model():
 SHAPES = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x39 and 40x30) (theirs.py, line 4, in forward)"
 
 
-def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(tmp_path, monkeypatch, capsys):
+def test_failures_of_the_users_code_are_one_line_that_says_where_and_status_1(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "theirs.py").write_text(THEIRS)
     (tmp_path / "early.py").write_text("import torch\nbuild = torch.nn.no_such_thing\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for line, expected in (
-            ("plan theirs:broken --compute 1", "RuntimeError: no model today (theirs.py, line 6, in broken)"),
-            ("plan theirs:number --compute 1",
-             "ValueError: invalid literal for int() with base 10: 'abc' (theirs.py, line 10, in number)"),
-            ("schedule 0.9 --model theirs:lacking",
-             "ModuleNotFoundError: No module named 'no_such_package' (theirs.py, line 8, in lacking)"),
-            ("plan early:build --compute 1",
-             "AttributeError: module 'torch.nn' has no attribute 'no_such_thing' (early.py, line 2, in <module>)"),
-            ("plan theirs:ends --compute 1", "SystemExit: 3 (theirs.py, line 12, in ends)"),
-            ("plan theirs:model --measure", SHAPES)):
+        (
+            "plan theirs:broken --compute 1",
+            "RuntimeError: no model today (theirs.py, line 6, in broken)",
+        ),
+        (
+            "plan theirs:number --compute 1",
+            "ValueError: invalid literal for int() with base 10: 'abc' (theirs.py, line 10, in number)",
+        ),
+        (
+            "schedule 0.9 --model theirs:lacking",
+            "ModuleNotFoundError: No module named 'no_such_package' (theirs.py, line 8, in lacking)",
+        ),
+        (
+            "plan early:build --compute 1",
+            "AttributeError: module 'torch.nn' has no attribute 'no_such_thing' (early.py, line 2, in <module>)",
+        ),
+        ("plan theirs:ends --compute 1", "SystemExit: 3 (theirs.py, line 12, in ends)"),
+        ("plan theirs:model --measure", SHAPES),
+    ):
         monkeypatch.setattr(sys, "argv", ["dgc", *line.split()])
         assert (cli.run(), *capsys.readouterr()) == (1, "", f"dgc: {expected}\n")
         sys.modules.pop("theirs", None)
 
 
-@pytest.mark.parametrize("line", [["plan", "late:build", "--measure"], ["schedule", "0.9", "--model", "late:build"]])
+@pytest.mark.parametrize(
+    "line", [["plan", "late:build", "--measure"], ["schedule", "0.9", "--model", "late:build"]]
+)
 def test_the_users_code_imports_from_the_current_folder_when_it_is_called(line, tmp_path):
-    (tmp_path / "late.py").write_text("def build():\n    from later import make\n    return make()\n")
+    (tmp_path / "late.py").write_text(
+        "def build():\n    from later import make\n    return make()\n"
+    )
     (tmp_path / "later.py").write_text(
         "import torch\nclass Late(torch.nn.Linear):\n    def forward(self, x):\n        import latest\n"
-        "        return super().forward(x)\ndef make():\n    return Late(40, 30), (torch.zeros(2, 40),)\n")
+        "        return super().forward(x)\ndef make():\n    return Late(40, 30), (torch.zeros(2, 40),)\n"
+    )
     (tmp_path / "latest.py").touch()
-    code = ("import os, sys; sys.path[:] = [p for p in sys.path if p]; "  # as the script dgc has it
-            f"os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()")
+    code = (
+        "import os, sys; sys.path[:] = [p for p in sys.path if p]; "  # as the script dgc has it
+        f"os.chdir({str(tmp_path)!r}); from dgc.__main__ import main; main()"
+    )
     status, output, told = command(*line, code=code)
     assert (status, told) == (0, "") and "late:build" in output
 
@@ -237,7 +372,11 @@ def test_the_users_code_imports_from_the_current_folder_when_it_is_called(line, 
 def test_a_locale_without_the_bars_is_no_failure(encoding):
     code = "import sys; sys.stdout.reconfigure(encoding=sys.argv.pop()); from dgc.__main__ import main; main()"
     status, output, told = command("schedule", "0.999", encoding, code=code)
-    assert (status, told) == (0, "") and re.search(r" x .*% +\?", output) and "of dense float32." in output
+    assert (
+        (status, told) == (0, "")
+        and re.search(r" x .*% +\?", output)
+        and "of dense float32." in output
+    )
 
 
 def test_a_closed_output_is_no_failure():
@@ -252,7 +391,9 @@ def test_the_command_in_a_process():
 
 
 def test_without_the_extra_it_says_how_to_get_it():
-    status, output, told = command("plan", code="""
+    status, output, told = command(
+        "plan",
+        code="""
 import sys
 from dgc.__main__ import main
 for name in ("rich", "typer"):
@@ -263,25 +404,39 @@ for name in ("rich", "typer"):
         main()
     except SystemExit as end:
         assert end.code == 1
-""")
+""",
+    )
     assert status == 0 and not output
-    assert told == ("dgc: the command line needs rich: pip install rich\n"
-                    "dgc: the command line needs typer: pip install typer\n")
+    assert told == (
+        "dgc: the command line needs rich: pip install rich\n"
+        "dgc: the command line needs typer: pip install typer\n"
+    )
 
 
 def test_help_teaches_by_example(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dgc"])
     assert cli.run() == 0 and "doctor" in capsys.readouterr().out
     shown = invoke("plan", "--help")
-    assert "dgc plan resnet50 --nodes 4" in shown and "dgc schedule 0.999" in invoke("schedule", "--help")
+    assert "dgc plan resnet50 --nodes 4" in shown and "dgc schedule 0.999" in invoke(
+        "schedule", "--help"
+    )
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
-FOUND = {"dgc": "0", "python": "3", "torch": {"version": "2", "cuda": None, "devices": [], "backends": ["gloo"]},
-         "horovod": None, **dict.fromkeys(doctor.PACKAGES), "kernels": {"cpu": "plain torch"},
-         "self_test": {"torch.distributed": {"seconds": 1.0}, "horovod": {"skipped": "Horovod is not there"}},
-         "advice": ["pip install optuna: dgc tune needs it"]}
+FOUND = {
+    "dgc": "0",
+    "python": "3",
+    "torch": {"version": "2", "cuda": None, "devices": [], "backends": ["gloo"]},
+    "horovod": None,
+    **dict.fromkeys(doctor.PACKAGES),
+    "kernels": {"cpu": "plain torch"},
+    "self_test": {
+        "torch.distributed": {"seconds": 1.0},
+        "horovod": {"skipped": "Horovod is not there"},
+    },
+    "advice": ["pip install optuna: dgc tune needs it"],
+}
 
 
 def test_doctor_says_what_works(monkeypatch):
@@ -292,14 +447,20 @@ def test_doctor_says_what_works(monkeypatch):
 
 
 def test_doctor_fails_where_something_installed_does_not_work(monkeypatch):
-    broken = {**FOUND, "horovod": {"version": "0.28.1", "error": "ImportError: undefined symbol"},
-              "numba": {"version": "0"}, "self_test": {"torch.distributed": {"error": "not done after 1 s"}}}
+    broken = {
+        **FOUND,
+        "horovod": {"version": "0.28.1", "error": "ImportError: undefined symbol"},
+        "numba": {"version": "0"},
+        "self_test": {"torch.distributed": {"error": "not done after 1 s"}},
+    }
     broken["problems"] = list(doctor._problems(broken))
     assert len(broken["problems"]) == 3
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
     shown = invoke("doctor", status=1)
     assert "Problem: horovod is installed and does not work: ImportError: undefined symbol" in shown
-    assert "numba is installed, but on cpu the plain torch operations run" in " ".join(shown.split())
+    assert "numba is installed, but on cpu the plain torch operations run" in " ".join(
+        shown.split()
+    )
     assert json.loads(invoke("doctor", "--json", status=1))["problems"] == broken["problems"]
 
 
@@ -315,9 +476,16 @@ def test_doctor_advises_on_horovods_cycle(monkeypatch):
 
 def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
     error = "[rank1]: RuntimeError: [/gloo/tcp/pair.cc:547] closed [bold] :smile: by [127.0.0.1]"
-    broken = {**FOUND, "self_test": {"torch.distributed": {"error": error}}, "problems": [f"two processes: {error}"]}
+    broken = {
+        **FOUND,
+        "self_test": {"torch.distributed": {"error": error}},
+        "problems": [f"two processes: {error}"],
+    }
     monkeypatch.setattr(doctor, "examine", lambda limit: broken)
-    assert error in (shown := invoke("doctor", status=1)) and f"Problem: two processes: {error}" in shown
+    assert (
+        error in (shown := invoke("doctor", status=1))
+        and f"Problem: two processes: {error}" in shown
+    )
     loaded = plan.load("resnet50")._replace(name="[/model] [red]")
     monkeypatch.setattr(commands, "load", lambda model: loaded)
     assert "0.9: [/model] in" in invoke("schedule", "0.9", "--model", "[/model]")
@@ -325,6 +493,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(monkeypatch):
 
 def test_doctor_knows_this_installation():
     import torch
+
     assert doctor._torch()["version"] == torch.__version__
     assert "gloo" in doctor._torch()["backends"]
     assert doctor._package("no_such_package") is None
@@ -355,10 +524,15 @@ def test_doctor_trains_over_horovod():
 
 
 def test_doctor_knows_why_horovod_crashes_where_the_machine_has_no_name(monkeypatch):
-    monkeypatch.setattr(doctor, "self_test", lambda kind, limit: {"error": "a process was ended by SIGSEGV"})
+    monkeypatch.setattr(
+        doctor, "self_test", lambda kind, limit: {"error": "a process was ended by SIGSEGV"}
+    )
     found = {"version": "0.28.1", "built": ["gloo"]}
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert "SIGSEGV; 'no-such-host.invalid', this machine's name, does not" in doctor._test_horovod(found, 1)["error"]
+    assert (
+        "SIGSEGV; 'no-such-host.invalid', this machine's name, does not"
+        in doctor._test_horovod(found, 1)["error"]
+    )
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert doctor._test_horovod(found, 1) == {"error": "a process was ended by SIGSEGV"}
 
@@ -381,4 +555,5 @@ def test_doctor_tells_of_gpus_that_cannot_be_used(monkeypatch):
     found = {**FOUND, "torch": doctor._torch()}
     assert found["torch"]["devices"] == []
     assert [*doctor._problems(found)] == [
-        "torch is installed and does not work: RuntimeError: The NVIDIA driver on your system is too old"]
+        "torch is installed and does not work: RuntimeError: The NVIDIA driver on your system is too old"
+    ]

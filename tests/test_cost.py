@@ -12,8 +12,24 @@ from dgc.compression.sizes import Sizes
 from dgc.plan import cost
 from dgc.plan.cost import Cluster, Link
 
-SIZES = [(2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (1, 4), (1, 3), (2, 2), (3, 2), (2, 3), (4, 4), (3, 4), (2, 8),
-         (5, 2), (3, 5)]
+SIZES = [
+    (2, 1),
+    (3, 1),
+    (4, 1),
+    (5, 1),
+    (7, 1),
+    (8, 1),
+    (1, 4),
+    (1, 3),
+    (2, 2),
+    (3, 2),
+    (2, 3),
+    (4, 4),
+    (3, 4),
+    (2, 8),
+    (5, 2),
+    (3, 5),
+]
 BETWEEN, INSIDE = Link(7e-3, 1e3), Link(3e-3, 4e3)
 
 
@@ -32,8 +48,12 @@ class Simulation:
             return
         for end in (0, 1):
             busy = [m[end] for m in messages]
-            assert len(busy) == len(set(busy)), "a worker sends one message at a time and receives one"
-        sent = [(a, b, {i: self.has[a][i] for i in entries}, add) for a, b, entries, add in messages]
+            assert len(busy) == len(set(busy)), (
+                "a worker sends one message at a time and receives one"
+            )
+        sent = [
+            (a, b, {i: self.has[a][i] for i in entries}, add) for a, b, entries, add in messages
+        ]
         ports = {}
         times = []
         for a, b, values, add in sent:
@@ -64,12 +84,17 @@ def ring_among(s, rings, entries):
     def part(ring, i):
         mine = entries(ring)
         i %= size
-        return mine[i * len(mine) // size:(i + 1) * len(mine) // size]
+        return mine[i * len(mine) // size : (i + 1) * len(mine) // size]
 
     for add in (True, False):
         for step in range(size - 1):
-            s.round([(w, ring[(k + 1) % size], part(ring, k - step + (not add)), add)
-                     for ring in rings for k, w in enumerate(ring)])
+            s.round(
+                [
+                    (w, ring[(k + 1) % size], part(ring, k - step + (not add)), add)
+                    for ring in rings
+                    for k, w in enumerate(ring)
+                ]
+            )
 
 
 def ring(s):
@@ -79,13 +104,26 @@ def ring(s):
 def hierarchical_ring(s):
     nodes = [[j * s.g + k for k in range(s.g)] for j in range(s.n)]
     for step in range(s.g - 1):  # reduce-scatter: worker k ends with part k + 1
-        s.round([(w, node[(k + 1) % s.g], s.part((k - step) % s.g, s.g), True) for node in nodes
-                 for k, w in enumerate(node)])
-    ring_among(s, [[j * s.g + k for j in range(s.n)] for k in range(s.g)],
-               lambda r: list(s.part((r[0] % s.g + 1) % s.g, s.g)))
+        s.round(
+            [
+                (w, node[(k + 1) % s.g], s.part((k - step) % s.g, s.g), True)
+                for node in nodes
+                for k, w in enumerate(node)
+            ]
+        )
+    ring_among(
+        s,
+        [[j * s.g + k for j in range(s.n)] for k in range(s.g)],
+        lambda r: list(s.part((r[0] % s.g + 1) % s.g, s.g)),
+    )
     for step in range(s.g - 1):
-        s.round([(w, node[(k + 1) % s.g], s.part((k + 1 - step) % s.g, s.g), False) for node in nodes
-                 for k, w in enumerate(node)])
+        s.round(
+            [
+                (w, node[(k + 1) % s.g], s.part((k + 1 - step) % s.g, s.g), False)
+                for node in nodes
+                for k, w in enumerate(node)
+            ]
+        )
 
 
 SIMULATIONS = {"ring": ring, "hierarchical ring": hierarchical_ring}
@@ -113,7 +151,9 @@ def test_one_worker_sends_nothing(name):
 def test_dense_formulas_by_hand(name):
     """8 workers, 1 MB, alpha 1 ms, beta 1 us a byte."""
     link = Link(1e-3, 1e6)
-    assert cost.seconds(cost.DENSE[name](1e6, 8, 1), Cluster(8, 1, link, link)) == pytest.approx(14e-3 + 1.75)
+    assert cost.seconds(cost.DENSE[name](1e6, 8, 1), Cluster(8, 1, link, link)) == pytest.approx(
+        14e-3 + 1.75
+    )
 
 
 def test_exchanges_by_hand():
@@ -141,7 +181,10 @@ def test_rounded_sums_by_hand():
         return cost.seconds(cost.exchange(name, sizes, n, g), Cluster(n, g, link, link))
 
     assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 1028)
-    assert messages.summed_bytes(sizes, 4) == 5 * 1028 and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 1028
+    assert (
+        messages.summed_bytes(sizes, 4) == 5 * 1028
+        and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 1028
+    )
     # Two nodes of two. Each worker's parts leave one by one, and one of three stays within the node.
     assert seconds("allgather", 2, 2) == (2 * (1 + 1028) + (1 + 2 * 1028)) + 3 * (1 + 1028)
     half = 2_000 + 4 + 32 + 8  # of 2,000 entries, one for each node
@@ -163,8 +206,13 @@ def test_gathering_grows_with_the_workers():
     assert gathered == [sizes.message, 15 * sizes.message, 127 * sizes.message]
 
 
-@given(st.integers(1, 40), st.sampled_from([1, 2, 3, 8]), st.integers(1, 10**6), st.floats(0, 1),
-       st.sampled_from([1, 2, 4, 8, 16, 32]))
+@given(
+    st.integers(1, 40),
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(1, 10**6),
+    st.floats(0, 1),
+    st.sampled_from([1, 2, 4, 8, 16, 32]),
+)
 def test_no_exchange_sends_more_than_the_dense_one(n, g, numel, density, bits):
     """Over a node's port, of all rounds together; what ranks send on among themselves is not counted twice."""
     dense = 4 * numel
@@ -177,8 +225,15 @@ def test_no_exchange_sends_more_than_the_dense_one(n, g, numel, density, bits):
 
 def test_the_cheapest_exchange_changes_with_the_workers():
     link, sizes = Link(50e-6, 0.125e9), Sizes(32_000_000, 8_000_000, 8_000)
-    chosen = {n: min(cost.EXCHANGES, key=lambda name, n=n: cost.seconds(cost.exchange(name, sizes, n, 1),
-                                                                        Cluster(n, 1, link, link))) for n in (2, 256)}
+    chosen = {
+        n: min(
+            cost.EXCHANGES,
+            key=lambda name, n=n: cost.seconds(
+                cost.exchange(name, sizes, n, 1), Cluster(n, 1, link, link)
+            ),
+        )
+        for n in (2, 256)
+    }
     assert chosen[2] == "allgather" and chosen[256] == "reduce"
 
 

@@ -37,7 +37,9 @@ def test_links_lead_somewhere(page):
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
-        if anchor and target.suffix == ".md" and "reference" not in target.parts:  # there they are of docstrings
+        if (
+            anchor and target.suffix == ".md" and "reference" not in target.parts
+        ):  # there they are of docstrings
             assert anchor in anchors(target), link
 
 
@@ -47,16 +49,25 @@ def test_the_readme_is_short():
 
 def block(text, first):
     """The code block that begins with a line."""
-    return next(found for found in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-                if found.startswith(first))
+    return next(
+        found
+        for found in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        if found.startswith(first)
+    )
 
 
 def run(command, folder):
     """The lines that a launch printed, which ends with all that it has started."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                   "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             status = process.wait(LIMIT)
         finally:
@@ -66,14 +77,28 @@ def run(command, folder):
     return re.findall(r"(step +\d+): loss ([\d.]+), (.*)", output)
 
 
-@pytest.mark.parametrize(("name", "first", "command"), [
-    ("train.py", "import torch\n", [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
-    pytest.param("train_horovod.py", "import horovod.torch as hvd\n", ["horovodrun", "-np", "2", sys.executable],
-                 marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "first", "command"),
+    [
+        (
+            "train.py",
+            "import torch\n",
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+        ),
+        pytest.param(
+            "train_horovod.py",
+            "import horovod.torch as hvd\n",
+            ["horovodrun", "-np", "2", sys.executable],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
 def test_the_quickstart_prints_what_it_says(tmp_path, name, first, command):
     """Bytes to the byte; losses, of which other processors round otherwise, within a tenth and 0.1."""
     (tmp_path / name).write_text(block(QUICKSTART, first))
-    said = re.findall(r"(step +\d+): loss ([\d.]+), (.*)", block(README, "$ torchrun --nproc-per-node 2"))
+    said = re.findall(
+        r"(step +\d+): loss ([\d.]+), (.*)", block(README, "$ torchrun --nproc-per-node 2")
+    )
     printed = run([*command, name], tmp_path)
     assert [(step, sent) for step, _, sent in printed] == [(step, sent) for step, _, sent in said]
     for (_, loss, _), (_, expected, _) in zip(printed, said, strict=True):
@@ -85,19 +110,33 @@ def test_readme_and_quickstart_have_the_same_script():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("column", "model", "compute", "optimizer"), [
-    (1, "resnet50", 0.2, "sgd"), (2, "bert-large", 0.4, "adamw")])
+@pytest.mark.parametrize(
+    ("column", "model", "compute", "optimizer"),
+    [(1, "resnet50", 0.2, "sgd"), (2, "bert-large", 0.4, "adamw")],
+)
 def test_will_it_help_me_is_what_dgc_plan_says(column, model, compute, optimizer):
     for network in ("1gbit", "10gbit", "25gbit"):
         cluster = Cluster(8, 1, planning.NETWORKS[network], planning.INSIDE["pcie"])
-        advice = planning.advise(planning.load(model).shapes, cluster, compute, local=planning.LOCAL["gpu"],
-                                 steps=20_000, optimizer=optimizer)
-        row = re.search(rf"^\| {network[:-4]} Gbit/s \|.*$", README, re.MULTILINE)[0].strip("|").split("|")[column]
+        advice = planning.advise(
+            planning.load(model).shapes,
+            cluster,
+            compute,
+            local=planning.LOCAL["gpu"],
+            steps=20_000,
+            optimizer=optimizer,
+        )
+        row = (
+            re.search(rf"^\| {network[:-4]} Gbit/s \|.*$", README, re.MULTILINE)[0]
+            .strip("|")
+            .split("|")[column]
+        )
         faster = advice.dense.step_seconds / advice.dgc.step_seconds
         assert float(re.search(r"([\d.]+) times", row)[1]) == pytest.approx(faster, rel=0.025)
         assert ("**no**" in row) == (not advice.pays) == ("training" not in row)
         if advice.pays:
-            assert float(re.search(r"the training ([\d.]+)", row)[1]) == pytest.approx(advice.whole, rel=0.025)
+            assert float(re.search(r"the training ([\d.]+)", row)[1]) == pytest.approx(
+                advice.whole, rel=0.025
+            )
 
 
 def blocks(page, language):
@@ -107,16 +146,18 @@ def blocks(page, language):
 def test_the_slurm_scripts_are_bash():
     for script in blocks(ROOT / "docs" / "launching.md", "bash"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
-        assert script.startswith("#!/bin/bash\n#SBATCH ") and ("srun torchrun " in script or "horovodrun " in script)
+        assert script.startswith("#!/bin/bash\n#SBATCH ") and (
+            "srun torchrun " in script or "horovodrun " in script
+        )
 
 
 def test_the_mpijob_is_yaml_with_as_many_processes_as_gpus():
     yaml = pytest.importorskip("yaml")
-    job, = (yaml.safe_load(text) for text in blocks(ROOT / "docs" / "launching.md", "yaml"))
+    (job,) = (yaml.safe_load(text) for text in blocks(ROOT / "docs" / "launching.md", "yaml"))
     assert (job["kind"], job["apiVersion"]) == ("MPIJob", "kubeflow.org/v2beta1")
     launcher, worker = (job["spec"]["mpiReplicaSpecs"][kind] for kind in ("Launcher", "Worker"))
     assert launcher["replicas"] == 1
-    container, = worker["template"]["spec"]["containers"]
+    (container,) = worker["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["slotsPerWorker"]
 
 
@@ -127,8 +168,14 @@ def literals():
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
-                yield [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield [
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                ]
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+            ):
                 yield [node.value]
 
 

@@ -37,6 +37,7 @@ def killed_between_phases():
 
 def raises_in_backward():
     """A hook of the user's."""
+
     def fail():
         raise ArithmeticError("rank 1 has had enough")
 
@@ -54,7 +55,9 @@ def raises_in_schedule():
 
     def sparsity(step):
         asked.append(step)
-        if asked.count(3) == 2 and find().world.rank == 1:  # once when ranks are compared, before the first step
+        if (
+            asked.count(3) == 2 and find().world.rank == 1
+        ):  # once when ranks are compared, before the first step
             raise ArithmeticError("rank 1 has had enough")
         return 0.9
 
@@ -70,7 +73,10 @@ def exits():
 
 
 LIMIT = 90  # seconds in which the whole job has ended, its start included
-KILLED = {"horovod": "exit with status code 137", "torch": "Signal 9 (SIGKILL) received"}  # as the launcher says it
+KILLED = {
+    "horovod": "exit with status code 137",
+    "torch": "Signal 9 (SIGKILL) received",
+}  # as the launcher says it
 REASONS = {
     raises_in_backward: "ArithmeticError: rank 1 has had enough",
     raises_in_schedule: "ArithmeticError: rank 1 has had enough",
@@ -81,12 +87,22 @@ REASONS = {
 }
 
 
-QUICK = {(raises_in_backward, "horovod"), (killed, "torch"), (killed_between_phases, "horovod"), (exits, "torch")}
+QUICK = {
+    (raises_in_backward, "horovod"),
+    (killed, "torch"),
+    (killed_between_phases, "horovod"),
+    (exits, "torch"),
+}
 
 
-@pytest.mark.parametrize(("fault", "launcher"), [
-    pytest.param(fault, launcher, marks=() if (fault, launcher) in QUICK else pytest.mark.long)
-    for fault in REASONS for launcher in ("horovod", "torch")])
+@pytest.mark.parametrize(
+    ("fault", "launcher"),
+    [
+        pytest.param(fault, launcher, marks=() if (fault, launcher) in QUICK else pytest.mark.long)
+        for fault in REASONS
+        for launcher in ("horovod", "torch")
+    ],
+)
 def test_the_job_ends_with_the_reason(launcher, fault):
     status, output, seconds = launch(launcher, 2, [fault], limit=LIMIT, check=False, fresh=True)
     reason = REASONS[fault] if isinstance(REASONS[fault], str) else REASONS[fault][launcher]
@@ -116,5 +132,7 @@ except KeyboardInterrupt:
 
 def test_a_script_that_is_stopped_between_backward_and_step_ends_well():
     """What is on its way then is garbage as the interpreter ends, and torch aborts if it is asked for a view there."""
-    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr

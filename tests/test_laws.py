@@ -45,15 +45,29 @@ def trajectories():
 def two_groups(network):
     """Groups with settings of their own: momentum, Nesterov, weight decay, learning rate."""
     parameters = list(network.parameters())
-    return [{"params": parameters[:3], "lr": 0.02, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
-            {"params": parameters[3:5], "momentum": 0.0, "weight_decay": 0.05},
-            {"params": parameters[5:], "nesterov": False}]
+    return [
+        {
+            "params": parameters[:3],
+            "lr": 0.02,
+            "momentum": 0.8,
+            "nesterov": True,
+            "weight_decay": 0.1,
+        },
+        {"params": parameters[3:5], "momentum": 0.0, "weight_decay": 0.05},
+        {"params": parameters[5:], "nesterov": False},
+    ]
 
 
 def scheduled(optimizer):
     """A schedule that changes the learning rate and the momentum at every step."""
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.1, 0.05, 0.1], total_steps=25, cycle_momentum=True,
-                                               base_momentum=0.7, max_momentum=0.95)
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        [0.1, 0.05, 0.1],
+        total_steps=25,
+        cycle_momentum=True,
+        base_momentum=0.7,
+        max_momentum=0.95,
+    )
 
 
 def dense_equivalence():
@@ -73,7 +87,9 @@ def dense_equivalence():
         schedule.step()
     results["groups"] = flat(network)
     network = model()
-    inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    inner = torch.optim.SGD(
+        network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True
+    )
     for step in range(5):  # alike on every rank
         inner.zero_grad()
         loss(network, 0, step).backward()
@@ -93,7 +109,9 @@ def _resumed(exchange):
     straight, whole = train(range(12), config, nesterov=True)
     network, optimizer = train(range(6), config, nesterov=True)
     file = io.BytesIO()
-    torch.save([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()], file)
+    torch.save(
+        [network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()], file
+    )
     file.seek(0)
     states = torch.load(file, weights_only=True)
     network = model(seed=5)
@@ -103,8 +121,15 @@ def _resumed(exchange):
     optimizer.load_state_dict(states[1])
     optimizer.load_residual_state_dict(states[2])
     train(range(6, 12), config, network, optimizer)
-    same = all(torch.equal(a, b) for letter in "uv" for a, b in zip(
-        whole.residual_state_dict()[letter].values(), optimizer.residual_state_dict()[letter].values(), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for letter in "uv"
+        for a, b in zip(
+            whole.residual_state_dict()[letter].values(),
+            optimizer.residual_state_dict()[letter].values(),
+            strict=True,
+        )
+    )
     return torch.equal(flat(straight), flat(network)) and same
 
 
@@ -113,7 +138,9 @@ def unused_somewhere():
     torch.manual_seed(1)
     network = nn.ModuleDict({name: nn.Linear(40, 40) for name in ("all", "some", "none")})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.5))
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.5)
+    )
     rank = find().world.rank
     for step in range(4):
         optimizer.zero_grad()
@@ -131,12 +158,18 @@ def sparse_gradients():
         torch.manual_seed(2)
         network = nn.Sequential(nn.Embedding(60, 30, sparse=True), nn.Linear(30, 50))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
-                                             sparse_as_dense=as_dense)
+        optimizer = dgc.DistributedOptimizer(
+            optimizer,
+            network.named_parameters(),
+            dgc.Config(sparsity=0.0),
+            sparse_as_dense=as_dense,
+        )
         rank = find().world.rank
         for step in range(3):
             optimizer.zero_grad()
-            words = torch.randint(0, 60, (4 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
+            words = torch.randint(
+                0, 60, (4 + rank,), generator=torch.Generator().manual_seed(10 * step + rank)
+            )
             network(words).square().mean().backward()
             optimizer.step()
         results[as_dense] = flat(network), network[0].weight.grad.is_sparse
@@ -150,8 +183,18 @@ def broadcast():
     dgc.broadcast_parameters(network.state_dict(), root_rank=world.size - 1)
     number = torch.tensor([world.rank])
     dgc.broadcast_parameters([number], root_rank=1)
-    kinds = torch.bfloat16, torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn
-    others = [torch.full((3,), float(world.rank)).to(kind) for kind in kinds] + [torch.empty(0, 3), torch.tensor(True)]
+    kinds = (
+        torch.bfloat16,
+        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    )
+    others = [torch.full((3,), float(world.rank)).to(kind) for kind in kinds] + [
+        torch.empty(0, 3),
+        torch.tensor(True),
+    ]
     dgc.broadcast_parameters(others, root_rank=1)
     return flat(network), number.item(), [other.to(torch.complex64).tolist() for other in others]
 
@@ -165,11 +208,15 @@ def half_precision():
     def made(dtype):
         torch.manual_seed(3)
         network = nn.Sequential(nn.Linear(60, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
-        return network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+        return network, torch.optim.SGD(
+            network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5
+        )
 
     def gradients(network, step, of):
         network.zero_grad()
-        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * step + of)).to(network[0].weight.dtype)
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(10 * step + of)).to(
+            network[0].weight.dtype
+        )
         network(x).float().square().mean().backward()
         return [p.grad.clone() for p in network.parameters()]
 
@@ -184,13 +231,19 @@ def half_precision():
         ends = []
         for sparsity in (0.0, 0.9):
             network, optimizer = made(dtype)
-            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity))
+            optimizer = dgc.DistributedOptimizer(
+                optimizer, network.named_parameters(), dgc.Config(sparsity)
+            )
             for step in range(5):
                 gradients(network, step, rank)
                 optimizer.step()
             ends.append(flat(network))
         expected = flat(expected)
-        results[str(dtype)] = ends[1], (ends[0] - expected).norm().item(), (expected - before).norm().item()
+        results[str(dtype)] = (
+            ends[1],
+            (ends[0] - expected).norm().item(),
+            (expected - before).norm().item(),
+        )
     return results
 
 
@@ -198,7 +251,9 @@ def not_finite():
     """Rank 1 has a NaN: every rank is told."""
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.9)
+    )
     rank = find().world.rank
     if rank == 1:
         bad = torch.zeros(40, 144).index_fill(0, torch.tensor(3), torch.nan)
@@ -211,10 +266,22 @@ def not_finite():
     return "no error"
 
 
-COMMON = (trajectories, dense_equivalence, resume, unused_somewhere, sparse_gradients, broadcast, half_precision,
-          scaled, not_finite)
-IN_PROCESSES = [("horovod", 2), ("torch", 3), *(
-    pytest.param(place, marks=pytest.mark.long) for place in (("horovod", 3), ("torch", 2)))]
+COMMON = (
+    trajectories,
+    dense_equivalence,
+    resume,
+    unused_somewhere,
+    sparse_gradients,
+    broadcast,
+    half_precision,
+    scaled,
+    not_finite,
+)
+IN_PROCESSES = [
+    ("horovod", 2),
+    ("torch", 3),
+    *(pytest.param(place, marks=pytest.mark.long) for place in (("horovod", 3), ("torch", 2))),
+]
 PLACES = [("lockstep", 2), ("lockstep", 3), ("lockstep", 8), *IN_PROCESSES]
 
 
@@ -225,7 +292,11 @@ def in_lockstep(size):
 
 
 def results_of(launcher, size):
-    return in_lockstep(size) if launcher == "lockstep" else ran(launcher, size, COMMON, fresh=size == 2)
+    return (
+        in_lockstep(size)
+        if launcher == "lockstep"
+        else ran(launcher, size, COMMON, fresh=size == 2)
+    )
 
 
 everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}-{place[1]}")
@@ -248,17 +319,22 @@ def test_transports_give_the_same(place, name):
     """Law 7, beside lockstep. With two ranks to the bit; with three, the order in which a ring adds up is its own, and
     where a gradient is all but zero Adam divides a rounding by itself.
     """
-    got, expected = (results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1])))
+    got, expected = (
+        results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1]))
+    )
     bound = 1e-3 if name in ADAMW else 1e-5
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < bound
 
 
 def test_nodes_add_up_at_owners_as_workers_do():
     """Ranks of a node with the same gradients are one worker."""
+
     def worker(by_node):
         weight, rank = torch.nn.Parameter(torch.zeros(60, 50)), dgc.lockstep.current().world.rank
         config = dgc.Config(0.999, exchange="reduce", hierarchical=by_node)
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9), [("a", weight)], config)
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0, momentum=0.9), [("a", weight)], config
+        )
         for step in range(9):
             draw = torch.Generator().manual_seed(100 * step + (rank // 2 if by_node else rank))
             weight.grad = torch.randn(weight.shape, generator=draw) ** 3
@@ -289,12 +365,19 @@ def test_dense_equivalence(place):
         schedule.step()
     assert difference(results["groups"], flat(network)) < 1e-6
     network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    optimizer = torch.optim.SGD(
+        network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True
+    )
     for step in range(5):
         optimizer.zero_grad()
         loss(network, 0, step).backward()
         optimizer.step()
-    assert difference(results["earlier momentum"], flat(reference(range(5, 15), size, network, optimizer)[0])) < 1e-6
+    assert (
+        difference(
+            results["earlier momentum"], flat(reference(range(5, 15), size, network, optimizer)[0])
+        )
+        < 1e-6
+    )
 
 
 @everywhere
@@ -318,7 +401,9 @@ def test_sparse_gradients(place):
     for step in range(3):
         optimizer.zero_grad()
         for rank in range(size):
-            words = torch.randint(0, 60, (4 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
+            words = torch.randint(
+                0, 60, (4 + rank,), generator=torch.Generator().manual_seed(10 * step + rank)
+            )
             (network(words).square().mean() / size).backward()
         optimizer.step()
     for as_dense in (False, True):
@@ -332,7 +417,9 @@ def test_sparse_gradients(place):
 def test_broadcast_parameters(place):
     results = results_of(*place)[broadcast]
     expected = flat(model(seed=place[1] - 1))
-    assert all(torch.equal(parameters, expected) and number == 1 for parameters, number, _ in results)
+    assert all(
+        torch.equal(parameters, expected) and number == 1 for parameters, number, _ in results
+    )
     assert all(others == [[1.0] * 3] * 6 + [[], 1.0] for _, _, others in results)
 
 
@@ -348,11 +435,14 @@ def test_other_dtypes(place):
 def test_an_overflow_on_one_rank_is_a_step_that_none_takes(place):
     """The loss scale of 2^10 doubles after two good steps, and is halved by the bad sixth one, alike on all ranks."""
     results = results_of(*place)[scaled]
-    expected = [2.0 ** n for n in (10, 11, 11, 12, 12, 11, 11, 12)]
+    expected = [2.0**n for n in (10, 11, 11, 12, 12, 11, 11, 12)]
     assert all(torch.equal(parameters, results[0][0]) for parameters, _, _ in results)
     assert all((scales, skipped) == (expected, 1) for _, scales, skipped in results)
 
 
 @everywhere
 def test_a_gradient_that_is_not_finite_is_told_to_all(place):
-    assert results_of(*place)[not_finite] == ["rank 1 has a gradient that is not finite, in: 6.weight"] * place[1]
+    assert (
+        results_of(*place)[not_finite]
+        == ["rank 1 has a gradient that is not finite, in: 6.weight"] * place[1]
+    )

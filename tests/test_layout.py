@@ -13,9 +13,15 @@ import dgc
 PACKAGE = Path(dgc.__file__).parent
 LEAVES = {"version", "warn", "trace", "config", "collective"}
 ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says what is in each
-    "version": set(), "warn": set(), "trace": set(), "drawing": set(), "config": set(),
+    "version": set(),
+    "warn": set(),
+    "trace": set(),
+    "drawing": set(),
+    "config": set(),
     "collective": set(),
-    "schedule": {"config"}, "user_code": set(), "terminal": {"user_code"},
+    "schedule": {"config"},
+    "user_code": set(),
+    "terminal": {"user_code"},
     "compression": {"warn", "trace", "config"},
     "paths": {"warn", "trace", "config", "collective", "compression"},
     "transport": {"collective", "trace"},
@@ -24,7 +30,16 @@ ROOMS = {  # room -> the rooms that it may import; docs/architecture.md says wha
     "elastic": {"engine"},
     "integrations": {"config", "warn", "frontends", "checkpoint"},
     "checkpoint": LEAVES | {"engine", "transport"},
-    "plan": {"collective", "config", "compression", "drawing", "engine", "schedule", "terminal", "user_code"},
+    "plan": {
+        "collective",
+        "config",
+        "compression",
+        "drawing",
+        "engine",
+        "schedule",
+        "terminal",
+        "user_code",
+    },
     "tune": {"config", "drawing", "transport", "user_code"},
     "doctor": {"version", "config", "compression", "frontends", "transport", "user_code"},
     "cli": {"terminal", "user_code", "plan", "tune", "doctor"},
@@ -61,16 +76,24 @@ def imports(file, functions=False):
 
 
 def test_every_room_has_a_rule():
-    rooms = {file.stem for file in PACKAGE.glob("*.py")} | {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    rooms = {file.stem for file in PACKAGE.glob("*.py")} | {
+        file.parent.name for file in PACKAGE.glob("*/__init__.py")
+    }
     assert rooms - {"__init__", PACKAGE.name} == set(ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_point_one_way(room):
-    files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else list((PACKAGE / room).rglob("*.py"))
+    files = (
+        [PACKAGE / f"{room}.py"]
+        if (PACKAGE / f"{room}.py").exists()
+        else list((PACKAGE / room).rglob("*.py"))
+    )
     for file in files:
         others = {parts[1] for parts in imports(file) if len(parts) > 1} - {room}
-        assert others <= ROOMS[room], f"{file.relative_to(PACKAGE)} imports {sorted(others - ROOMS[room])}"
+        assert others <= ROOMS[room], (
+            f"{file.relative_to(PACKAGE)} imports {sorted(others - ROOMS[room])}"
+        )
 
 
 def test_there_is_no_circle():
@@ -90,7 +113,9 @@ def length(function):
 def test_a_function_can_be_seen_at_once():
     """How branched one is, and how many arguments it takes, ruff bounds (pyproject.toml)."""
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())) if not file.is_relative_to(KERNELS) else ():
+        for node in (
+            ast.walk(ast.parse(file.read_text())) if not file.is_relative_to(KERNELS) else ()
+        ):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert length(node) <= 60, f"{file}: the body of {node.name} has more than 60 lines"
 
@@ -103,9 +128,13 @@ def test_what_a_package_offers_is_there():
 
 
 def test_importing_brings_no_optional_package():
-    code = ("import sys, dgc, dgc.tune; "
-            "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna', 'lightning', "
-            "'accelerate', 'transformers') "
-            "if m in sys.modules])")
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "import sys, dgc, dgc.tune; "
+        "print([m for m in ('horovod', 'numba', 'triton', 'rich', 'matplotlib', 'typer', 'optuna', 'lightning', "
+        "'accelerate', 'transformers') "
+        "if m in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert output.stdout.strip() == "[]"

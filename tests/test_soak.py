@@ -27,12 +27,16 @@ def soak():
     """
     steps, world = int(os.environ["DGC_SOAK_STEPS"]), find().world
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, 10))
+    network = nn.Sequential(
+        nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, 10)
+    )
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     config = dgc.Config(dgc.warmup(4, steps_per_epoch=max(1, steps // 20)), nonfinite="skip")
     optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
     weights = [p for p in network.parameters() if p.dim() > 1]
-    accumulated, applied = ([torch.zeros_like(p, dtype=torch.float64) for p in weights] for _ in range(2))
+    accumulated, applied = (
+        [torch.zeros_like(p, dtype=torch.float64) for p in weights] for _ in range(2)
+    )
     generator, memory, bad = torch.Generator().manual_seed(world.rank), [], 0
     for step in range(steps):
         optimizer.zero_grad()
@@ -56,9 +60,15 @@ def soak():
         total -= next(v[name] for name, q in network.named_parameters() if q is p)
     optimizer.flush()
     empty = optimizer.report().residual_norm == 0
-    return {"accumulated": accumulated, "applied": applied, "skipped": (report.skipped, bad), "steps": report.steps,
-            "growth": max(memory[-len(memory) // 4:]) - max(memory[:len(memory) // 4]), "empty": empty,
-            "flat": flat(network)}
+    return {
+        "accumulated": accumulated,
+        "applied": applied,
+        "skipped": (report.skipped, bad),
+        "steps": report.steps,
+        "growth": max(memory[-len(memory) // 4 :]) - max(memory[: len(memory) // 4]),
+        "empty": empty,
+        "flat": flat(network),
+    }
 
 
 FULL = bool(os.environ.get("DGC_SOAK"))
@@ -72,11 +82,18 @@ def test_memory_stays_flat_and_nothing_is_lost(launcher, monkeypatch):
     for i, applied in enumerate(results[0]["applied"]):
         sent = sum(result["accumulated"][i] for result in results) / len(results)
         assert applied.norm() > 0 and (sent - applied).norm() <= 1e-6 * applied.norm()
-    assert all(torch.equal(result["flat"], results[0]["flat"]) and result["empty"] for result in results)
+    assert all(
+        torch.equal(result["flat"], results[0]["flat"]) and result["empty"] for result in results
+    )
     for result in results:
-        assert result["skipped"] == (STEPS // 37, STEPS // 37) and result["steps"] == STEPS - STEPS // 37
-        print(f"{launcher}: {result['steps']} steps, {result['skipped'][0]} skipped, memory grew by "
-              f"{result['growth'] / 1e6:.1f} MB in the second half")
+        assert (
+            result["skipped"] == (STEPS // 37, STEPS // 37)
+            and result["steps"] == STEPS - STEPS // 37
+        )
+        print(
+            f"{launcher}: {result['steps']} steps, {result['skipped'][0]} skipped, memory grew by "
+            f"{result['growth'] / 1e6:.1f} MB in the second half"
+        )
         assert result["growth"] < 4e6  # a step's own tensors are 1 MB
 
 
@@ -104,17 +121,19 @@ def messages(layout, seed):
 def damaged(message, generator):
     """A message with some bytes changed, a part moved, or a part of zeros or ones."""
     changed, n = message.clone(), len(message)
-    kind, at, length = (int(torch.randint(0, bound, (), generator=generator)) for bound in (4, n, 1 + n // 8))
+    kind, at, length = (
+        int(torch.randint(0, bound, (), generator=generator)) for bound in (4, n, 1 + n // 8)
+    )
     if kind == 0:
         for _ in range(1 + length % 4):
             where = int(torch.randint(0, n, (), generator=generator))
             changed[where] = int(torch.randint(0, 256, (), generator=generator))
     elif kind == 1:
-        part = changed[at:at + length].clone()
+        part = changed[at : at + length].clone()
         where = int(torch.randint(0, n, (), generator=generator))
-        changed[where:where + len(part)] = part[:n - where]
+        changed[where : where + len(part)] = part[: n - where]
     else:
-        changed[at:at + length] = 255 * (kind - 2)
+        changed[at : at + length] = 255 * (kind - 2)
     return changed
 
 
@@ -146,6 +165,8 @@ def test_a_damaged_message_is_an_error_or_stays_within_its_parameters(kernel, se
         else:
             refused += 1
         assert bool((memory[:100] == torch.pi).all()) and bool((memory[-100:] == torch.pi).all())
-    print(f"{kernel}, checksum {'made right' if sealed else 'as it was'}: {count} messages, {refused} refused, "
-          f"{taken} read as another message")
+    print(
+        f"{kernel}, checksum {'made right' if sealed else 'as it was'}: {count} messages, {refused} refused, "
+        f"{taken} read as another message"
+    )
     assert refused > 0 and (sealed or taken == 0)

@@ -1,7 +1,7 @@
 """Every training of the tables of exchanges, several at a time on one GPU, and these tables.
 
-    python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet
-    python benchmarks/crowd/all.py                            # only the tables
+python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet
+python benchmarks/crowd/all.py                            # only the tables
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from crowd import table, train
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "crowd"
 WIDES = 3, 1, 2, 4, 8
-MANY = ("99.9", True), ("99", False), ("97", False), ("90", False)  # sparsity, and whether it is masked
+MANY = (
+    ("99.9", True),
+    ("99", False),
+    ("97", False),
+    ("90", False),
+)  # sparsity, and whether it is masked
 Runs = dict[str, dict[str, Any]]  # name -> options of train.py
 
 
@@ -35,18 +40,33 @@ def of_exchanges(seed: int) -> Runs:
     choices: Runs = {"dense": {"exchange": "dense"}, "allgather": {}}
     choices |= {f"reduce{w}": {"exchange": "reduce", "wide": w} for w in WIDES}
     choices |= {"mean3": {"exchange": "mean"}, "mean1": {"exchange": "mean", "wide": 1}}
-    return {f"{name}-{n}-{seed}": {**options, "workers": n, "seed": seed}
-            for name, options in choices.items() for n in (4, 16, 64) if (name, n) != ("dense", 64)}
+    return {
+        f"{name}-{n}-{seed}": {**options, "workers": n, "seed": seed}
+        for name, options in choices.items()
+        for n in (4, 16, 64)
+        if (name, n) != ("dense", 64)
+    }
 
 
 def of_bytes(seed: int) -> Runs:
     """32 workers and 1,075 steps: 25 epochs, each worker with 32 images a step. By sparsity, exchange and momentum."""
-    common = {"workers": 32, "batch_size": 32, "epochs": 25, "warmup_epochs": 2.0, "validate": True, "seed": seed}
+    common = {
+        "workers": 32,
+        "batch_size": 32,
+        "epochs": 25,
+        "warmup_epochs": 2.0,
+        "validate": True,
+        "seed": seed,
+    }
     runs: Runs = {f"many-dense-{seed}": {"exchange": "dense", **common}}
     for exchange in ("allgather", "reduce"):
         for percent, masked in MANY:
             runs[f"many-{exchange}-{percent}{'' if masked else '-nomasking'}-{seed}"] = {
-                "exchange": exchange, "sparsity": float(percent) / 100, "factor_masking": masked, **common}
+                "exchange": exchange,
+                "sparsity": float(percent) / 100,
+                "factor_masking": masked,
+                **common,
+            }
     return runs
 
 
@@ -60,16 +80,24 @@ def all_runs() -> Runs:
     return runs
 
 
-def main(data: Annotated[str | None, typer.Option(help=(
-            "As of recipes/cifar10.py. Without it nothing is trained."))] = None,
-         jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 6,
-         only: Annotated[str, typer.Option(help="Those whose names match this regular expression.")] = "",
-         minutes: Annotated[float, typer.Option(help="After which no more are begun.")] = 1e9,
-         results: Annotated[Path, typer.Option(help="Folder.")] = RESULTS) -> None:
+def main(
+    data: Annotated[
+        str | None, typer.Option(help=("As of recipes/cifar10.py. Without it nothing is trained."))
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 6,
+    only: Annotated[
+        str, typer.Option(help="Those whose names match this regular expression.")
+    ] = "",
+    minutes: Annotated[float, typer.Option(help="After which no more are begun.")] = 1e9,
+    results: Annotated[Path, typer.Option(help="Folder.")] = RESULTS,
+) -> None:
     """Trains, and shows the tables of all that is done."""
     end = time.monotonic() + 60 * minutes
-    left = {name: options for name, options in all_runs().items() if re.search(only, name)
-            and not (results / f"{name}.json").exists()}
+    left = {
+        name: options
+        for name, options in all_runs().items()
+        if re.search(only, name) and not (results / f"{name}.json").exists()
+    }
 
     def named(name: str) -> Generator[None, None, float]:
         result = yield from train.training(train.options({**left[name], "data": data}))
@@ -81,7 +109,11 @@ def main(data: Annotated[str | None, typer.Option(help=(
         begun = (named(name) for name in left if time.monotonic() < end)
         for _ in tqdm(train.finished(begun, jobs), total=len(left)):
             pass
-    print(table.tables({path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}))
+    print(
+        table.tables(
+            {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ class Exchange:
 
     nbytes: float = 0
 
-    def __init__(self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = messages.WIDE):
+    def __init__(
+        self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = messages.WIDE
+    ):
         self.workers, self.bucket, self.kind = workers, bucket, kind
         self.own = torch.arange(workers, device=bucket.v.device)[:, None]
         counts = [select.count(sparsity, n) for n in bucket.numels]
@@ -93,7 +95,9 @@ class Exchange:
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
             rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
-            self.dense = 2 * self.layout.sizes.dense < rows * workers  # as dgc.compression.sizes.sends_dense has it
+            self.dense = (
+                2 * self.layout.sizes.dense < rows * workers
+            )  # as dgc.compression.sizes.sends_dense has it
             self.nbytes = (workers - 1) * rows
             self._deal_out()
         if self.dense:
@@ -101,14 +105,22 @@ class Exchange:
 
     def _deal_out(self) -> None:
         """Whose every entry is, and each owner's entries."""
-        regions, parameters, device = self.plan.regions, len(self.bucket.numels), self.bucket.v.device
+        regions, parameters, device = (
+            self.plan.regions,
+            len(self.bucket.numels),
+            self.bucket.v.device,
+        )
         self.owner = regions.owner(torch.arange(self.bucket.numel, device=device))  # int64 (n,)
         of = torch.repeat_interleave(torch.tensor(self.bucket.numels, device=device))
         self.group = self.owner * parameters + of  # an owner's part of a parameter
-        self.group_size = torch.bincount(self.group, minlength=self.workers * parameters).clamp_(min=1)
+        self.group_size = torch.bincount(self.group, minlength=self.workers * parameters).clamp_(
+            min=1
+        )
         local = torch.arange(regions.size, device=device)
         places = torch.stack([regions.index(w, local) for w in range(self.workers)])
-        self.region = torch.where(places < self.bucket.numel, places, self.bucket.numel)  # (N, R); n: there is no such
+        self.region = torch.where(
+            places < self.bucket.numel, places, self.bucket.numel
+        )  # (N, R); n: there is no such
 
     def __call__(self, residuals: Residuals) -> Tensor:
         """Takes what is sent in a step, and returns the average, (n,)."""
@@ -124,8 +136,12 @@ class Exchange:
 
     def _largest(self, v: Tensor) -> Tensor:
         """(rows, K): the largest entries of each parameter, by its own k; ascending."""
-        parts = zip(v.split(self.bucket.numels, dim=1), self.layout.counts, self.bucket.offsets, strict=True)
-        chosen = [part.abs().topk(k, dim=1, sorted=False).indices + offset for part, k, offset in parts]
+        parts = zip(
+            v.split(self.bucket.numels, dim=1), self.layout.counts, self.bucket.offsets, strict=True
+        )
+        chosen = [
+            part.abs().topk(k, dim=1, sorted=False).indices + offset for part, k, offset in parts
+        ]
         return torch.cat(chosen, 1).sort(dim=1).values
 
     def _chosen(self, residuals: Residuals, rounded: bool) -> Tensor:
@@ -157,13 +173,17 @@ class Exchange:
         means = v.new_zeros(len(self.group_size)).index_add_(0, self.group, sums) / self.group_size
         scores = sums / means.clamp(min=torch.finfo(v.dtype).tiny)[self.group]
         padded = torch.cat([scores, scores.new_full((1,), -1)])[self.region]
-        kept = self.region.gather(1, padded.topk(self.plan.to_all.slots, dim=1, sorted=False).indices)
+        kept = self.region.gather(
+            1, padded.topk(self.plan.to_all.slots, dim=1, sorted=False).indices
+        )
         kept = kept.sort(dim=1).values
         valid, kept = kept < len(sums), kept.clamp(max=len(sums) - 1)
         valid &= v.gather(1, kept) != 0
         passed = torch.where(valid, v.gather(1, kept), 0)
         places = self.plan.regions.local(kept)
-        return residuals.take(kept, as_read(self.plan.to_all, self.own.expand_as(kept), places, passed, n))
+        return residuals.take(
+            kept, as_read(self.plan.to_all, self.own.expand_as(kept), places, passed, n)
+        )
 
     def _fitting(self, row: Tensor, values: Tensor) -> Tensor:
         """As ``dgc.compression.kernels.owners_plain`` has it: (N, K), without those for which a row has no slot."""
@@ -178,7 +198,9 @@ class Exchange:
         order = (row + 0.5 * smallness.double()).sort(dim=1, stable=True)
         edges = torch.arange(n + 1, device=row.device).double().expand(n, -1).contiguous()
         first = torch.searchsorted(order.values, edges)
-        place = torch.arange(row.shape[1], device=row.device) - first.gather(1, row.gather(1, order.indices))
+        place = torch.arange(row.shape[1], device=row.device) - first.gather(
+            1, row.gather(1, order.indices)
+        )
         place = torch.empty_like(place).scatter_(1, order.indices, place)
         return torch.where(place < self.plan.to_owners.slots, row, n)
 

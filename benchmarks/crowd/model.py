@@ -27,7 +27,9 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), (dy,), module, workers = ctx.saved_tensors, grads, ctx.module, ctx.workers
         (stride, _), (pad, _), (k, _) = module.stride, module.padding, module.kernel_size
-        patches = F.pad(x, (pad,) * 4).unfold(2, k, stride).unfold(3, k, stride)  # (B N, C, H, W, k, k)
+        patches = (
+            F.pad(x, (pad,) * 4).unfold(2, k, stride).unfold(3, k, stride)
+        )  # (B N, C, H, W, k, k)
         patches = patches.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
         each = torch.bmm(dy.flatten(2), patches.transpose(1, 2))  # (B N, O, C k k)
         module.each = each.view(-1, workers, *weight.shape).sum(0)
@@ -46,16 +48,26 @@ class Crowd:
     """
 
     def __init__(self, model: nn.Module, workers: int):
-        self.model, self.workers, self._leaves = model, workers, dict[tuple[nn.Module, str], Tensor]()
+        self.model, self.workers, self._leaves = (
+            model,
+            workers,
+            dict[tuple[nn.Module, str], Tensor](),
+        )
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 for name in ("running_mean", "running_var"):  # each worker's
                     setattr(module, name, getattr(module, name).repeat(workers))
-            known = {nn.Conv2d: self._convolve, nn.BatchNorm2d: self._normalise, nn.Linear: self._linear}
+            known = {
+                nn.Conv2d: self._convolve,
+                nn.BatchNorm2d: self._normalise,
+                nn.Linear: self._linear,
+            }
             if (forward := known.get(type(module))) is not None:
                 module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
-        self.owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-                       for name, _ in model.named_parameters()}
+        self.owners = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in model.named_parameters()
+        }
 
     def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """All workers' mean losses, (N,), and their gradients: name -> (N, *shape).
@@ -64,14 +76,20 @@ class Crowd:
             images: (B N, C, H, W), normalised, in the order that the module's docstring says.
             labels: (B N,).
         """
-        loss = F.cross_entropy(self.model(images), labels, reduction="none").view(-1, self.workers).mean(0)
+        loss = (
+            F.cross_entropy(self.model(images), labels, reduction="none")
+            .view(-1, self.workers)
+            .mean(0)
+        )
         loss.sum().backward()
         return loss.detach(), {name: self._gradient(*owner) for name, owner in self.owners.items()}
 
     def worker_0(self) -> dict[str, Tensor]:
         """The state dict of the recipe's model on worker 0."""
-        return {name: value[:len(value) // self.workers] if "running" in name else value
-                for name, value in self.model.state_dict().items()}
+        return {
+            name: value[: len(value) // self.workers] if "running" in name else value
+            for name, value in self.model.state_dict().items()
+        }
 
     def _gradient(self, module: nn.Module, name: str) -> Tensor:
         if isinstance(module, nn.Conv2d):
@@ -93,10 +111,22 @@ class Crowd:
     def _normalise(self, module: nn.BatchNorm2d, x: Tensor) -> Tensor:
         of_workers = x.view(-1, self.workers * x.shape[1], *x.shape[2:])
         weight, bias = (self._leaf(module, name).flatten() for name in ("weight", "bias"))
-        return F.batch_norm(of_workers, module.running_mean, module.running_var, weight, bias, True,
-                            module.momentum, module.eps).view(x.shape)
+        return F.batch_norm(
+            of_workers,
+            module.running_mean,
+            module.running_var,
+            weight,
+            bias,
+            True,
+            module.momentum,
+            module.eps,
+        ).view(x.shape)
 
     def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         weight, bias = self._leaf(module, "weight"), self._leaf(module, "bias")
-        y = torch.baddbmm(bias[:, None], x.view(-1, self.workers, x.shape[1]).transpose(0, 1), weight.transpose(1, 2))
+        y = torch.baddbmm(
+            bias[:, None],
+            x.view(-1, self.workers, x.shape[1]).transpose(0, 1),
+            weight.transpose(1, 2),
+        )
         return y.transpose(0, 1).flatten(0, 1)

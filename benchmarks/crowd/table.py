@@ -34,8 +34,12 @@ class Row(NamedTuple):
     masked: bool
 
     def __str__(self) -> str:
-        names = {"dense": "dense", "allgather": "all-gather", "reduce": f"reduce, {self.wide} k and {self.wide} k",
-                 "mean": f"the bound: the mean's largest {self.wide} k"}
+        names = {
+            "dense": "dense",
+            "allgather": "all-gather",
+            "reduce": f"reduce, {self.wide} k and {self.wide} k",
+            "mean": f"the bound: the mean's largest {self.wide} k",
+        }
         return names[self.exchange] + ("" if self.masked else ", without masking")
 
 
@@ -58,7 +62,9 @@ def of_exchanges(results: list[Result]) -> str:
     """
     found: dict[Row, dict[int, Seeds]] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
-        found.setdefault(row_of(r), {}).setdefault(r["settings"]["workers"], {})[r["settings"]["seed"]] = r
+        found.setdefault(row_of(r), {}).setdefault(r["settings"]["workers"], {})[
+            r["settings"]["seed"]
+        ] = r
     crowds = sorted({r["settings"]["workers"] for r in results})
     order = ["dense", "allgather", "reduce", "mean"]
     rows = []
@@ -67,17 +73,34 @@ def of_exchanges(results: list[Result]) -> str:
         cells = []
         for n in crowds:
             seeds = found[row].get(n, {})
-            pairs = [r["accuracy"] - base[n][seed]["accuracy"] for seed, r in seeds.items() if seed in base.get(n, {})]
+            pairs = [
+                r["accuracy"] - base[n][seed]["accuracy"]
+                for seed, r in seeds.items()
+                if seed in base.get(n, {})
+            ]
             apart = f", {statistics.mean(pairs):+.2f}" if pairs and found[row] is not base else ""
-            cells.append(", ".join(f"{r['accuracy']:.2f}" for r in seeds.values()) + (f" %{apart}" if seeds else ""))
-        rows.append([str(row), *cells, messages(row, crowds[-1]) if row.exchange in ("allgather", "reduce") else ""])
-    return report.markdown(["", *(f"{n} workers" for n in crowds), f"messages that one of {crowds[-1]} sends"], rows)
+            cells.append(
+                ", ".join(f"{r['accuracy']:.2f}" for r in seeds.values())
+                + (f" %{apart}" if seeds else "")
+            )
+        rows.append(
+            [
+                str(row),
+                *cells,
+                messages(row, crowds[-1]) if row.exchange in ("allgather", "reduce") else "",
+            ]
+        )
+    return report.markdown(
+        ["", *(f"{n} workers" for n in crowds), f"messages that one of {crowds[-1]} sends"], rows
+    )
 
 
 def messages(row: Row, workers: int) -> str:
     bucket, _ = network()
-    sent, message = (Exchange(bucket, n, kind, row.sparsity, row.wide).nbytes
-                     for n, kind in ((workers, row.exchange), (2, "allgather")))
+    sent, message = (
+        Exchange(bucket, n, kind, row.sparsity, row.wide).nbytes
+        for n, kind in ((workers, row.exchange), (2, "allgather"))
+    )
     return f"{sent / message:.1f}"
 
 
@@ -86,18 +109,30 @@ def of_bytes(results: list[Result]) -> str:
     found: dict[Row, Seeds] = {}
     for r in sorted(results, key=lambda r: r["settings"]["seed"]):
         found.setdefault(row_of(r), {})[r["settings"]["seed"]] = r
-    dense = next((seeds for row, seeds in found.items() if row.exchange == "dense"), dict[int, Result]())
+    dense = next(
+        (seeds for row, seeds in found.items() if row.exchange == "dense"), dict[int, Result]()
+    )
     if not dense:
         return ""
     whole, rows = nbytes(dense[min(dense)]), []
-    for row in sorted(found, key=lambda row: (row.exchange != "dense", row.exchange, -row.sparsity)):
+    for row in sorted(
+        found, key=lambda row: (row.exchange != "dense", row.exchange, -row.sparsity)
+    ):
         seeds = found[row]
-        pairs = [r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense]
+        pairs = [
+            r["accuracy"] - dense[seed]["accuracy"] for seed, r in seeds.items() if seed in dense
+        ]
         less, sent = statistics.mean(pairs) if pairs else math.nan, nbytes(seeds[min(seeds)])
         shown = ", ".join(f"{r['accuracy']:.2f}" for r in seeds.values())
-        told = ("", "") if row.exchange == "dense" else (f"{100 * row.sparsity:.5g} %", f"{less:+.2f}")
-        rows.append([str(row), told[0], f"{shown} %", told[1], f"{sent:,.0f}", f"{whole / sent:.1f} x"])
-    return report.markdown(["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows)
+        told = (
+            ("", "") if row.exchange == "dense" else (f"{100 * row.sparsity:.5g} %", f"{less:+.2f}")
+        )
+        rows.append(
+            [str(row), told[0], f"{shown} %", told[1], f"{sent:,.0f}", f"{whole / sent:.1f} x"]
+        )
+    return report.markdown(
+        ["", "sparsity", "accuracy", "to dense", "bytes a step", "compression"], rows
+    )
 
 
 def nbytes(result: Mapping[str, Any]) -> float:

@@ -48,22 +48,30 @@ class Batches:
     def __init__(self, images: Tensor, labels: Tensor, workers: int, size: int, flips: bool):
         self.labels, self.flips, self.workers, self.size = labels, flips, workers, size
         self.padded = F.pad(images, (4, 4, 4, 4)).permute(0, 2, 3, 1).contiguous()
-        self.mean, self.std = (torch.tensor(v, device=images.device).view(3, 1, 1) * 255 for v in (
-            cifar10.MEAN, cifar10.STD))
+        self.mean, self.std = (
+            torch.tensor(v, device=images.device).view(3, 1, 1) * 255
+            for v in (cifar10.MEAN, cifar10.STD)
+        )
         self.steps = len(images) // (size * workers)
         self.of_step = torch.zeros(4, size * workers, dtype=torch.int64, device=images.device)
 
     def draw(self, seed: int, epoch: int) -> Tensor:
         """Image, row, column and whether it is mirrored, on the device: int64 (steps, 4, B N)."""
-        return drawn(len(self.padded), self.workers, self.size, self.flips, seed, epoch).to(self.padded.device)
+        return drawn(len(self.padded), self.workers, self.size, self.flips, seed, epoch).to(
+            self.padded.device
+        )
 
     def images(self) -> tuple[Tensor, Tensor]:
         """The batch that ``of_step`` says."""
         image, row, column, mirror = self.of_step
         window = torch.arange(32, device=image.device)
-        rows, columns = row[:, None] + window, column[:, None] + torch.where(
-            mirror[:, None] > 0, window.flip(0), window)
-        pixels = self.padded[image[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        rows, columns = (
+            row[:, None] + window,
+            column[:, None] + torch.where(mirror[:, None] > 0, window.flip(0), window),
+        )
+        pixels = self.padded[image[:, None, None], rows[:, :, None], columns[:, None, :]].permute(
+            0, 3, 1, 2
+        )
         return ((pixels.float() - self.mean) / self.std).contiguous(), self.labels[image]
 
 
@@ -74,7 +82,7 @@ def drawn(images: int, workers: int, size: int, flips: bool, seed: int, epoch: i
     order = torch.randperm(images, generator=generator.manual_seed(seed * 1000 + epoch))
     for rank in range(workers):
         generator.manual_seed((seed * 1000 + epoch) * 1000 + rank)
-        for batch in order[rank::workers][:steps * size].split(size):
+        for batch in order[rank::workers][: steps * size].split(size):
             place = torch.randint(0, 9, (3, size), generator=generator)
             mirror = torch.rand(size, generator=generator) < 0.5
             parts.append(torch.stack([batch, place[0], place[1], (mirror & flips).long()]))
@@ -84,8 +92,15 @@ def drawn(images: int, workers: int, size: int, flips: bool, seed: int, epoch: i
 def compressed(model: nn.Module) -> Bucket:
     """The parameters that travel compressed, in the order in which their gradients come."""
     small = dgc.Config().min_numel
-    return Bucket("bucket 0", {name: p for name, p in reversed(list(model.named_parameters()))
-                               if p.dim() > 1 and p.numel() >= small}, velocity=False)
+    return Bucket(
+        "bucket 0",
+        {
+            name: p
+            for name, p in reversed(list(model.named_parameters()))
+            if p.dim() > 1 and p.numel() >= small
+        },
+        velocity=False,
+    )
 
 
 class Trainer:
@@ -105,7 +120,9 @@ class Trainer:
         self.decays = [torch.zeros_like(p) for p in self.weights]
         self.lr = torch.full((), LR, device=device)
         self.loss = torch.zeros((), device=device)
-        self.exchanges: dict[float, Exchange] = {}  # whose tensors the graphs read, so they must live as long
+        self.exchanges: dict[
+            float, Exchange
+        ] = {}  # whose tensors the graphs read, so they must live as long
         self.steps: dict[float, Callable[[], Any]] = {}
         self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -113,15 +130,24 @@ class Trainer:
         """A step on the batch that ``batches.of_step`` says."""
         if sparsity not in self.steps:
             if self.compressed:
-                self.exchanges[sparsity] = Exchange(self.bucket, self.a.workers, self.a.exchange, sparsity, self.a.wide)
+                self.exchanges[sparsity] = Exchange(
+                    self.bucket, self.a.workers, self.a.exchange, sparsity, self.a.wide
+                )
             step = functools.partial(self._step, sparsity)
             self.steps[sparsity] = self._captured(step) if self.device.type == "cuda" else step
         self.steps[sparsity]()
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], Any]:
         """The step as a CUDA graph; what it changes is as before when it has been recorded."""
-        state = [*self.crowd.model.parameters(), *self.crowd.model.buffers(), self.residuals.u, self.residuals.v,
-                 *self.buffers, *self.decays, self.loss]
+        state = [
+            *self.crowd.model.parameters(),
+            *self.crowd.model.buffers(),
+            self.residuals.u,
+            self.residuals.v,
+            *self.buffers,
+            *self.decays,
+            self.loss,
+        ]
         before = [t.detach().clone() for t in state]
         for _ in range(2):
             step()
@@ -147,7 +173,9 @@ class Trainer:
                 term = DECAY * p
                 buffer.mul_(M).add_(term)
                 p -= self.lr * (M * buffer + term)
-            self.residuals.accumulate(torch.cat([gradients[name].flatten(1) for name in self.compressed], 1))
+            self.residuals.accumulate(
+                torch.cat([gradients[name].flatten(1) for name in self.compressed], 1)
+            )
             self.apply(self.exchanges[sparsity](self.residuals))
 
     def apply(self, update: Tensor) -> None:
@@ -194,8 +222,15 @@ def training(a: Any) -> Generator[None, None, dict[str, Any]]:
     plain.load_state_dict(trainer.crowd.worker_0())
     top1 = cifar10.accuracy(plain, test_images, test_labels, argparse.Namespace(bf16=False))
     where = {"device": torch.cuda.get_device_name()} if device.type == "cuda" else {}
-    return {"recipe": "cifar10", "dataset": dataset, "settings": job.settings(a), "steps_per_epoch": steps,
-            "accuracy": top1, "losses": torch.stack(losses).tolist(), "machine": {**job.machine(device), **where}}
+    return {
+        "recipe": "cifar10",
+        "dataset": dataset,
+        "settings": job.settings(a),
+        "steps_per_epoch": steps,
+        "accuracy": top1,
+        "losses": torch.stack(losses).tolist(),
+        "machine": {**job.machine(device), **where},
+    }
 
 
 def finished(trainings: Iterable[Generator[None, None, Any]], at_once: int) -> Iterator[Any]:
@@ -218,30 +253,42 @@ def finished(trainings: Iterable[Generator[None, None, Any]], at_once: int) -> I
 
 def options(given: Mapping[str, Any]) -> argparse.Namespace:
     """All that :func:`main` takes, where not given as it is there by default."""
-    usual = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
+    usual = {
+        name: parameter.default for name, parameter in inspect.signature(main).parameters.items()
+    }
     a = argparse.Namespace(**{**usual, **given})
     a.batch_size = a.batch_size or 128 // a.workers
     return a
 
 
-def main(data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
-         exchange: Annotated[Literal["dense", "allgather", "reduce", "mean"], typer.Option(
-             help="mean: the mean chooses, which no worker knows.")] = "allgather",
-         wide: Annotated[int, typer.Option(min=1, help=(
-             "Times as many entries as an all-gather's message has: in both rounds of reduce, and of mean."
-         ))] = messages.WIDE,
-         workers: Annotated[int, typer.Option(min=1)] = 16,
-         batch_size: Annotated[int, typer.Option(help="Of each worker; 0: 128 over their number.")] = 0,
-         epochs: Annotated[int, typer.Option(min=1)] = 10,
-         sparsity: job.Sparsity = 0.999,
-         warmup_epochs: float = 1.0,
-         factor_masking: bool = True,
-         validate: Annotated[bool, typer.Option("--validate", help="As of recipes/cifar10.py.")] = False,
-         seed: job.Seed = 0,
-         out: job.Out = None) -> None:
+def main(
+    data: Annotated[str, typer.Option(help="As of recipes/cifar10.py.")],
+    exchange: Annotated[
+        Literal["dense", "allgather", "reduce", "mean"],
+        typer.Option(help="mean: the mean chooses, which no worker knows."),
+    ] = "allgather",
+    wide: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help=(
+                "Times as many entries as an all-gather's message has: in both rounds of reduce, and of mean."
+            ),
+        ),
+    ] = messages.WIDE,
+    workers: Annotated[int, typer.Option(min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Of each worker; 0: 128 over their number.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    sparsity: job.Sparsity = 0.999,
+    warmup_epochs: float = 1.0,
+    factor_masking: bool = True,
+    validate: Annotated[bool, typer.Option("--validate", help="As of recipes/cifar10.py.")] = False,
+    seed: job.Seed = 0,
+    out: job.Out = None,
+) -> None:
     """Trains so."""
     a = options(locals())
-    result, = finished([training(a)], 1)
+    (result,) = finished([training(a)], 1)
     print(f"{result['accuracy']:.2f} % on {result['dataset']}")
     if out:
         job.write(out, result)

@@ -44,14 +44,24 @@ def dropping(schedule: float | Schedule) -> dgc.Config:
     return dgc.Config(0.99, momentum_correction=False, factor_masking=False)
 
 
-def deep(schedule: float | Schedule, exchange: ExchangeName = "allgather", masking: bool = True) -> dgc.Config:
+def deep(
+    schedule: float | Schedule, exchange: ExchangeName = "allgather", masking: bool = True
+) -> dgc.Config:
     return dgc.Config(schedule, exchange=exchange, factor_masking=masking)
 
 
 def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
     """Workers train alone, and then average how far they have gone."""
-    return Entry(f"{title}, H = {every}", "local steps", "allreduce", paper,
-                 partial(DiLoCo, local_steps=every, **outer), every=every, whole=True, clips_own=True)
+    return Entry(
+        f"{title}, H = {every}",
+        "local steps",
+        "allreduce",
+        paper,
+        partial(DiLoCo, local_steps=every, **outer),
+        every=every,
+        whole=True,
+        clips_own=True,
+    )
 
 
 COLLECTIVES: dict[ExchangeName, Bring] = {"allgather": "allgather", "reduce": "alltoall"}
@@ -61,34 +71,101 @@ METHODS = {
     "bf16": Entry("bf16", "cast", "allreduce", "", partial(Cast, dtype=torch.bfloat16), whole=True),
     "qsgd": Entry("QSGD, 4 bits", "quantised", "allgather", "Alistarh et al. 2017", QSGD),
     "terngrad": Entry("TernGrad", "quantised", "allgather", "Wen et al. 2017", TernGrad),
-    "signsgd": Entry("signSGD, majority vote", "signs", "allgather", "Bernstein et al. 2018", SignSGD, momentum=0,
-                     lr=1e-3, weight_decay=0.1, clips_own=True),
+    "signsgd": Entry(
+        "signSGD, majority vote",
+        "signs",
+        "allgather",
+        "Bernstein et al. 2018",
+        SignSGD,
+        momentum=0,
+        lr=1e-3,
+        weight_decay=0.1,
+        clips_own=True,
+    ),
     "ef-signsgd": Entry("EF-signSGD", "signs", "allgather", "Karimireddy et al. 2019", EFSignSGD),
     "atomo": Entry("ATOMO, s = 3", "low rank", "allgather", "Wang et al. 2018", Atomo),
-    **{f"powersgd-{rank}": Entry(f"PowerSGD, rank {rank}", "low rank", "allreduce", "Vogels et al. 2019",
-                                 partial(powersgd, rank=rank)) for rank in (1, 2, 4)},
-    "dropping": Entry("gradient dropping, 99 %", "sparse", "allgather", "Aji and Heafield 2017", dropping,
-                      driver=Compressed),
-    "demo": Entry("DeMo, 32 of 64 x 64", "sparse", "allgather", "Peng et al. 2024", DeMo, momentum=0, lr=4e-4,
-                  clips_own=True),
+    **{
+        f"powersgd-{rank}": Entry(
+            f"PowerSGD, rank {rank}",
+            "low rank",
+            "allreduce",
+            "Vogels et al. 2019",
+            partial(powersgd, rank=rank),
+        )
+        for rank in (1, 2, 4)
+    },
+    "dropping": Entry(
+        "gradient dropping, 99 %",
+        "sparse",
+        "allgather",
+        "Aji and Heafield 2017",
+        dropping,
+        driver=Compressed,
+    ),
+    "demo": Entry(
+        "DeMo, 32 of 64 x 64",
+        "sparse",
+        "allgather",
+        "Peng et al. 2024",
+        DeMo,
+        momentum=0,
+        lr=4e-4,
+        clips_own=True,
+    ),
     "diloco": local_steps("DiLoCo", "Douillard et al. 2023", DiLoCo.local_steps),
-    "diloco-even": local_steps("DiLoCo with an outer rate of 0.1", "", DiLoCo.local_steps, outer_lr=0.1),
-    "local-sgd": local_steps("local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0),
-    **{f"dgc-{name}": Entry(f"DGC, {name}", "DGC", collective, "Lin et al. 2018", partial(deep, exchange=name),
-                            driver=Compressed) for name, collective in COLLECTIVES.items()},
+    "diloco-even": local_steps(
+        "DiLoCo with an outer rate of 0.1", "", DiLoCo.local_steps, outer_lr=0.1
+    ),
+    "local-sgd": local_steps(
+        "local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0
+    ),
+    **{
+        f"dgc-{name}": Entry(
+            f"DGC, {name}",
+            "DGC",
+            collective,
+            "Lin et al. 2018",
+            partial(deep, exchange=name),
+            driver=Compressed,
+        )
+        for name, collective in COLLECTIVES.items()
+    },
     # The line that `dgc plan` recommends for a training of 1,000 to 9,999 steps.
-    "dgc-99": Entry("DGC, 99 %, no masking", "DGC", "allgather", "", partial(deep, masking=False), driver=Compressed,
-                    sparsity=0.99, warmup=WARMUP),
-    "stale": Entry("dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True),
+    "dgc-99": Entry(
+        "DGC, 99 %, no masking",
+        "DGC",
+        "allgather",
+        "",
+        partial(deep, masking=False),
+        driver=Compressed,
+        sparsity=0.99,
+        warmup=WARMUP,
+    ),
+    "stale": Entry(
+        "dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True
+    ),
     "stale-dgc": Entry("DGC, one step late", "late", "allgather", "", deep, driver=Stale),
-    "async": Entry("asynchronous server", "late", "push and pull", "Dean et al. 2012", driver=ParameterServer,
-                   whole=True),
+    "async": Entry(
+        "asynchronous server",
+        "late",
+        "push and pull",
+        "Dean et al. 2012",
+        driver=ParameterServer,
+        whole=True,
+    ),
 }
 Driver = Exchanging | Compressed | Stale | ParameterServer
 
 
-def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], seed: int,
-           schedule: float | Schedule, clip: float | None = None, flush: bool = True) -> Driver:
+def attach(
+    name: str,
+    sgd: torch.optim.SGD,
+    named: list[tuple[str, Tensor]],
+    seed: int,
+    schedule: float | Schedule,
+    clip: float | None = None,
+    flush: bool = True,
+) -> Driver:
     """What drives this SGD by the method of that name.
 
     Args:
@@ -103,4 +180,8 @@ def attach(name: str, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], see
     if entry.driver is ParameterServer:
         return ParameterServer(sgd)
     config = None if entry.make is None else replace(entry.make(schedule), clip_norm=clip)
-    return Stale(sgd, named, config) if entry.driver is Stale else Compressed(sgd, named, config, flush)
+    return (
+        Stale(sgd, named, config)
+        if entry.driver is Stale
+        else Compressed(sgd, named, config, flush)
+    )

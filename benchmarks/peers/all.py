@@ -30,10 +30,38 @@ from peers import METHODS
 from peers.tasks import TASKS, folder
 
 HERE = Path(__file__).resolve().parent
-ORDER = ("dense", "dgc-allgather", "powersgd-2", "qsgd", "fp16", "diloco", "local-sgd", "dropping", "terngrad",
-         "dgc-99", "diloco-even", "dgc-reduce", "ef-signsgd", "powersgd-4", "demo", "signsgd", "atomo", "stale-dgc",
-         "stale", "powersgd-1", "bf16", "async")
-LANGUAGE = ("dense", "dgc-allgather", "powersgd-4", "qsgd", "fp16", "diloco")  # where no other methods are named
+ORDER = (
+    "dense",
+    "dgc-allgather",
+    "powersgd-2",
+    "qsgd",
+    "fp16",
+    "diloco",
+    "local-sgd",
+    "dropping",
+    "terngrad",
+    "dgc-99",
+    "diloco-even",
+    "dgc-reduce",
+    "ef-signsgd",
+    "powersgd-4",
+    "demo",
+    "signsgd",
+    "atomo",
+    "stale-dgc",
+    "stale",
+    "powersgd-1",
+    "bf16",
+    "async",
+)
+LANGUAGE = (
+    "dense",
+    "dgc-allgather",
+    "powersgd-4",
+    "qsgd",
+    "fp16",
+    "diloco",
+)  # where no other methods are named
 
 
 def done(file: Path, asked: dict[str, Any]) -> bool:
@@ -42,10 +70,15 @@ def done(file: Path, asked: dict[str, Any]) -> bool:
         return False
     found = json.loads(file.read_text())
     has = {**found["settings"], "target": found.get("target")}
-    if wrong := [f"its {key} is {has.get(key)!r}, asked is {value!r}" for key, value in asked.items()
-                 if has.get(key) != value]:
-        raise SystemExit(f"{file} must be of the run that is asked for, got another: {'; '.join(wrong)} (move it away, "
-                         "or name another --results)")
+    if wrong := [
+        f"its {key} is {has.get(key)!r}, asked is {value!r}"
+        for key, value in asked.items()
+        if has.get(key) != value
+    ]:
+        raise SystemExit(
+            f"{file} must be of the run that is asked for, got another: {'; '.join(wrong)} (move it away, "
+            "or name another --results)"
+        )
     return True
 
 
@@ -54,40 +87,66 @@ def make(file: Path, work: Path, data: str, asked: dict[str, Any]) -> bool:
     work.mkdir(parents=True, exist_ok=True)
     with (work / "log").open("ab") as log:
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the child, too, to which it is the output
+            fcntl.flock(
+                log, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # held by the child, too, to which it is the output
         except BlockingIOError:
             print(f"{file.stem}: another command is at it", flush=True)
             return True
         if done(file, asked):  # since
             return True
         options = {**asked, "data": data, "checkpoints": work, "out": file, "threads": 1}
-        words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()
-                 if value is not False]
+        words = [
+            f"--{key}" if value is True else f"--{key}={value}"
+            for key, value in options.items()
+            if value is not False
+        ]
         print(f"{file.stem}: {log.name}", flush=True)
-        status = subprocess.run([sys.executable, str(HERE / "train.py"), *words, "--resume"], stdout=log, stderr=log,
-                                env={**MALLOC, **os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        status = subprocess.run(
+            [sys.executable, str(HERE / "train.py"), *words, "--resume"],
+            stdout=log,
+            stderr=log,
+            env={**MALLOC, **os.environ, "OMP_NUM_THREADS": "1"},
+        ).returncode
     if status or not file.exists():
-        print(f"{file.stem} failed with status {status}: the end of {work / 'log'} says why", file=sys.stderr)
+        print(
+            f"{file.stem} failed with status {status}: the end of {work / 'log'} says why",
+            file=sys.stderr,
+        )
         return False
     shutil.rmtree(work)
     return True
 
 
-def main(data: Annotated[str, typer.Option(help="As train.py takes it: a folder, or digits, or topics.")],
-         methods: Annotated[str | None, typer.Option(
-             help=f"Of train.py, with commas. Default: all; of ptb {', '.join(LANGUAGE)}.")] = None,
-         seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
-         epochs: Annotated[int, typer.Option(min=1)] = 10,
-         bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
-         results: Annotated[Path | None, typer.Option(
-             help="Folder of the JSONs. Default: peers, or peers-ptb, in benchmarks/results.")] = None,
-         work: Annotated[Path | None, typer.Option(
-             help="Folder of logs and checkpoints. Default: the same in runs.")] = None,
-         task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
+def main(
+    data: Annotated[
+        str, typer.Option(help="As train.py takes it: a folder, or digits, or topics.")
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(help=f"Of train.py, with commas. Default: all; of ptb {', '.join(LANGUAGE)}."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="With commas.")] = "0,1",
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the JSONs. Default: peers, or peers-ptb, in benchmarks/results."
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder of logs and checkpoints. Default: the same in runs.")
+    ] = None,
+    task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10",
+) -> None:
     """Makes the runs that are missing."""
     if task not in TASKS:
         raise typer.BadParameter(f"--task must be of {', '.join(TASKS)}, got {task!r}")
-    results, work = results or HERE.parent / "results" / folder(task), work or Path("runs") / folder(task)
+    results, work = (
+        results or HERE.parent / "results" / folder(task),
+        work or Path("runs") / folder(task),
+    )
     chosen = methods.split(",") if methods else ORDER if task == "cifar10" else LANGUAGE
     if wrong := [name for name in chosen if name not in METHODS]:
         raise typer.BadParameter(f"--methods must be of {', '.join(METHODS)}, got {wrong[0]!r}")
@@ -99,7 +158,9 @@ def main(data: Annotated[str, typer.Option(help="As train.py takes it: a folder,
         for method in chosen:
             asked = {"task": task, "method": method, "seed": seed, "epochs": epochs, "bf16": bf16}
             file = results / f"{method}-{seed}.json"
-            if not done(file, asked) and not make(file.resolve(), (work / file.stem).resolve(), data, asked):
+            if not done(file, asked) and not make(
+                file.resolve(), (work / file.stem).resolve(), data, asked
+            ):
                 failed.append(file.stem)
     raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)
 

@@ -77,7 +77,11 @@ class Atomo:
         return message(torch.tensor(counts, dtype=torch.int16, device=u.device), *vectors)
 
     def decode(self, content: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-        counts, start, found = take(content, 0, len(tensors), torch.int16).tolist(), 2 * len(tensors), []
+        counts, start, found = (
+            take(content, 0, len(tensors), torch.int16).tolist(),
+            2 * len(tensors),
+            [],
+        )
         for count, tensor in zip(counts, tensors, strict=True):
             rows, columns = matrix(tensor).shape
             values = take(content, start, count * (rows + columns), torch.float32)

@@ -26,7 +26,10 @@ from .packing import message, take
 @cache
 def dct(n: int) -> Tensor:
     """The orthonormal DCT-II as a matrix (n, n), float32: row k is a cosine of k half waves."""
-    k, place = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64) + 0.5
+    k, place = (
+        torch.arange(n, dtype=torch.float64)[:, None],
+        torch.arange(n, dtype=torch.float64) + 0.5,
+    )
     rows = torch.cos(math.pi / n * k * place) * math.sqrt(2 / n)
     rows[0] /= math.sqrt(2)
     return rows.float()
@@ -59,7 +62,9 @@ class DeMo:
             m -= self.inverse(torch.zeros_like(coefficients).scatter_(1, places.long(), values), m)
             parts += [values] if places.shape == coefficients.shape else [values, places]
         messages = yield Collective("gather", message(*parts))
-        return [self.inverse(q, m).sign() for q, m in zip(self.averages(messages), self.m, strict=True)]
+        return [
+            self.inverse(q, m).sign() for q, m in zip(self.averages(messages), self.m, strict=True)
+        ]
 
     def sides(self, x: Tensor) -> tuple[int, int, int, int]:
         """Chunks and the entries of one, down and across."""
@@ -75,14 +80,20 @@ class DeMo:
 
     def inverse(self, coefficients: Tensor, like: Tensor) -> Tensor:
         down, a, across, b = self.sides(like)
-        chunks = dct(a).T.to(like.device) @ coefficients.view(down, across, a, b) @ dct(b).to(like.device)
+        chunks = (
+            dct(a).T.to(like.device)
+            @ coefficients.view(down, across, a, b)
+            @ dct(b).to(like.device)
+        )
         return chunks.permute(0, 2, 1, 3).reshape(like.shape)
 
     def largest(self, coefficients: Tensor) -> Tensor:
         """The places of the k largest of each chunk (chunks, k), int16; all of them in order, if there are no more."""
         chunks, size = coefficients.shape
         if size <= self.k:
-            return torch.arange(size, dtype=torch.int16, device=coefficients.device).repeat(chunks, 1)
+            return torch.arange(size, dtype=torch.int16, device=coefficients.device).repeat(
+                chunks, 1
+            )
         return coefficients.abs().topk(self.k).indices.to(torch.int16)
 
     def averages(self, messages: Tensor) -> list[Tensor]:
@@ -94,9 +105,19 @@ class DeMo:
             total, senders = torch.zeros(2, chunks, a * b, device=m.device)
             end = start + 4 * chunks * k
             for content in messages:
-                places = take(content, end, chunks * k, torch.int16) if k < a * b else self.largest(total)
-                places, values = places.view(chunks, k).long(), take(content, start, chunks * k, torch.float32)
+                places = (
+                    take(content, end, chunks * k, torch.int16)
+                    if k < a * b
+                    else self.largest(total)
+                )
+                places, values = (
+                    places.view(chunks, k).long(),
+                    take(content, start, chunks * k, torch.float32),
+                )
                 total.scatter_add_(1, places, values.view(chunks, k))
                 senders.scatter_add_(1, places, torch.ones_like(places, dtype=torch.float32))
-            start, found = end + (2 * chunks * k if k < a * b else 0), [*found, total / senders.clamp(min=1)]
+            start, found = (
+                end + (2 * chunks * k if k < a * b else 0),
+                [*found, total / senders.clamp(min=1)],
+            )
         return found

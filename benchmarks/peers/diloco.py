@@ -46,7 +46,9 @@ class DiLoCo:
         if self.steps < self.local_steps and not last:
             return tensors
         self.steps = 0
-        gone = yield from mean([old - p.detach() for old, p in zip(self.before, tensors, strict=True)], self.world)
+        gone = yield from mean(
+            [old - p.detach() for old, p in zip(self.before, tensors, strict=True)], self.world
+        )
         for d, v, x in zip(gone, self.velocity, self.before, strict=True):
             v.mul_(self.outer_momentum).add_(d)
             x -= self.outer_lr * (d + self.outer_momentum * v)

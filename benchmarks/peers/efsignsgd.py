@@ -41,5 +41,8 @@ class EFSignSGD:
     def decode(self, content: Tensor, layers: Tensor) -> Tensor:
         """D, of one rank."""
         count = int(layers[-1]) + 1
-        scales, bits = take(content, 0, count, torch.float32), unpack(content[4 * count:], 1, len(layers))
+        scales, bits = (
+            take(content, 0, count, torch.float32),
+            unpack(content[4 * count :], 1, len(layers)),
+        )
         return scales[layers] * (2.0 * bits - 1)

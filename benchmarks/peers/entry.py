@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from .exchange import Bring, Exchanging
 
-Family = Literal["dense", "DGC", "quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"]
+Family = Literal[
+    "dense", "DGC", "quantised", "low rank", "sparse", "cast", "signs", "local steps", "late"
+]
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,17 @@ from dgc.transport import find
 
 from .packing import Apart, carry
 
-Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]  # a ring; all see all; owners; a server
+Bring = Literal[
+    "allreduce", "allgather", "alltoall", "push and pull"
+]  # a ring; all see all; owners; a server
 
 
 class Method(Protocol):
     """One way to exchange tensors. Its attributes, ``world`` aside, are what a checkpoint keeps."""
 
-    exchanges: Literal["gradients", "parameters"]  # gradients before SGD's step, parameters after it
+    exchanges: Literal[
+        "gradients", "parameters"
+    ]  # gradients before SGD's step, parameters after it
     world: World
     bytes_sent: float  # by this rank so far
 
@@ -44,12 +48,19 @@ class Exchanging:
         clip: a bound on the norm of the exchanged gradient.
     """
 
-    def __init__(self, sgd: torch.optim.SGD, make: Callable[[World, int], Method], seed: int = 0,
-                 clip: float | None = None):
+    def __init__(
+        self,
+        sgd: torch.optim.SGD,
+        make: Callable[[World, int], Method],
+        seed: int = 0,
+        clip: float | None = None,
+    ):
         self.sgd, self._transport, self._clip = sgd, find(), clip
         world = self._transport.world
         if world is None:
-            raise ValueError("the process must be in the process group, got one outside (launch all alike)")
+            raise ValueError(
+                "the process must be in the process group, got one outside (launch all alike)"
+            )
         self.method: Any = make(world, 1000 * seed + world.rank)
         if self.method.exchanges == "parameters":
             self.method.begin(sgd.param_groups[0]["params"])
@@ -78,8 +89,11 @@ class Exchanging:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, for torch.save."""
-        kept = {key: value.get_state() if isinstance(value, torch.Generator) else value
-                for key, value in vars(self.method).items() if key != "world"}
+        kept = {
+            key: value.get_state() if isinstance(value, torch.Generator) else value
+            for key, value in vars(self.method).items()
+            if key != "world"
+        }
         return {"optimizer": self.sgd.state_dict(), "method": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,7 +108,9 @@ class Exchanging:
 class Compressed:
     """The same for ``dgc.DistributedOptimizer``, which does all of it by itself."""
 
-    def __init__(self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config, flush: bool):
+    def __init__(
+        self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config, flush: bool
+    ):
         self.sgd: Any = dgc.DistributedOptimizer(sgd, named, config)
         self._flush = flush  # whether the last step of a training applies what is pending
 

@@ -51,7 +51,7 @@ def work(a: dict[str, Any]) -> None:
         peer.step()
     times.append(time.perf_counter())
     between = [after - before for before, after in itertools.pairwise(times)]
-    Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(between[measure.WARMUP:]))
+    Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(between[measure.WARMUP :]))
     measure.meet()
     os._exit(0)  # what is under way is of no use to anybody
 
@@ -59,37 +59,58 @@ def work(a: dict[str, Any]) -> None:
 def markdown(result: dict[str, Any]) -> str:
     """What training waits for in a step, in milliseconds."""
     rates = list(dict.fromkeys(key.split()[0] for key in result["waits"]))
-    lines = [f"| method | {' | '.join(f'waits at {NAMES[rate]}' for rate in rates)} |", "|" + "---|" * (1 + len(rates))]
+    lines = [
+        f"| method | {' | '.join(f'waits at {NAMES[rate]}' for rate in rates)} |",
+        "|" + "---|" * (1 + len(rates)),
+    ]
     for method in PAIRS:
         waits = [statistics.median(result["waits"][f"{rate} {method}"]) for rate in rates]
-        lines.append(f"| {METHODS[method].title} | {' | '.join(f'{1e3 * wait:.1f} ms' for wait in waits)} |")
+        lines.append(
+            f"| {METHODS[method].title} | {' | '.join(f'{1e3 * wait:.1f} ms' for wait in waits)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def main(rates: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.")] = ",".join(NAMES),
-         computing: Annotated[float, typer.Option(min=0, help="Seconds of a step.")] = 0.2,
-         steps: Annotated[int, typer.Option(min=1)] = 30, repeats: Annotated[int, typer.Option(min=1)] = 3,
-         hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
-         minutes: Annotated[float, typer.Option(min=0, help="After which a method's processes are ended.")] = 5,
-         out: Annotated[Path | None, typer.Option(help="JSON.")] = None) -> None:
+def main(
+    rates: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.")] = ",".join(NAMES),
+    computing: Annotated[float, typer.Option(min=0, help="Seconds of a step.")] = 0.2,
+    steps: Annotated[int, typer.Option(min=1)] = 30,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    hosts: Annotated[int, typer.Option(min=2, max=200)] = 4,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="After which a method's processes are ended.")
+    ] = 5,
+    out: Annotated[Path | None, typer.Option(help="JSON.")] = None,
+) -> None:
     """Times steps one step late and in time."""
     if wrong := [rate for rate in rates.split(",") if rate not in NAMES]:
         raise typer.BadParameter(f"--rates must be of {', '.join(NAMES)}, got {wrong[0]!r}")
     check_tools()
     clean_leftovers()
-    waits: dict[str, list[float]] = {f"{rate} {method}": [] for rate in rates.split(",") for method in PAIRS}
+    waits: dict[str, list[float]] = {
+        f"{rate} {method}": [] for rate in rates.split(",") for method in PAIRS
+    }
     with Network(hosts) as network:
         for _ in range(repeats):
             for name, found in waits.items():
                 rate, method = name.split()
                 network.clear()
                 network.shape(rate, clock.depth_of(method))
-                taken: Any = network.run(HERE, {"task": "cifar10", "method": method, "steps": steps,
-                                                "computing": computing}, 60 * minutes)
+                taken: Any = network.run(
+                    HERE,
+                    {"task": "cifar10", "method": method, "steps": steps, "computing": computing},
+                    60 * minutes,
+                )
                 found.append(statistics.median(taken[0]) - computing)
                 print(f"{name}: {1e3 * found[-1]:.1f} ms", flush=True)
-    result = {"benchmark": "peers-hidden", "hosts": hosts, "computing": computing, "steps": steps,
-              "machine": job.machine(torch.device("cpu")), "waits": waits}
+    result = {
+        "benchmark": "peers-hidden",
+        "hosts": hosts,
+        "computing": computing,
+        "steps": steps,
+        "machine": job.machine(torch.device("cpu")),
+        "waits": waits,
+    }
     print(markdown(result), end="")
     if out:
         job.write(out, result)

@@ -22,6 +22,7 @@ def half_width(lost: Sequence[Sequence[float]], level: float) -> float | None:
         None where there are less than two methods or seeds.
     """
     from scipy import stats
+
     if len(lost) < 2 or len(lost[0]) < 2:
         return None
     x = np.array(lost)

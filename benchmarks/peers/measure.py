@@ -48,7 +48,9 @@ from peers.tasks import TASKS, fits, folder
 
 HERE = Path(__file__).resolve()
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
-Step = tuple[float, float, float]  # when it began and ended, and the bytes that this rank sent in it
+Step = tuple[
+    float, float, float
+]  # when it began and ended, and the bytes that this rank sent in it
 
 
 def work(a: dict[str, Any]) -> None:
@@ -65,7 +67,9 @@ def work(a: dict[str, Any]) -> None:
     job.connect()
     Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(steps(a)))
     torch.distributed.barrier()
-    os._exit(0)  # a server's thread may still wait for a push, which would abort the interpreter at its end
+    os._exit(
+        0
+    )  # a server's thread may still wait for a push, which would abort the interpreter at its end
 
 
 def computing(a: dict[str, Any]) -> list[float]:
@@ -102,7 +106,9 @@ def meet() -> None:
     find().start(Collective("sum", torch.zeros(1)), "meeting")()
 
 
-def medians(ranks: list[list[Step]], seconds: Callable[[tuple[Step, ...]], float]) -> dict[str, float | None]:
+def medians(
+    ranks: list[list[Step]], seconds: Callable[[tuple[Step, ...]], float]
+) -> dict[str, float | None]:
     """Seconds of a step that exchanges, and of one that does not; bytes in the former, of the rank that sends most."""
     found: dict[str, list[float]] = {"exchanging": [], "alone": [], "bytes": []}
     for step in zip(*ranks, strict=True):
@@ -124,8 +130,12 @@ def slowest(step: tuple[Step, ...]) -> float:
 def printed(a: dict[str, Any], limit: float) -> Any:
     """What a process of its own prints. RuntimeError: it failed, or the time is up."""
     try:
-        done = subprocess.run([sys.executable, str(HERE), WORK, json.dumps(a)], stdout=subprocess.PIPE, timeout=limit,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [sys.executable, str(HERE), WORK, json.dumps(a)],
+            stdout=subprocess.PIPE,
+            timeout=limit,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"it was not done after {limit:.0f} s (--minutes)") from None
     if done.returncode:
@@ -141,39 +151,74 @@ def measured(part: str, a: dict[str, Any], network: Network | None, limit: float
         network.clear()
         network.shape(*rate, clock.depth_of(name))
         return medians(network.run(HERE, a, limit), slowest)
-    return statistics.median(printed(a, limit)) if kind == "compute" else medians(printed(a, limit), in_turn)
+    return (
+        statistics.median(printed(a, limit))
+        if kind == "compute"
+        else medians(printed(a, limit), in_turn)
+    )
 
 
 def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What has been measured already. typer.BadParameter: with other settings, on another machine or by other code."""
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {**settings, "seconds": {}}
-    if wrong := [f"{key} was {found.get(key)!r} and is {value!r}" for key, value in settings.items()
-                 if found.get(key) != value]:
-        raise typer.BadParameter(f"--out must be of the same settings, got {out} of others: {'; '.join(wrong)} (move "
-                                 "it away, and all is measured again)")
+    found: dict[str, Any] = (
+        json.loads(out.read_text()) if out.exists() else {**settings, "seconds": {}}
+    )
+    if wrong := [
+        f"{key} was {found.get(key)!r} and is {value!r}"
+        for key, value in settings.items()
+        if found.get(key) != value
+    ]:
+        raise typer.BadParameter(
+            f"--out must be of the same settings, got {out} of others: {'; '.join(wrong)} (move "
+            "it away, and all is measured again)"
+        )
     return found
 
 
-def main(methods: Annotated[str | None, typer.Option(help="Of train.py, with commas. Default: the task's.")] = None,
-         rates: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}; none: no hosts.")] = "100mbit,1gbit",
-         steps: Annotated[int, typer.Option(min=2, help="Timed steps of each part.")] = 50,
-         hosts: Annotated[int, typer.Option(min=2, max=200, help="Workers, one on each host.")] = 4,
-         minutes: Annotated[float, typer.Option(min=0, help="After which a part's processes are ended.")] = 10,
-         out: Annotated[Path | None, typer.Option(help="JSON. Default: in benchmarks/results.")] = None,
-         task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10") -> None:
+def main(
+    methods: Annotated[
+        str | None, typer.Option(help="Of train.py, with commas. Default: the task's.")
+    ] = None,
+    rates: Annotated[
+        str, typer.Option(help=f"Of {', '.join(RATES)}; none: no hosts.")
+    ] = "100mbit,1gbit",
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps of each part.")] = 50,
+    hosts: Annotated[int, typer.Option(min=2, max=200, help="Workers, one on each host.")] = 4,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="After which a part's processes are ended.")
+    ] = 10,
+    out: Annotated[Path | None, typer.Option(help="JSON. Default: in benchmarks/results.")] = None,
+    task: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = "cifar10",
+) -> None:
     """Measures what is missing in the JSON."""
     fitting = [name for name in METHODS if fits(task, name)]
-    names, links = methods.split(",") if methods else fitting, [] if rates == "none" else rates.split(",")
-    for value, known, option in (([task], TASKS, "--task"), (names, fitting, "--methods"), (links, RATES, "--rates")):
+    names, links = (
+        methods.split(",") if methods else fitting,
+        [] if rates == "none" else rates.split(","),
+    )
+    for value, known, option in (
+        ([task], TASKS, "--task"),
+        (names, fitting, "--methods"),
+        (links, RATES, "--rates"),
+    ):
         if wrong := [name for name in value if name not in known]:
             raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {wrong[0]!r}")
     if links:
         check_tools()
         clean_leftovers()
     out = out or HERE.parents[1] / "results" / f"{folder(task)}-measured.json"
-    result = begun(out, {"benchmark": "peers", "task": task, "workers": hosts, "steps": steps,
-                         "batch_size": TASKS[task].defaults["batch_size"], "machine": job.machine(torch.device("cpu")),
-                         "parameters": sum(p.numel() for p in TASKS[task].rehearsal()[0].parameters())})
+    result = begun(
+        out,
+        {
+            "benchmark": "peers",
+            "task": task,
+            "workers": hosts,
+            "steps": steps,
+            "batch_size": TASKS[task].defaults["batch_size"],
+            "machine": job.machine(torch.device("cpu")),
+            "parameters": sum(p.numel() for p in TASKS[task].rehearsal()[0].parameters()),
+        },
+    )
     parts, failed = ["compute float32", *(["compute bfloat16"] if task == "cifar10" else [])], []
     parts += [f"local {name}" for name in names if METHODS[name].driver is not ParameterServer]
     parts += [f"exchange {rate} {name}" for rate in links for name in names]

@@ -32,7 +32,10 @@ class Metric:
 
     def until(self, runs: list[dict[str, Any]], target: float) -> float | None:
         """Epochs to the first that ends at the target, the mean over a method's runs; None if one never does."""
-        first = [next((e["epoch"] for e in run["history"] if self.reached(e[self.name], target)), None) for run in runs]
+        first = [
+            next((e["epoch"] for e in run["history"] if self.reached(e[self.name], target)), None)
+            for run in runs
+        ]
         return None if None in first else statistics.mean(first)
 
     def scores(self, runs: list[dict[str, Any]]) -> list[float]:

@@ -17,13 +17,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes (n,) uint8, each below 2**bits, as ceil(n bits / 8) bytes; ``bits`` is 1, 2, 4 or 8."""
     each = 8 // bits
     padded = torch.nn.functional.pad(codes, (0, -len(codes) % each)).view(-1, each)
-    return (padded << torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)).sum(1, dtype=torch.uint8)
+    return (padded << torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """The n codes that :func:`pack` packed."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2 ** bits - 1)).view(-1)[:n]
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)[:n]
 
 
 def message(*parts: Tensor) -> Tensor:
@@ -33,7 +35,9 @@ def message(*parts: Tensor) -> Tensor:
 
 def take(content: Tensor, start: int, n: int, dtype: torch.dtype) -> Tensor:
     """n values that begin at a byte of a message."""
-    return content[start:start + n * dtype.itemsize].clone().view(dtype)  # a copy, as views must be aligned
+    return (
+        content[start : start + n * dtype.itemsize].clone().view(dtype)
+    )  # a copy, as views must be aligned
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -68,8 +72,12 @@ class Apart(NamedTuple):
     together: Callable[..., list[Tensor]]
 
 
-def some(tensors: list[Tensor], world: World, compress: Callable[[list[Tensor]], Path[list[Tensor]]],
-         worth: Callable[[Tensor], bool] = lambda tensor: tensor.ndim > 1) -> Apart:
+def some(
+    tensors: list[Tensor],
+    world: World,
+    compress: Callable[[list[Tensor]], Path[list[Tensor]]],
+    worth: Callable[[Tensor], bool] = lambda tensor: tensor.ndim > 1,
+) -> Apart:
     """What ``compress`` makes of those that are worth it, and the dense mean of the others, in the order of all."""
     chosen, others = ([t for t in tensors if worth(t) is large] for large in (True, False))
 
@@ -80,9 +88,11 @@ def some(tensors: list[Tensor], world: World, compress: Callable[[list[Tensor]],
     return Apart((mean(others, world), compress(chosen) if chosen else mean([], world)), together)
 
 
-def carry(exchange: Path[list[Tensor]] | Apart, transport: Transport,
-          count: Callable[[Collective], None]) -> list[Tensor]:
+def carry(
+    exchange: Path[list[Tensor]] | Apart, transport: Transport, count: Callable[[Collective], None]
+) -> list[Tensor]:
     """Takes an exchange to its end: what travels apart has begun before anything is waited for."""
+
     def begin(path: Path[list[Tensor]], name: str) -> Callable[[], list[Tensor]]:
         try:
             return PathRun(path, transport, name, count).finish

@@ -40,15 +40,28 @@ class ParameterServer:
 
     def __init__(self, sgd: torch.optim.SGD):
         (group,) = sgd.param_groups
-        self.parameters, self.world, self._alone = group["params"], find().world, lockstep.current() is not None
+        self.parameters, self.world, self._alone = (
+            group["params"],
+            find().world,
+            lockstep.current() is not None,
+        )
         if not self._alone and not dist.is_initialized():
-            raise ValueError("async must run over torch.distributed or in one process, got Horovod (use torchrun)")
-        self.x, decay = [p.detach().clone() for p in self.parameters], group["weight_decay"] / self.world.size
-        self.sgd = torch.optim.SGD(self.x, group["lr"], group["momentum"], 0, decay, group["nesterov"])
+            raise ValueError(
+                "async must run over torch.distributed or in one process, got Horovod (use torchrun)"
+            )
+        self.x, decay = (
+            [p.detach().clone() for p in self.parameters],
+            group["weight_decay"] / self.world.size,
+        )
+        self.sgd = torch.optim.SGD(
+            self.x, group["lr"], group["momentum"], 0, decay, group["nesterov"]
+        )
         self.bytes_sent, self._message = 0.0, 4 * sum(p.numel() for p in self.parameters)
         self._lock, self._error = Lock(), None
         if not self._alone:
-            self._group = dist.new_group(backend="gloo")  # so that a thread's messages meet no collective
+            self._group = dist.new_group(
+                backend="gloo"
+            )  # so that a thread's messages meet no collective
             self._thread = Thread(target=self._serve, daemon=True)
 
     @torch.no_grad()
@@ -62,7 +75,10 @@ class ParameterServer:
 
     def _in_turn(self, own: Tensor, last: bool) -> Tensor:
         """Every rank does what the server does, one worker's push after the other's."""
-        pulls = [self._update(gradient) for gradient in find().start(Collective("gather", own), "async")()]
+        pulls = [
+            self._update(gradient)
+            for gradient in find().start(Collective("gather", own), "async")()
+        ]
         return pulls[-1 if last else self.world.rank]
 
     def _at_own_pace(self, own: Tensor, last: bool) -> Tensor:
@@ -109,7 +125,9 @@ class ParameterServer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's, for torch.save. Over torch.distributed the server is saved where it is, between two pushes."""
         with self._lock:
-            return deepcopy({"optimizer": self.sgd.state_dict(), "x": self.x, "bytes_sent": self.bytes_sent})
+            return deepcopy(
+                {"optimizer": self.sgd.state_dict(), "x": self.x, "bytes_sent": self.bytes_sent}
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._lock:

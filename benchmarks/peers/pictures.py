@@ -20,12 +20,21 @@ from .metric import Metric
 class Pictures:
     """ResNet on CIFAR-10, or on scikit-learn's digits."""
 
-    metric = Metric("accuracy", "test accuracy", " %", "points lost", "points of accuracy below dense training",
-                    "test accuracy (%)", False)
+    metric = Metric(
+        "accuracy",
+        "test accuracy",
+        " %",
+        "points lost",
+        "points of accuracy below dense training",
+        "test accuracy (%)",
+        False,
+    )
     defaults: ClassVar = {"batch_size": 32, "depth": 20}
     clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
     flush = True  # what DGC and gradient dropping hold back, after the last step, as in the recipe
-    normalising = 5000  # images from which batch normalisation's statistics are taken before a score
+    normalising = (
+        5000  # images from which batch normalisation's statistics are taken before a score
+    )
     target, clock_target = 80.0, 85.0  # to which table.py tells seconds, and clock.py trains
 
     def __init__(self, a: Any, rank: int, size: int, device: torch.device):
@@ -34,8 +43,10 @@ class Pictures:
         self.images, self.labels, *self.test = (t.to(device) for t in (images, labels, *test))
         self.steps = len(images) // (a.batch_size * size)
         if not self.steps:
-            raise typer.BadParameter(f"--batch-size must be at most {len(images) // size} with {size} workers, got "
-                                     f"{a.batch_size} (there are {len(images)} images)")
+            raise typer.BadParameter(
+                f"--batch-size must be at most {len(images) // size} with {size} workers, got "
+                f"{a.batch_size} (there are {len(images)} images)"
+            )
         torch.manual_seed(a.seed)
         self.model, self.generator = cifar10.resnet(a.depth).to(device), torch.Generator()
 
@@ -57,8 +68,12 @@ class Pictures:
     def sgd(method: str) -> dict[str, Any]:
         """The arguments of the method's SGD."""
         entry = METHODS[method]
-        return {"lr": entry.lr, "momentum": entry.momentum, "nesterov": entry.momentum > 0,
-                "weight_decay": entry.weight_decay}
+        return {
+            "lr": entry.lr,
+            "momentum": entry.momentum,
+            "nesterov": entry.momentum > 0,
+            "weight_decay": entry.weight_decay,
+        }
 
     def scheduler(self, sgd: Any) -> Any:
         return MultiStepLR(sgd, cifar10.turns(self.a.epochs))
@@ -66,9 +81,11 @@ class Pictures:
     def batches(self, epoch: int) -> Iterator[Tensor]:
         """This rank's, of an epoch."""
         seed = self.a.seed * 1000 + epoch
-        order = torch.randperm(len(self.images), generator=self.generator.manual_seed(seed))[self.rank::self.size]
+        order = torch.randperm(len(self.images), generator=self.generator.manual_seed(seed))[
+            self.rank :: self.size
+        ]
         self.generator.manual_seed(seed * 1000 + self.rank)
-        yield from order[:self.steps * self.a.batch_size].to(self.device).split(self.a.batch_size)
+        yield from order[: self.steps * self.a.batch_size].to(self.device).split(self.a.batch_size)
 
     def backward(self, batch: Tensor) -> Tensor:
         """Leaves the gradients of a batch, and returns its loss."""
@@ -81,7 +98,7 @@ class Pictures:
     def score(self) -> float:
         """After an epoch, with statistics of these parameters: averaged ones have no others, and running ones lag."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.bf16):
-            update_bn(map(self.seen, self.images[:self.normalising].split(500)), self.model)
+            update_bn(map(self.seen, self.images[: self.normalising].split(500)), self.model)
         return cifar10.accuracy(self.model, *self.test, self.a)
 
     def result(self, history: list[dict[str, Any]]) -> float:

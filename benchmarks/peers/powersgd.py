@@ -46,7 +46,10 @@ class PowerSGD:
 
     def worth(self, tensor: Tensor) -> bool:
         rows, columns = len(tensor), tensor.numel() // len(tensor)
-        return tensor.ndim > 1 and 2 * (rows + columns) * min(rows, columns, self.rank) < tensor.numel()
+        return (
+            tensor.ndim > 1
+            and 2 * (rows + columns) * min(rows, columns, self.rank) < tensor.numel()
+        )
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
         matrices = [tensor.reshape(len(tensor), -1) for tensor in tensors]
@@ -69,7 +72,9 @@ class PowerSGD:
         for shape in dict.fromkeys(matrix.shape for matrix in matrices):
             for i, matrix in enumerate(matrices):
                 if matrix.shape == shape:
-                    drawn[i] = torch.randn(shape[1], min(*shape, self.rank), generator=draw).to(matrix.device)
+                    drawn[i] = torch.randn(shape[1], min(*shape, self.rank), generator=draw).to(
+                        matrix.device
+                    )
         return [drawn[i] for i in range(len(matrices))]
 
 
@@ -107,11 +112,13 @@ class TorchPowerSGD:
 
     def __post_init__(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
         self.state = PowerSGDState(None, self.rank, START, random_seed=SEED)
 
     def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
         """The hook does the collectives itself, and counts entries in its state."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
         before, dense = self.state.total_numel_after_compression, self.state.iter < START
         result = powerSGD_hook(self.state, Bucket(tensors)).wait()
         sent = len(result) if dense else self.state.total_numel_after_compression - before

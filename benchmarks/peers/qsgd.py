@@ -53,16 +53,20 @@ class QSGD:
 
     def encode(self, v: Tensor, buckets: Tensor) -> Tensor:
         """A norm of each bucket (float32), and a code of each entry: the level, and the sign above it."""
-        norms = torch.zeros(int(buckets[-1]) + 1, device=v.device).scatter_reduce(0, buckets, v.abs(), "amax")
+        norms = torch.zeros(int(buckets[-1]) + 1, device=v.device).scatter_reduce(
+            0, buckets, v.abs(), "amax"
+        )
         exact = (v.abs() / norms[buckets] * self.levels).nan_to_num(0)  # 0 / 0 in a bucket of zeros
         draw = torch.rand(len(v), generator=self.random).to(v.device)
-        level = (exact + draw).floor().clamp(max=self.levels)  # up with the probability of the fraction
+        level = (
+            (exact + draw).floor().clamp(max=self.levels)
+        )  # up with the probability of the fraction
         code = level.to(torch.uint8) | ((v < 0).to(torch.uint8) << (self.bits - 1))
         return message(norms, pack(code, self.bits))
 
     def decode(self, content: Tensor, buckets: Tensor) -> Tensor:
         count = int(buckets[-1]) + 1
         norms = take(content, 0, count, torch.float32)
-        code = unpack(content[4 * count:], self.bits, len(buckets))
+        code = unpack(content[4 * count :], self.bits, len(buckets))
         sign = 1 - 2 * (code >> (self.bits - 1)).float()
         return norms[buckets] * sign * (code & self.levels) / self.levels

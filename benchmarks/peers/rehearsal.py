@@ -24,6 +24,13 @@ def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor
     task = TASKS[a["task"]]
     model, _ = task.rehearsal()
     sgd = torch.optim.SGD(model.parameters(), **task.sgd(a["method"]))
-    peer = attach(a["method"], sgd, list(model.named_parameters()), 0, METHODS[a["method"]].sparsity, task.clip)
+    peer = attach(
+        a["method"],
+        sgd,
+        list(model.named_parameters()),
+        0,
+        METHODS[a["method"]].sparsity,
+        task.clip,
+    )
     parameters = list(model.parameters())
     return parameters, peer, heavy_tailed([p.shape for p in parameters], seed=find().world.rank)

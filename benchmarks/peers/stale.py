@@ -36,10 +36,18 @@ class Stale:
         config: of DGC; None for dense gradients.
     """
 
-    def __init__(self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config | None):
+    def __init__(
+        self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config | None
+    ):
         self.sgd, self.config, self._transport = sgd, config, find()
-        large = {name: p for name, p in named if config is not None and compressible(p, config.min_numel)}
-        self.bucket = Bucket("stale", large, config.momentum_correction) if config is not None and large else None
+        large = {
+            name: p for name, p in named if config is not None and compressible(p, config.min_numel)
+        }
+        self.bucket = (
+            Bucket("stale", large, config.momentum_correction)
+            if config is not None and large
+            else None
+        )
         self.large, self.small = large, [p for name, p in named if name not in large]
         self.steps, self.bytes_sent = 0, 0.0
         self._under_way: list[PathRun[list[Tensor]]] = []
@@ -50,8 +58,10 @@ class Stale:
         """Applies what the last step's gradients have come to, and begins to exchange this one's."""
         self.receive()
         arrived, self._arrived = self._arrived, None
-        self._under_way = [PathRun(path, self._transport, f"stale.{i}", self._count)
-                           for i, path in enumerate(self._paths())]
+        self._under_way = [
+            PathRun(path, self._transport, f"stale.{i}", self._count)
+            for i, path in enumerate(self._paths())
+        ]
         self.steps += 1
         self._apply(arrived)
         if last:
@@ -68,8 +78,13 @@ class Stale:
 
     def _compressed(self, bucket: Bucket) -> Path[list[Tensor]]:
         (group,) = self.sgd.param_groups
-        own = {name: Gradient(p.grad, group["momentum"], group["nesterov"]) for name, p in self.large.items()}
-        update = yield from compressed.reduce(bucket, own, self.config, self.steps, self._transport.world)
+        own = {
+            name: Gradient(p.grad, group["momentum"], group["nesterov"])
+            for name, p in self.large.items()
+        }
+        update = yield from compressed.reduce(
+            bucket, own, self.config, self.steps, self._transport.world
+        )
         found = [torch.empty_like(p) for p in self.large.values()]
         update.write([bucket.in_order(i, target) for i, target in enumerate(found)])
         return found
@@ -80,7 +95,10 @@ class Stale:
     def receive(self) -> None:
         """Waits for the exchange that is under way; what has arrived is applied in the next step."""
         if self._under_way:
-            self._arrived, self._under_way = [x for run in self._under_way for x in run.finish()], []
+            self._arrived, self._under_way = (
+                [x for run in self._under_way for x in run.finish()],
+                [],
+            )
 
     def _apply(self, arrived: list[Tensor] | None) -> None:
         """One step of SGD. Of the large parameters it does the decay alone, as DGC's update has had its momentum."""
@@ -88,7 +106,7 @@ class Stale:
             return
         for p in self.large.values():
             p.grad = torch.zeros_like(p)
-        for p, gradient in zip(self.small, arrived[len(self.large):], strict=True):
+        for p, gradient in zip(self.small, arrived[len(self.large) :], strict=True):
             p.grad = gradient
         self.sgd.step()
         lr = self.sgd.param_groups[0]["lr"]
@@ -99,11 +117,20 @@ class Stale:
         """This rank's, for torch.save; all ranks make theirs after the same step."""
         self.receive()
         kept = {} if self.bucket is None else {"u": self.bucket.u, "v": self.bucket.v}
-        return {"optimizer": self.sgd.state_dict(), "kept": kept, "arrived": self._arrived, "steps": self.steps,
-                "bytes_sent": self.bytes_sent}
+        return {
+            "optimizer": self.sgd.state_dict(),
+            "kept": kept,
+            "arrived": self._arrived,
+            "steps": self.steps,
+            "bytes_sent": self.bytes_sent,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sgd.load_state_dict(state["optimizer"])
         for name, kept in state["kept"].items():
             getattr(self.bucket, name).copy_(kept)
-        self._arrived, self.steps, self.bytes_sent = state["arrived"], state["steps"], state["bytes_sent"]
+        self._arrived, self.steps, self.bytes_sent = (
+            state["arrived"],
+            state["steps"],
+            state["bytes_sent"],
+        )

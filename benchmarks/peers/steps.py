@@ -34,34 +34,56 @@ def row(measured: dict[str, Any], name: str) -> dict[str, Any]:
     exchanging = 1 / entry.every
     sent = exchanging * seconds[f"exchange {SLOWEST} {name}"]["bytes"]
     dense = seconds[f"exchange {SLOWEST} dense"]["bytes"]
-    return {"title": entry.title, "collective": entry.collective, "bytes": sent, "ratio": dense / sent,
-            "local": compose.local(measured, name, exchanging),
-            "predicted": {rate: predict.seconds(entry.collective, sent, measured["workers"], rate, exchanging)
-                          for rate in predict.LINKS},
-            "exchange": {rate: compose.exchange(measured, name, rate, exchanging) for rate in predict.LINKS}}
+    return {
+        "title": entry.title,
+        "collective": entry.collective,
+        "bytes": sent,
+        "ratio": dense / sent,
+        "local": compose.local(measured, name, exchanging),
+        "predicted": {
+            rate: predict.seconds(entry.collective, sent, measured["workers"], rate, exchanging)
+            for rate in predict.LINKS
+        },
+        "exchange": {
+            rate: compose.exchange(measured, name, rate, exchanging) for rate in predict.LINKS
+        },
+    }
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
     """The table; "-" is what has not been measured."""
     times = [f"exchange at {name} | predicted, the wire alone" for name in predict.NAMES.values()]
-    lines = [f"| method | collective | bytes / worker / step | fewer than dense | local work | {' | '.join(times)} |",
-             "|" + 9 * "---|"]
+    lines = [
+        f"| method | collective | bytes / worker / step | fewer than dense | local work | {' | '.join(times)} |",
+        "|" + 9 * "---|",
+    ]
     for one in found:
-        cells = [one["title"], one["collective"], shown(one["bytes"], ",.0f"), shown(one["ratio"], ",.1f", " x"),
-                 milliseconds(one["local"])]
+        cells = [
+            one["title"],
+            one["collective"],
+            shown(one["bytes"], ",.0f"),
+            shown(one["ratio"], ",.1f", " x"),
+            milliseconds(one["local"]),
+        ]
         for rate in predict.LINKS:
             cells += [milliseconds(one["exchange"][rate]), milliseconds(one["predicted"][rate])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def main(measured: Annotated[Path, typer.Argument(help="What measure.py --out wrote.", exists=True)]) -> None:
+def main(
+    measured: Annotated[Path, typer.Argument(help="What measure.py --out wrote.", exists=True)],
+) -> None:
     """Prints the table."""
     found: dict[str, Any] = json.loads(measured.read_text())
     if f"exchange {SLOWEST} dense" not in found["seconds"]:
-        raise typer.BadParameter(f"{measured} must have the exchange of dense at {SLOWEST}, with whose bytes others "
-                                 "compare, got none (measure.py measures what is missing)")
-    print(f"Computing a step takes a worker {milliseconds(found['seconds'].get('compute float32'))}.\n")
+        raise typer.BadParameter(
+            f"{measured} must have the exchange of dense at {SLOWEST}, with whose bytes others "
+            "compare, got none (measure.py measures what is missing)"
+        )
+    print(
+        f"Computing a step takes a worker {milliseconds(found['seconds'].get('compute float32'))}.\n"
+    )
     print(markdown(rows(found)), end="")
 
 

@@ -48,9 +48,15 @@ def settle(a: Any) -> None:
         if getattr(a, key) is None:
             setattr(a, key, defaults.get(key))
         elif key not in defaults:
-            raise typer.BadParameter(f"--{key} must be left out with --task {a.task}, got {getattr(a, key)}")
+            raise typer.BadParameter(
+                f"--{key} must be left out with --task {a.task}, got {getattr(a, key)}"
+            )
     if a.bf16 and a.task == "ptb":
-        raise typer.BadParameter("--bf16 must be left out with --task ptb, whose recipe has no autocast, got it")
+        raise typer.BadParameter(
+            "--bf16 must be left out with --task ptb, whose recipe has no autocast, got it"
+        )
     if not TASKS[a.task].fits(a.method):
-        raise typer.BadParameter(f"--method must be one that clips gradients, as --task {a.task} does, got {a.method} "
-                                 "(train it on cifar10)")
+        raise typer.BadParameter(
+            f"--method must be one that clips gradients, as --task {a.task} does, got {a.method} "
+            "(train it on cifar10)"
+        )

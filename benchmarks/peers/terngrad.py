@@ -41,7 +41,9 @@ class TernGrad:
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
         layers = owners(tensors)
-        messages = yield Collective("gather", self.encode([clipped(g, self.clip) for g in tensors], layers))
+        messages = yield Collective(
+            "gather", self.encode([clipped(g, self.clip) for g in tensors], layers)
+        )
         total = sum(self.decode(content, layers) for content in messages)
         return unflat(total / self.world.size, tensors)
 
@@ -54,5 +56,8 @@ class TernGrad:
 
     def decode(self, content: Tensor, layers: Tensor) -> Tensor:
         count = int(layers[-1]) + 1
-        s, code = take(content, 0, count, torch.float32), unpack(content[4 * count:], 2, len(layers))
+        s, code = (
+            take(content, 0, count, torch.float32),
+            unpack(content[4 * count :], 2, len(layers)),
+        )
         return s[layers] * ((code == 1).float() - (code == 2).float())

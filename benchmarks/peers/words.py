@@ -26,8 +26,15 @@ class Words:
     Scores after epochs are of the validation text, the last one of the test text.
     """
 
-    metric = Metric("perplexity", "test perplexity", "", "perplexity above dense (%)",
-                    "perplexity above dense training (%)", "validation perplexity", True)
+    metric = Metric(
+        "perplexity",
+        "test perplexity",
+        "",
+        "perplexity above dense (%)",
+        "perplexity above dense training (%)",
+        "validation perplexity",
+        True,
+    )
     defaults: ClassVar = {"batch_size": 5}
     clip, warmup = 0.25, 1 / 40
     flush = False  # as in the recipe
@@ -40,8 +47,12 @@ class Words:
         self.dataset, words, parts = ptb.load(None if a.data in (None, "topics") else Path(a.data))
         ptb.check_alike(parts, rank, device)
         mine = slice(rank * a.batch_size, (rank + 1) * a.batch_size)
-        self.text = ptb.columns(parts["train"], a.batch_size * size)[:, mine].contiguous().to(device)
-        self.valid, self.test = (ptb.columns(parts[part], ptb.BATCH).to(device) for part in ("valid", "test"))
+        self.text = (
+            ptb.columns(parts["train"], a.batch_size * size)[:, mine].contiguous().to(device)
+        )
+        self.valid, self.test = (
+            ptb.columns(parts[part], ptb.BATCH).to(device) for part in ("valid", "test")
+        )
         self.steps = math.ceil((len(self.text) - 1) / self.bptt)
         torch.manual_seed(a.seed)
         self.model: nn.Module = ptb.LanguageModel(words, *ptb.SIZES["small"]).to(device)
@@ -70,8 +81,10 @@ class Words:
         self.hidden = None
         for step in range(self.steps):
             # Dropout's draws follow from the step and the rank alone.
-            torch.manual_seed((self.a.seed * 1_000_000 + epoch * self.steps + step) * self.size + self.rank)
-            yield self.text[step * self.bptt:(step + 1) * self.bptt + 1]
+            torch.manual_seed(
+                (self.a.seed * 1_000_000 + epoch * self.steps + step) * self.size + self.rank
+            )
+            yield self.text[step * self.bptt : (step + 1) * self.bptt + 1]
 
     def backward(self, batch: Tensor) -> Tensor:
         loss, self.hidden = words_backward(self.model, batch, self.hidden)

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 FORMAT, VERSION, MANIFEST = "dgc checkpoint", 1, "manifest.json"
-OURS = re.compile(r"(common|rank-\d+)(-[0-9a-f]{16}\.pt|\.part)|manifest\.json\.part")  # no other file is removed
+OURS = re.compile(
+    r"(common|rank-\d+)(-[0-9a-f]{16}\.pt|\.part)|manifest\.json\.part"
+)  # no other file is removed
 Tree = dict[str, Any]
 
 
@@ -25,8 +27,12 @@ def file_of(folder: Path, name: str, files: Mapping[str, Any]) -> Path:
     return folder / f"{name}-{files[name][1][:16]}.pt"
 
 
-def write(folder: Path, name: str, dump: Callable[[Any], Any], written: list[Path]) -> tuple[int, str]:
-    """Writes a file under its hash: its length and hash. Its path is added to ``written``, unless it was there."""
+def write(
+    folder: Path, name: str, dump: Callable[[Any], Any], written: list[Path]
+) -> tuple[int, str]:
+    """Writes a file under its hash: its length and hash. Its path is added to ``written``, unless
+    it was there.
+    """
     part = folder / f"{name}.part"
     try:
         with part.open("wb") as file:
@@ -52,16 +58,22 @@ def dump(name: str, tree: Tree, file: Any) -> None:
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def put(folder: Path, name: str, content: bytes, entry: tuple[int, str], written: list[Path]) -> None:
+def put(
+    folder: Path, name: str, content: bytes, entry: tuple[int, str], written: list[Path]
+) -> None:
     """Writes a file that came over the network."""
     if write(folder, name, lambda file: file.write(content), written) != tuple(entry):
-        raise RuntimeError(f"{folder / name}: it was damaged on its way from the rank that wrote it")
+        raise RuntimeError(
+            f"{folder / name}: it was damaged on its way from the rank that wrote it"
+        )
 
 
 def flush_to_disk(what: Any) -> None:
     """Flushes to the disk a file that is open, or a folder's list of files."""
     if isinstance(what, Path):
-        with contextlib.suppress(OSError):  # some file systems have no such thing, and some folders cannot be read
+        with contextlib.suppress(
+            OSError
+        ):  # some file systems have no such thing, and some folders cannot be read
             descriptor = os.open(what, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -93,7 +105,9 @@ def publish(folder: Path, content: Tree) -> None:
 
 
 def clean(folder: Path, files: Mapping[str, Any]) -> None:
-    """Removes what is left of earlier checkpoints, complete or not. What stays this time goes the next."""
+    """Removes what is left of earlier checkpoints, complete or not. What stays this time goes the
+    next.
+    """
     keep = {file_of(folder, name, files).name for name in files}
     for file in folder.iterdir():
         if OURS.fullmatch(file.name) and file.name not in keep:
@@ -110,8 +124,10 @@ def read_manifest(folder: Path) -> Tree:
     """The manifest, once it is known to be one."""
     file = folder / MANIFEST
     if not file.exists():
-        raise FileNotFoundError(f"{folder} must be a checkpoint, got " + (
-            f"a folder without {MANIFEST}" if folder.exists() else "no such folder"))
+        raise FileNotFoundError(
+            f"{folder} must be a checkpoint, got "
+            + (f"a folder without {MANIFEST}" if folder.exists() else "no such folder")
+        )
     data = file.read_bytes()
     with blamed(file):
         content = json.loads(data)
@@ -122,8 +138,12 @@ def read_manifest(folder: Path) -> Tree:
         if content.pop("sha256", None) != checksum(content):
             raise ValueError("its checksum is wrong: it is damaged")
         size, files = content["size"], content["files"]
-        if type(size) is not int or type(content["average"]) is not bool or size != len(files) - 1 or sorted(
-                files) != sorted(["common", *(f"rank-{r}" for r in range(size))]):
+        if (
+            type(size) is not int
+            or type(content["average"]) is not bool
+            or size != len(files) - 1
+            or sorted(files) != sorted(["common", *(f"rank-{r}" for r in range(size))])
+        ):
             raise ValueError("it must name one file for each rank, got others")
         for nbytes, sha in files.values():
             if type(nbytes) is not int or nbytes <= 0 or not re.fullmatch("[0-9a-f]{64}", sha):
@@ -141,20 +161,27 @@ def content_of(file: Path, nbytes: int) -> bytes:
 
 
 def read(folder: Path, name: str, files: Mapping[str, Any], sent: Mapping[str, bytes]) -> Tree:
-    """A file's tree, with tensors on the CPU, once the file is known to be the one that was written."""
+    """A file's tree, with tensors on the CPU, once the file is known to be the one that was
+    written.
+    """
     path, (nbytes, sha) = file_of(folder, name, files), files[name]
-    with (io.BytesIO(sent[name]) if name in sent else path.open("rb")) as file:
+    with io.BytesIO(sent[name]) if name in sent else path.open("rb") as file:
         found = measure(file)
         with blamed(path):
             if found != (nbytes, sha):
-                raise ValueError(f"it must have {nbytes} bytes, got {found[0]}" if found[0] != nbytes else
-                                 f"its SHA-256 must be {sha}, got {found[1]}")
+                raise ValueError(
+                    f"it must have {nbytes} bytes, got {found[0]}"
+                    if found[0] != nbytes
+                    else f"its SHA-256 must be {sha}, got {found[1]}"
+                )
             return _tree(file, name)
 
 
 def _tree(file: Any, name: str) -> Tree:
     file.seek(0)
-    if file.read(4) != b"PK\x03\x04":  # torch's older formats could run code in older torch, weights_only or not
+    if (
+        file.read(4) != b"PK\x03\x04"
+    ):  # torch's older formats could run code in older torch, weights_only or not
         raise ValueError("it must be a zip archive, as torch.save writes, got something else")
     file.seek(0)
     tree = torch.load(file, map_location="cpu", weights_only=True)
@@ -168,14 +195,18 @@ def _tree(file: Any, name: str) -> Tree:
 
 
 def check_tensors(tree: Any) -> None:
-    """Refuses tensors whose reading would read other memory: a file can ask for what torch's kernels do not check."""
+    """Refuses tensors whose reading would read other memory: a file can ask for what torch's
+    kernels do not check.
+    """
     for where, tensor in tree_flatten_with_path(tree)[0]:
         if not isinstance(tensor, Tensor):
             continue
         if tensor.device.type != "cpu":
             raise ValueError(f"a tensor on {tensor.device} at {keystr(where)}")
         if tensor.layout == torch.sparse_coo:
-            torch.sparse_coo_tensor(tensor._indices(), tensor._values(), tensor.shape, check_invariants=True)
+            torch.sparse_coo_tensor(
+                tensor._indices(), tensor._values(), tensor.shape, check_invariants=True
+            )
         elif tensor.layout != torch.strided:
             raise ValueError(f"a tensor of layout {tensor.layout} at {keystr(where)}")
 

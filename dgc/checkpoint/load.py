@@ -29,16 +29,20 @@ from dgc.checkpoint.reshard import accumulate, fold, weights
 from dgc.engine.engine import Engine
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an optimizer made as before.
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an
+    optimizer made as before.
 
-    With as many ranks as before, training goes on as if it had never stopped, to the bit. With ``exchange="reduce"``
-    or ``value_bits`` of 8 or fewer, the param groups and what is frozen must be as they were when the optimizer was
-    made. Otherwise entries have other owners and buckets, and what is pending is sent in other steps, or rounded
-    otherwise.
+    With as many ranks as before, training goes on as if it had never stopped, to the bit. With
+    ``exchange="reduce"`` or ``value_bits`` of 8 or fewer, the param groups and what is frozen must
+    be as they were when the optimizer was made. Otherwise entries have other owners and buckets,
+    and what is pending is sent in other steps, or rounded otherwise.
 
-    With N' ranks in place of N, what was pending is conserved. A residual counts for f in the update: 1/N under
-    Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an interval, and rank r' of N' get ::
+    With N' ranks in place of N, what was pending is conserved. A residual counts for f in the
+    update: 1/N under Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an
+    interval, and rank r' of N' get ::
 
         v'(r') = (sum over r) w(r', r) v(r),    w(r', r) = |the part of r  and  the part of r'| * N f / f'
 
@@ -84,14 +88,17 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     while True:
         try:
             return _Loading(folder, manifest, model, optimizer, ranks).run()
-        except FileNotFoundError:  # on all ranks alike; a job that saves there may have put a new one in its place
+        except (
+            FileNotFoundError
+        ):  # on all ranks alike; a job that saves there may have put a new one in its place
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
 
 
 class _Loading:
-    """One attempt to load, with one manifest's files. What is read is checked before anything is changed.
+    """One attempt to load, with one manifest's files. What is read is checked before anything is
+    changed.
 
     Args:
         folder: of the checkpoint.
@@ -100,15 +107,31 @@ class _Loading:
         ranks: that load.
     """
 
-    def __init__(self, folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, ranks: Ranks):
-        self._folder, self._files, self._model, self._optimizer = folder, manifest["files"], model, optimizer
+    def __init__(
+        self, folder: Path, manifest: Tree, model: nn.Module, optimizer: Any, ranks: Ranks
+    ):
+        self._folder, self._files, self._model, self._optimizer = (
+            folder,
+            manifest["files"],
+            model,
+            optimizer,
+        )
         self._ranks, size, world = ranks, manifest["size"], ranks.world
         self._engine: Engine | None = engine_or_none(optimizer)
         self._keeps = self._engine is not None and self._engine.settings.exchanges  # residuals
-        self._mine = world.rank if size == world.size else None  # the file with what is this rank's own
-        self._weights = weights(size, manifest["average"], world.rank if self._keeps else None, world.size,
-                                self._engine is None or self._engine.settings.average)
-        self._needed = {f"rank-{r}": r for r in range(size) if r in self._weights or r == self._mine}
+        self._mine = (
+            world.rank if size == world.size else None
+        )  # the file with what is this rank's own
+        self._weights = weights(
+            size,
+            manifest["average"],
+            world.rank if self._keeps else None,
+            world.size,
+            self._engine is None or self._engine.settings.average,
+        )
+        self._needed = {
+            f"rank-{r}": r for r in range(size) if r in self._weights or r == self._mine
+        }
         self._common: Tree = {}
         self._own: Tree = {"buffers": {}}
         self._residuals: Tree = {"u": {}, "v": {}}
@@ -121,7 +144,9 @@ class _Loading:
         before = on_cpu(self._model)
         try:
             self._ranks.together(self._load_model)
-        except BaseException:  # a module of some rank does not take it, which may refuse this too, at the same place
+        except (
+            BaseException
+        ):  # a module of some rank does not take it, which may refuse this too, at the same place
             with contextlib.suppress(Exception):
                 self._model.load_state_dict(before)
             raise
@@ -131,11 +156,18 @@ class _Loading:
 
     def _fetch(self) -> dict[str, bytes]:
         """The files that this rank needs and does not see, from rank 0's disk."""
-        unseen = self._ranks.together(lambda: [name for name in ("common", *self._needed)
-                                               if not file_of(self._folder, name, self._files).exists()])
+        unseen = self._ranks.together(
+            lambda: [
+                name
+                for name in ("common", *self._needed)
+                if not file_of(self._folder, name, self._files).exists()
+            ]
+        )
         sent: dict[str, bytes] = {}
         for name in sorted(set().union(*unseen)):
-            content = self._ranks.send(file_of(self._folder, name, self._files), 0, self._files[name][0])
+            content = self._ranks.send(
+                file_of(self._folder, name, self._files), 0, self._files[name][0]
+            )
             if name in unseen[self._ranks.world.rank]:
                 sent[name] = content
         return sent
@@ -149,15 +181,20 @@ class _Loading:
             check_model(common["model"], self._model)
             check_optimizer(self._optimizer, common["optimizer"])
             check_sparse(common.setdefault("sparse", {}), names)
-        expected = self._engine.residual_views() if self._engine is not None and self._keeps else {
-            "u": names, "v": names}
+        expected = (
+            self._engine.residual_views()
+            if self._engine is not None and self._keeps
+            else {"u": names, "v": names}
+        )
         for name, rank in self._needed.items():
             state = files.read(self._folder, name, self._files, sent)
             with self._blamed(name):
                 self._take(state, rank, expected)
         if not self._keeps:
             with self._blamed("common"):
-                self._updates = fold(self._optimizer, self._model, common["optimizer"], self._residuals)
+                self._updates = fold(
+                    self._optimizer, self._model, common["optimizer"], self._residuals
+                )
 
     def _take(self, state: Tree, rank: int, expected: Tree) -> None:
         """Takes what is wanted of one rank's file."""
@@ -168,21 +205,35 @@ class _Loading:
             set_random_states(state["random"], self._model, dry=True)
         if rank in self._weights:
             check_residuals(state["residuals"], expected, self._keeps)
-            accumulate(self._residuals, state["residuals"], self._weights[rank], alone=len(self._weights) == 1)
+            accumulate(
+                self._residuals,
+                state["residuals"],
+                self._weights[rank],
+                alone=len(self._weights) == 1,
+            )
 
     def _blamed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return blamed(file_of(self._folder, name, self._files))
 
     def _load_model(self) -> None:
         with self._blamed("common"):
-            self._model.load_state_dict(self._common["model"])  # as state_dict() gave it: with its modules' versions
+            self._model.load_state_dict(
+                self._common["model"]
+            )  # as state_dict() gave it: with its modules' versions
 
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
-        if engine is not None and self._keeps:  # before the optimizer's own state: momentum it has moves into u
+        if (
+            engine is not None and self._keeps
+        ):  # before the optimizer's own state: momentum it has moves into u
             kept = engine.residuals()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
-                residuals.update({letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()} for letter in "uv"})
+                residuals.update(
+                    {
+                        letter: {k: torch.zeros_like(x) for k, x in kept[letter].items()}
+                        for letter in "uv"
+                    }
+                )
             optimizer.load_residual_state_dict({**kept, **residuals})
         optimizer.load_state_dict(self._common["optimizer"])
         if engine is not None:

@@ -55,10 +55,15 @@ class Ranks:
             result = str(error) if kind and str(error) else f"{type(error).__name__}: {error}"
             kind = kind or "RuntimeError"
         mine = json.dumps([kind, result]).encode()
-        all_ = [json.loads(theirs) for theirs in gather_bytes(self.transport, mine, "dgc.checkpoint", self.device)]
+        all_ = [
+            json.loads(theirs)
+            for theirs in gather_bytes(self.transport, mine, "dgc.checkpoint", self.device)
+        ]
         for rank, (kind, result) in enumerate(all_):
             if kind:
-                raise getattr(builtins, kind)(f"{result} (on rank {rank})" if len(all_) > 1 else result) from cause
+                raise getattr(builtins, kind)(
+                    f"{result} (on rank {rank})" if len(all_) > 1 else result
+                ) from cause
         return [result for _, result in all_]
 
     def first(self, action: Callable[[], T]) -> T:
@@ -85,18 +90,30 @@ def ranks_of(optimizer: Any) -> Ranks:
         TypeError: it is a wrapper, or its parameters are sharded.
         RuntimeError: this process is outside.
     """
-    if hasattr(getattr(optimizer, "optimizer", None), "residual_state_dict"):  # of Accelerate, Lightning, Fabric
-        raise TypeError(f"optimizer must be the DistributedOptimizer itself, which has the residuals, got a wrapper of "
-                        f"it, {type(optimizer).__name__} (give its .optimizer)")
+    if hasattr(
+        getattr(optimizer, "optimizer", None), "residual_state_dict"
+    ):  # of Accelerate, Lightning, Fabric
+        raise TypeError(
+            f"optimizer must be the DistributedOptimizer itself, which has the residuals, got a wrapper of "
+            f"it, {type(optimizer).__name__} (give its .optimizer)"
+        )
     engine = engine_or_none(optimizer)
     # Horovod's own optimizer knows its process set, too.
-    transport = find(getattr(optimizer, "process_set", None)) if engine is None else engine.settings.transport
+    transport = (
+        find(getattr(optimizer, "process_set", None))
+        if engine is None
+        else engine.settings.transport
+    )
     if (world := transport.world) is None:
-        raise RuntimeError("this process must be in the optimizer's process set, got one outside it (save and load on "
-                           "its ranks only)")
+        raise RuntimeError(
+            "this process must be in the optimizer's process set, got one outside it (save and load on "
+            "its ranks only)"
+        )
     if any(shard(p) is not None for group in optimizer.param_groups for p in group["params"]):
-        raise TypeError("the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
-                        "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))")
+        raise TypeError(
+            "the parameters must be whole, got sharded ones, of which no rank has a whole model to save "
+            "(save them by torch.distributed.checkpoint, with dgc.Residuals(optimizer))"
+        )
     # Lightning takes the model off the GPU when it has ended, but not the residuals.
     device = None if engine is None else engine.residual_device
     devices = (p.device for group in optimizer.param_groups for p in group["params"])

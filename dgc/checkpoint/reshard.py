@@ -21,27 +21,39 @@ def own_residuals(optimizer: Any) -> Tree:
     for letter in "uv":
         for name, tensor in state[letter].items():
             if not tensor.isfinite().all():
-                raise ValueError(f"save_checkpoint: {letter} of {name} must be finite, got an infinity or NaN (its "
-                                 "sums have overflowed)")
+                raise ValueError(
+                    f"save_checkpoint: {letter} of {name} must be finite, got an infinity or NaN (its "
+                    "sums have overflowed)"
+                )
     return {letter: state[letter] for letter in "uv"}
 
 
-def weights(size: int, average: bool, new_rank: int | None, new_size: int, new_average: bool) -> dict[int, float]:
-    """Old rank -> what its residual counts on this rank; see :func:`load_checkpoint`. Without a new rank: in all."""
-    f, new_f = (Fraction(1, n) if mean else Fraction(1) for n, mean in ((size, average), (new_size, new_average)))
+def weights(
+    size: int, average: bool, new_rank: int | None, new_size: int, new_average: bool
+) -> dict[int, float]:
+    """Old rank -> what its residual counts on this rank; see :func:`load_checkpoint`. Without a new
+    rank: in all.
+    """
+    f, new_f = (
+        Fraction(1, n) if mean else Fraction(1)
+        for n, mean in ((size, average), (new_size, new_average))
+    )
     if new_rank is None:
         return dict.fromkeys(range(size), float(f))
     weights = {}
     for r in range(size):
         overlap = min(Fraction(r + 1, size), Fraction(new_rank + 1, new_size)) - max(
-            Fraction(r, size), Fraction(new_rank, new_size))
+            Fraction(r, size), Fraction(new_rank, new_size)
+        )
         if overlap > 0:
             weights[r] = float(overlap * size * f / new_f)
     return weights
 
 
 def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None:
-    """Adds a rank's residuals to the total, in float64; alone and whole they stay as they are, to the bit."""
+    """Adds a rank's residuals to the total, in float64; alone and whole they stay as they are, to
+    the bit.
+    """
     for letter in "uv":
         if total[letter]:
             check_same(letter, residuals[letter], total[letter])
@@ -55,22 +67,29 @@ def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None
 
 
 def _wrapped(optimizer: Any) -> Any:
-    """The class of an optimizer, or of the one within ours or Horovod's, which have a step() of their own."""
+    """The class of an optimizer, or of the one within ours or Horovod's, which have a step() of
+    their own.
+    """
     kind: Any = type(optimizer)
-    return getattr(kind, "_inner", kind.__base__ if hasattr(optimizer, "_allreduce_delay") else kind)
+    return getattr(
+        kind, "_inner", kind.__base__ if hasattr(optimizer, "_allreduce_delay") else kind
+    )
 
 
 def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Tensor, Tensor]:
-    """Moves u and the decay's momentum into the momentum of the state of an optimizer that keeps no residuals.
+    """Moves u and the decay's momentum into the momentum of the state of an optimizer that keeps no
+    residuals.
 
     Returns:
         Parameter -> what pending v adds to it, float64; nothing to a frozen one.
     """
     pending = any(x.any() for letter in "uv" for x in total[letter].values())
     if pending and not is_sgd(_wrapped(optimizer)):
-        raise ValueError(f"pending gradients must have an optimizer that keeps residuals, got "
-                         f"{type(optimizer).__name__}, which keeps none here (load with two or more processes, with "
-                         "one and HOROVOD_ELASTIC=1, or with torch.optim.SGD)")
+        raise ValueError(
+            f"pending gradients must have an optimizer that keeps residuals, got "
+            f"{type(optimizer).__name__}, which keeps none here (load with two or more processes, with "
+            "one and HOROVOD_ELASTIC=1, or with torch.optim.SGD)"
+        )
     names = names_of(optimizer, model)
     indices = {p: index for index, p in by_index(optimizer, state).items()}
     group_of = {index: group for group in state["param_groups"] for index in group["params"]}
@@ -79,7 +98,9 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
         index = indices[names[name]]
         buffers = state["state"].setdefault(index, {})
         momentum = u.double().mul_(-1 if group_of[index]["maximize"] else 1)
-        if (own := buffers.get("momentum_buffer")) is not None:  # decay's; of sparse gradients it is not in u
+        if (
+            own := buffers.get("momentum_buffer")
+        ) is not None:  # decay's; of sparse gradients it is not in u
             if not momentum.any():
                 continue
             momentum.add_(own.to_dense() if own.is_sparse else own)

@@ -10,11 +10,13 @@ from dgc.checkpoint.files import Tree
 
 
 class Residuals:
-    """An optimizer's residuals of this rank, for ``torch.distributed.checkpoint``: beside ``optimizer.state_dict()`` in
-    the dict that is saved and loaded, say as ``{"model": ..., "optimizer": ..., "residuals": Residuals(optimizer)}``.
+    """An optimizer's residuals of this rank, for ``torch.distributed.checkpoint``: beside
+    ``optimizer.state_dict()`` in the dict that is saved and loaded, say as ``{"model": ...,
+    "optimizer": ..., "residuals": Residuals(optimizer)}``.
 
-    That takes entries of one name for copies and writes one of them, so each rank's have a name of their own. It loads
-    with the same number of ranks only, and is as safe as its files: their index is a pickle, without a checksum.
+    That takes entries of one name for copies and writes one of them, so each rank's have a name of
+    their own. It loads with the same number of ranks only, and is as safe as its files: their index
+    is a pickle, without a checksum.
 
     Args:
         optimizer: a :func:`DistributedOptimizer`.
@@ -26,9 +28,11 @@ class Residuals:
     def state_dict(self) -> Tree:
         """Called by ``torch.distributed.checkpoint``."""
         state = self._optimizer.residual_state_dict()
-        return {"-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state}
+        return {
+            "-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state
+        }
 
     def load_state_dict(self, state_dict: Tree) -> None:
         """Called by ``torch.distributed.checkpoint``."""
-        state, = state_dict.values()
+        (state,) = state_dict.values()
         self._optimizer.load_residual_state_dict(state)

@@ -1,7 +1,7 @@
 """The residual: u and v of the parameters of one bucket; clip, accumulate, take, restore.
 
-The letters are the paper's (Algorithm 1 and section 3): g is the local gradient, u the velocity, v what has been
-accumulated and not yet sent, m the momentum.
+The letters are the paper's (Algorithm 1 and section 3): g is the local gradient, u the velocity, v
+what has been accumulated and not yet sent, m the momentum.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Bucket:
 
     Args:
         name: says which bucket it is, alike on every rank.
-        parameters: name -> tensor of the parameter's shape, strides, dtype and device; only those four are used. What
-            is kept lies in the order of the parameter's memory.
+        parameters: name -> tensor of the parameter's shape, strides, dtype and device; only those
+            four are used. What is kept lies in the order of the parameter's memory.
         velocity: whether there is a u (momentum correction).
     """
 
-    # Of the last step, where entries are added up at owners: int64, 0-dim; see :class:`dgc.engine.report.Report`.
+    # Of the last step, where entries are added up at owners: int64, 0-dim; see
+    # :class:`dgc.engine.report.Report`.
     overflow_entries: Tensor | int = 0
     held_entries: Tensor | int = 0
 
@@ -55,26 +56,35 @@ class Bucket:
         self.gradient_square: Tensor | float = 0.0  # squared norm of the last gradient accumulated
         self.entries_sent: Tensor | int = 0  # in the last step
         self.total_entries = torch.zeros((), dtype=torch.int64, device=first.device)
-        # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not finite, and whether any.
+        # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not
+        # finite, and whether any.
         self.flags: Tensor | None = None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape and order."""
-        return {name: self.shaped(p, part)
-                for p, (name, part) in enumerate(zip(self.names, flat.split(self.numels), strict=True))}
+        """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape
+        and order.
+        """
+        return {
+            name: self.shaped(p, part)
+            for p, (name, part) in enumerate(zip(self.names, flat.split(self.numels), strict=True))
+        }
 
     def shaped(self, parameter: int, part: Tensor) -> Tensor:
         """One of those parts in its parameter's shape and order."""
         return shaped(part, self.shapes[parameter], self.orders[parameter])
 
     def in_order(self, parameter: int, tensor: Tensor) -> Tensor:
-        """A view of a tensor of a parameter's shape that is contiguous if it lies in memory as the parameter did."""
+        """A view of a tensor of a parameter's shape that is contiguous if it lies in memory as the
+        parameter did.
+        """
         order = self.orders[parameter]
         return tensor if order is None else tensor.permute(order)
 
-    def accumulate(self, gradients: Mapping[str, Gradient],
-                   scale: Tensor | Mapping[str, Tensor] | None = None) -> list[str]:
-        """Adds the local gradients into u and v (paper, equation 4); a parameter without one is left as it was.
+    def accumulate(
+        self, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None = None
+    ) -> list[str]:
+        """Adds the local gradients into u and v (paper, equation 4); a parameter without one is
+        left as it was.
 
         Args:
             gradients: parameter -> its gradient.
@@ -90,7 +100,9 @@ class Bucket:
             if scale is not None:
                 g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
             norm = torch.linalg.vector_norm(g)
-            if not torch.isfinite(norm) and not torch.isfinite(g).all():  # or only its square is not
+            if (
+                not torch.isfinite(norm) and not torch.isfinite(g).all()
+            ):  # or only its square is not
                 bad.append(name)
                 g = torch.where(torch.isfinite(g), g, 0)
                 norm = torch.linalg.vector_norm(g)
@@ -101,8 +113,8 @@ class Bucket:
         return bad
 
     def rewind(self, name: str, m: float, nesterov: bool) -> None:
-        """Makes the next :meth:`accumulate` of a parameter add to the step of the last one: with it u = m u + g + g'
-        and v = v + u, as if both gradients had come together.
+        """Makes the next :meth:`accumulate` of a parameter add to the step of the last one: with it
+        u = m u + g + g' and v = v + u, as if both gradients had come together.
         """
         if self.u is not None and m != 0:
             u, v = self.views(self.u)[name], self.views(self.v)[name]
@@ -110,17 +122,19 @@ class Bucket:
             u.div_(m)
 
     def take(self, index: Tensor, sent: Tensor, masking: bool) -> None:
-        """Takes out of v what is sent, and stops the momentum there (momentum factor masking, section 3.3).
+        """Takes out of v what is sent, and stops the momentum there (momentum factor masking,
+        section 3.3).
 
         Args:
             index: int64 (E,), positions in v, each at most once among those with ``sent`` != 0.
-            sent: (E,), what receivers will read there, in v's dtype. What rounding dropped stays in v; an entry
-                that rounded to 0 was not sent, and is not masked.
+            sent: (E,), what receivers will read there, in v's dtype. What rounding dropped stays in
+                v; an entry that rounded to 0 was not sent, and is not masked.
             masking: also set u to zero there.
         """
         self.v.index_add_(0, index, sent, alpha=-1)
         if masking and self.u is not None:
-            # By multiplication: the empty slots of a message all point at one entry, which they must not touch.
+            # By multiplication: the empty slots of a message all point at one entry, which they
+            # must not touch.
             self.u.scatter_reduce_(0, index, (sent == 0).to(self.u.dtype), "prod")
         self.count(torch.count_nonzero(sent))
 
@@ -144,7 +158,9 @@ class Bucket:
 
     @cached_property
     def beginnings(self) -> Tensor:
-        """int64 (P,): where each parameter begins; an empty one at the end has the last entry's place."""
+        """int64 (P,): where each parameter begins; an empty one at the end has the last entry's
+        place.
+        """
         return tensor_of(self.offsets, self.v.device).clamp_(max=self.numel - 1)
 
     @property
@@ -173,12 +189,14 @@ class Bucket:
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""
         self.entries_sent = entries
-        self.total_entries += entries  # in place: given up while a stream reads it, another one's memory is used anew
+        self.total_entries += (
+            entries  # in place: given up while a stream reads it, another one's memory is used anew
+        )
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions in which the tensor is contiguous, as ``permute`` takes them: channels last, transposed. None if
-    that is their own order, or if there is no such.
+    """The dimensions in which the tensor is contiguous, as ``permute`` takes them: channels last,
+    transposed. None if that is their own order, or if there is no such.
     """
     if tensor.is_contiguous():
         return None
@@ -187,14 +205,17 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def shaped(part: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
-    """A view of a flat tensor in this shape, whose dimensions lie in memory in this order; see :func:`memory_order`."""
+    """A view of a flat tensor in this shape, whose dimensions lie in memory in this order; see
+    :func:`memory_order`.
+    """
     if order is None:
         return part.view(shape)
     return part.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
 
 
 def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False) -> None:
-    """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and appendix B).
+    """u = m u + g, then v = v + u; with Nesterov's momentum v = v + g + m u (paper, equation 4 and
+    appendix B).
 
     Without momentum v = v + g, and u waits as it is, as the buffer of ``torch.optim.SGD`` does.
     """
@@ -208,16 +229,24 @@ def accumulate(u: Tensor, v: Tensor, g: Tensor, m: float, nesterov: bool = False
         v.add_(u)
 
 
-def clip_scale(norm: Tensor, clip_norm: float, contributors: int, average: bool, each: int = 1) -> Tensor:
-    """The factor, at most 1, by which a rank's gradient of this norm is clipped (paper, section 3.2).
+def clip_scale(
+    norm: Tensor, clip_norm: float, contributors: int, average: bool, each: int = 1
+) -> Tensor:
+    """The factor, at most 1, by which a rank's gradient of this norm is clipped (paper, section
+    3.2).
 
-    The paper clips a gradient that already carries 1/N to N^(-1/2) of the threshold. Ours does not carry it, hence
-    threshold * N^(1/2) when the sum will be divided by N. N gradients of that norm, orthogonal to each other,
-    combine to a norm of exactly ``clip_norm``. A contributor that is the mean of several ranks, ``each``, counts so
-    often in the sum. A norm that is not a number counts as infinite, so that none of such a gradient goes unclipped.
+    The paper clips a gradient that already carries 1/N to N^(-1/2) of the threshold. Ours does not
+    carry it, hence threshold * N^(1/2) when the sum will be divided by N. N gradients of that norm,
+    orthogonal to each other, combine to a norm of exactly ``clip_norm``. A contributor that is the
+    mean of several ranks, ``each``, counts so often in the sum. A norm that is not a number counts
+    as infinite, so that none of such a gradient goes unclipped.
     """
     norm = torch.where(norm.isnan(), torch.inf, norm)
-    bound = clip_norm * math.sqrt(contributors) if average else clip_norm / math.sqrt(contributors) / each
+    bound = (
+        clip_norm * math.sqrt(contributors)
+        if average
+        else clip_norm / math.sqrt(contributors) / each
+    )
     return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
 
 

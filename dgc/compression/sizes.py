@@ -12,8 +12,9 @@ FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
 LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
 GROUP = 512  # slots of a row that share a scale
 SUM_BITS = 8  # of a value in a dense sum, where values of messages have as few or fewer
-# Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all owners together pass
-# on: the same number, as an entry waits at a worker and again at its owner. More => more bytes, shorter waits.
+# Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all
+# owners together pass on: the same number, as an entry waits at a worker and again at its owner.
+# More => more bytes, shorter waits.
 WIDE = 3
 SLACK = 4  # standard deviations above the mean, of entries dealt out at random, for which a row has slots
 
@@ -38,10 +39,11 @@ class Sizes(NamedTuple):
 
 
 def sends_dense(exchange: str, sizes: Sizes, n: int) -> bool:
-    """Whether the same entries of N contributors travel as one dense sum, which would be fewer bytes.
+    """Whether the same entries of N contributors travel as one dense sum, which would be fewer
+    bytes.
 
-    "Never more bytes than dense": each sends 2 (N-1)/N of a sum, and N-1 messages. N counts nodes where the exchange
-    is hierarchical.
+    "Never more bytes than dense": each sends 2 (N-1)/N of a sum, and N-1 messages. N counts nodes
+    where the exchange is hierarchical.
 
     Args:
         exchange: as in :class:`dgc.Config`.
@@ -53,11 +55,15 @@ def sends_dense(exchange: str, sizes: Sizes, n: int) -> bool:
 
 
 def low_bits(slots: int, size: int) -> int:
-    """The bits of a place that are written as they are, of k places among n (:mod:`dgc.compression.wire`)."""
+    """The bits of a place that are written as they are, of k places among n
+    (:mod:`dgc.compression.wire`).
+    """
     return max(0, min(16, (max(1, size) // max(1, slots)).bit_length() - 1))
 
 
-def row_sections(slots: int, size: int, bits: int, all_entries: bool = False) -> tuple[int, list[int]]:
+def row_sections(
+    slots: int, size: int, bits: int, all_entries: bool = False
+) -> tuple[int, list[int]]:
     """The low bits of a place, and the bytes of a row's sections without its checksum.
 
     Args:
@@ -78,18 +84,22 @@ def row_bytes(slots: int, size: int, bits: int, all_entries: bool = False) -> in
 
 
 def region(numel: int, n: int) -> int:
-    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of ``LINE``."""
+    """Entries of the largest of n owners' regions of a bucket, which are dealt out in blocks of
+    ``LINE``.
+    """
     return -(-numel // (LINE * n)) * LINE
 
 
 def wide(numel: int, slots: int) -> int:
-    """Entries that the reduce exchange sends of a parameter, or of a bucket, of which an all-gather sends ``slots``."""
+    """Entries that the reduce exchange sends of a parameter, or of a bucket, of which an all-gather
+    sends ``slots``.
+    """
     return min(numel, WIDE * slots)
 
 
 def row_slots(slots: int, n: int) -> int:
-    """Entries for which a worker has room in what it sends to each of n owners: few are in its own region, of which
-    it keeps the large ones.
+    """Entries for which a worker has room in what it sends to each of n owners: few are in its own
+    region, of which it keeps the large ones.
     """
     mean = slots / max(1, n - 1)
     return min(slots, math.ceil(mean + SLACK * math.sqrt(mean)) + 1)
@@ -124,12 +134,20 @@ def chunk_bytes(numel: int, n: int, bits: int) -> int:
 
 def rounds(sizes: Sizes, n: int) -> bool:
     """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
-    return sizes.sum_bits > 0 and n > 1 and n * chunk_bytes(sizes.numel, n, sizes.sum_bits) < sizes.dense
+    return (
+        sizes.sum_bits > 0
+        and n > 1
+        and n * chunk_bytes(sizes.numel, n, sizes.sum_bits) < sizes.dense
+    )
 
 
 def summed_bytes(sizes: Sizes, n: int) -> int:
-    """Bytes that one of N contributes to a dense sum: its entries; rounded, a part for each, and sums for all."""
-    return (n + 1) * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense
+    """Bytes that one of N contributes to a dense sum: its entries; rounded, a part for each, and
+    sums for all.
+    """
+    return (
+        (n + 1) * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense
+    )
 
 
 def summed(sizes: Sizes, n: int) -> int:

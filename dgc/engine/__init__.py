@@ -1,1 +1,3 @@
-"""One training step of one rank, from the hooks of the backward pass to the update of the parameters."""
+"""One training step of one rank, from the hooks of the backward pass to the update of the
+parameters.
+"""

@@ -30,9 +30,11 @@ SETTINGS = "the optimizer's settings"
 WISE = (SETTINGS, VALUES)  # of which a difference is told, and is no error
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
-OTHER_STATE = ("an elastic job should hold its optimizer in dgc.elastic.TorchState, in place of "
-               "hvd.elastic.TorchState, which does not know of u and v: what is pending is lost where it restores, and "
-               "has another worth when workers come or go")
+OTHER_STATE = (
+    "an elastic job should hold its optimizer in dgc.elastic.TorchState, in place of "
+    "hvd.elastic.TorchState, which does not know of u and v: what is pending is lost where it restores, and "
+    "has another worth when workers come or go"
+)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,15 +48,19 @@ class Agreement:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self.reached = False
-        self._again = not self._settings.elastic  # in an elastic job a state has the ranks compared when one joins
+        self._again = (
+            not self._settings.elastic
+        )  # in an elastic job a state has the ranks compared when one joins
 
     def compare_again(self) -> None:
-        """Has the ranks of an elastic job compared at the next step, whose state knows when one joins."""
+        """Has the ranks of an elastic job compared at the next step, whose state knows when one
+        joins.
+        """
         self.reached, self._again = False, True
 
     def reach(self, gradients: Gradients, pending: Pending) -> int:
-        """Has the ranks agree, before anything is exchanged: compares them, and groups them, or shares anew what is
-        pending. Returns how many ranks are gone.
+        """Has the ranks agree, before anything is exchanged: compares them, and groups them, or
+        shares anew what is pending. Returns how many ranks are gone.
 
         Raises:
             ValueError: on all ranks alike.
@@ -75,20 +81,31 @@ class Agreement:
         """Compares with the other ranks what an exchange depends on.
 
         Raises:
-            ValueError: on all ranks alike, if they do not train the same; it says in what they differ.
+            ValueError: on all ranks alike, if they do not train the same; it says in what they
+                differ.
         """
         sections, table = self._sections(), self._parameters
         differences = check(sections, self._settings.transport, table.device)
         if shard(table.first) is not None:
             others = find(table.first.device_mesh.get_group())  # type: ignore[attr-defined]
-            whole = {section: lines for section, lines in sections.items() if section not in OF_A_SHARD}
+            whole = {
+                section: lines for section, lines in sections.items() if section not in OF_A_SHARD
+            }
             differences += check(whole, others, table.device)
         if differences and rank == 0:
-            warn(f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
-                 "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike")
+            warn(
+                f"{'. '.join(differences)}. Ranks exchange updates, so what differs at the start goes on to differ; "
+                "dgc.broadcast_parameters(model.state_dict()), and the same settings on all ranks, make them alike"
+            )
         size = self._settings.world.size
-        LOG.info("rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed", rank, size,
-                 len(table.listed), len(table.buckets), len(table.compressed()))
+        LOG.info(
+            "rank %d of %d exchanges %d parameters in %d buckets, %d of them compressed",
+            rank,
+            size,
+            len(table.listed),
+            len(table.buckets),
+            len(table.compressed()),
+        )
 
     def _sections(self) -> dict[str, list[str]]:
         """Section -> lines that must be alike; those of ``WISE`` had better be."""
@@ -98,45 +115,70 @@ class Agreement:
             "the version of dgc": [__version__],
             "the arguments of DistributedOptimizer": self._arguments(),
             PARAMETERS: [
-                f"{table.names[p]} {tuple(p.shape)} {p.dtype}" + (
-                    "" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}") for p in table.listed],
+                f"{table.names[p]} {tuple(p.shape)} {p.dtype}"
+                + ("" if (part := shard(p)) is None else f", shard {part[0]} of {part[1]}")
+                for p in table.listed
+            ],
             MEMORY: [
-                f"{name}: its dimensions in the order {order}" for bucket in table.kept()
-                for name, order in zip(bucket.names, bucket.orders, strict=True) if order is not None],
+                f"{name}: its dimensions in the order {order}"
+                for bucket in table.kept()
+                for name, order in zip(bucket.names, bucket.orders, strict=True)
+                if order is not None
+            ],
             "the parameters that travel together": [
-                " ".join(table.names[p] for p in bucket.parameters) for bucket in table.buckets],
-            "the kernels of GPUs": sorted({  # those of the CPU agree to the bit, and in when they raise an error
-                kernels.module_for("cuda", bucket.v.dtype).__name__ for bucket in table.kept() if bucket.v.is_cuda}),
+                " ".join(table.names[p] for p in bucket.parameters) for bucket in table.buckets
+            ],
+            "the kernels of GPUs": sorted(
+                {  # those of the CPU agree to the bit, and in when they raise an error
+                    kernels.module_for("cuda", bucket.v.dtype).__name__
+                    for bucket in table.kept()
+                    if bucket.v.is_cuda
+                }
+            ),
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
-            "the dense steps in which AdamW's denominator is found": _dense_steps(config, table.groups),
-            SETTINGS: [f"its class is {table.inner.__qualname__}",
-                       *(line for line, ours in self._of_groups() if not ours)],
-            VALUES: [f"bits of {table.names[p]} add up to {bits}"
-                     for p, bits in zip(compared, sums_of_bits(map(local, compared)), strict=True)],
+            "the dense steps in which AdamW's denominator is found": _dense_steps(
+                config, table.groups
+            ),
+            SETTINGS: [
+                f"its class is {table.inner.__qualname__}",
+                *(line for line, ours in self._of_groups() if not ours),
+            ],
+            VALUES: [
+                f"bits of {table.names[p]} add up to {bits}"
+                for p, bits in zip(compared, sums_of_bits(map(local, compared)), strict=True)
+            ],
         }
 
     def _arguments(self) -> list[str]:
         given, scaler = self._settings, self._settings.grad_scaler
-        settings = {**{key: value for key, value in vars(given.config).items() if key != "sparsity"}, "op": given.op,
-                    "gradient_predivide_factor": given.gradient_predivide_factor,
-                    "sparse_as_dense": given.sparse_as_dense,
-                    "grad_scaler, its state": None if scaler is None else scaler.state_dict()}
+        settings = {
+            **{key: value for key, value in vars(given.config).items() if key != "sparsity"},
+            "op": given.op,
+            "gradient_predivide_factor": given.gradient_predivide_factor,
+            "sparse_as_dense": given.sparse_as_dense,
+            "grad_scaler, its state": None if scaler is None else scaler.state_dict(),
+        }
         return [f"{key}={value}" for key, value in settings.items()]
 
     def _of_groups(self) -> list[tuple[str, bool]]:
         """Lines about the param groups, and whether they are of keys that are ours."""
-        return [(f"group {i}: {key}={_without_identity(value)}", str(key).startswith("dgc_"))
-                for i, group in enumerate(self._parameters.groups)
-                for key, value in sorted(group.items(), key=lambda item: str(item[0]))
-                if key not in ("params", "foreach", "fused")]
+        return [
+            (f"group {i}: {key}={_without_identity(value)}", str(key).startswith("dgc_"))
+            for i, group in enumerate(self._parameters.groups)
+            for key, value in sorted(group.items(), key=lambda item: str(item[0]))
+            if key not in ("params", "foreach", "fused")
+        ]
 
 
-def check(sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device) -> list[str]:
+def check(
+    sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device
+) -> list[str]:
     """Compares what is said on each rank, to rank 0's.
 
-    A rank that has another configuration or model would send messages of other sizes, or in another order: the job
-    would hang, or go on with a wrong result. One that has another learning rate, or other values, is on its own way.
+    A rank that has another configuration or model would send messages of other sizes, or in another
+    order: the job would hang, or go on with a wrong result. One that has another learning rate, or
+    other values, is on its own way.
 
     Args:
         sections: what is compared -> lines of text; the same sections on every rank.
@@ -144,10 +186,12 @@ def check(sections: Mapping[str, Iterable[str]], transport: Transport, device: t
         device: of the tensors that travel.
 
     Returns:
-        A sentence about each section of ``WISE`` that differs, with the first line that does; alike on all ranks.
+        A sentence about each section of ``WISE`` that differs, with the first line that does; alike
+        on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, with such a sentence about the first other section that differs.
+        ValueError: on all ranks alike, with such a sentence about the first other section that
+            differs.
     """
     texts = {section: "\n".join(lines).encode() for section, lines in sections.items()}
     own = torch.tensor([_hash(text) for text in texts.values()], device=device)
@@ -160,13 +204,17 @@ def check(sections: Mapping[str, Iterable[str]], transport: Transport, device: t
         ranks = column.nonzero().flatten().tolist()
         here, there = _first_difference(text, ranks[0], transport, device)
         others = f" (and so do {len(ranks) - 1} more)" if len(ranks) > 1 else ""
-        sentences.append(f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}")
+        sentences.append(
+            f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}"
+        )
         if section not in WISE:
             raise ValueError(sentences[0])
     return sentences
 
 
-def _first_difference(text: bytes, rank: int, transport: Transport, device: torch.device) -> tuple[str, str]:
+def _first_difference(
+    text: bytes, rank: int, transport: Transport, device: torch.device
+) -> tuple[str, str]:
     """The first line in which a rank differs from rank 0, and rank 0's."""
     lines = text.split(b"\n")
     length = torch.tensor([len(lines)], device=device)
@@ -184,22 +232,30 @@ def _hash(text: bytes) -> int:
 
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
-    """One number for each tensor, which is another as soon as one of its bits is: on any device the same."""
+    """One number for each tensor, which is another as soon as one of its bits is: on any device the
+    same.
+    """
     sums = []
     for tensor in tensors:
         bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
-        # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half of a GPU's memory.
+        # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half
+        # of a GPU's memory.
         sums.append(sum(int(part.sum(dtype=torch.int64)) for part in bits.split(LONG_SLICE)))
     return sums
 
 
 def _schedule(config: Config, step: int) -> list[str]:
-    """Lines about the sparsities to come: of a user's own function, its next values, and some beyond."""
+    """Lines about the sparsities to come: of a user's own function, its next values, and some
+    beyond.
+    """
     if isinstance(config.sparsity, Adaptive):
         return [str(config.sparsity)]
     ahead = 1 if (known := is_known(config.sparsity)) else AHEAD
-    steps = (*range(step, step + ahead), *(step + 2 ** i for i in range(20) if 2 ** i >= ahead))
-    return [*(f"step {at}: {_sparsity(config, at)}" for at in steps), *([str(config.sparsity)] if known else [])]
+    steps = (*range(step, step + ahead), *(step + 2**i for i in range(20) if 2**i >= ahead))
+    return [
+        *(f"step {at}: {_sparsity(config, at)}" for at in steps),
+        *([str(config.sparsity)] if known else []),
+    ]
 
 
 def is_known(sparsity: Any) -> bool:
@@ -209,12 +265,18 @@ def is_known(sparsity: Any) -> bool:
 
 def _dense_steps(config: Config, groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Lines about when AdamW's compressed steps begin, where the schedule does not say."""
-    says = not config.momentum_correction or _sparsity(config, 0) == 0 or any("betas" not in group for group in groups)
+    says = (
+        not config.momentum_correction
+        or _sparsity(config, 0) == 0
+        or any("betas" not in group for group in groups)
+    )
     return [] if says else [str(settling(groups))]
 
 
 def _sparsity(config: Config, step: int) -> Any:
-    """The sparsity at a step that is still to come, where even a schedule's error is something to compare."""
+    """The sparsity at a step that is still to come, where even a schedule's error is something to
+    compare.
+    """
     try:
         return config.sparsity_at(step)
     except Exception as error:
@@ -222,9 +284,15 @@ def _sparsity(config: Config, step: int) -> Any:
 
 
 def _without_identity(value: Any) -> Any:
-    """A setting without what differs on ranks that are alike: where an object lies, on which device, in what order."""
+    """A setting without what differs on ranks that are alike: where an object lies, on which
+    device, in what order.
+    """
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, (tuple, list)):
         return [_without_identity(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value).__name__
+    return (
+        value
+        if value is None or isinstance(value, (bool, int, float, complex, str))
+        else type(value).__name__
+    )

@@ -22,8 +22,9 @@ def uncompiled(function: F) -> F:
 
 
 def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
-    """Has torch call a function when a gradient was accumulated. It takes no hook for a frozen parameter, which may
-    thaw later. Within a compiled function the backward pass runs the hook, which is not to be compiled.
+    """Has torch call a function when a gradient was accumulated. It takes no hook for a frozen
+    parameter, which may thaw later. Within a compiled function the backward pass runs the hook,
+    which is not to be compiled.
     """
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
@@ -32,20 +33,27 @@ def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
 
 
 def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
-    """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on its own."""
-    def on_gradient(parameter: Tensor) -> None:
-        raise TypeError(f"a parameter that was frozen when the DistributedOptimizer was made must be of "
-                        f"{', '.join(map(str, DTYPES))} to be trained, got one of shape {tuple(parameter.shape)} and "
-                        f"dtype {parameter.dtype} with a gradient (keep it frozen)")
+    """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on
+    its own.
+    """
 
-    for parameter in (p for group in param_groups for p in group["params"] if p.dtype not in DTYPES):
+    def on_gradient(parameter: Tensor) -> None:
+        raise TypeError(
+            f"a parameter that was frozen when the DistributedOptimizer was made must be of "
+            f"{', '.join(map(str, DTYPES))} to be trained, got one of shape {tuple(parameter.shape)} and "
+            f"dtype {parameter.dtype} with a gradient (keep it frozen)"
+        )
+
+    for parameter in (
+        p for group in param_groups for p in group["params"] if p.dtype not in DTYPES
+    ):
         if parameter.is_floating_point() or parameter.is_complex():  # others never have a gradient
             add_hook(parameter, on_gradient)
 
 
 def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
-    """The gradients in a bucket of DDP's, as it lays them: each in its parameter's order in memory, say channels last.
-    torch's ``bucket.gradients()`` reads all as if they were contiguous and real.
+    """The gradients in a bucket of DDP's, as it lays them: each in its parameter's order in memory,
+    say channels last. torch's ``bucket.gradients()`` reads all as if they were contiguous and real.
     """
     if (buffer := bucket.buffer()).is_sparse:
         return [buffer]
@@ -54,10 +62,13 @@ def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
         return bucket.gradients()
     flat = torch.view_as_complex(buffer.view(-1, 2)) if is_complex else buffer
     parts = flat.split([p.numel() for p in parameters])
-    return [shaped(part, p.shape, memory_order(p)) for part, p in zip(parts, parameters, strict=True)]
+    return [
+        shaped(part, p.shape, memory_order(p)) for part, p in zip(parts, parameters, strict=True)
+    ]
 
 
 # -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
+
 
 def backward_task() -> int:
     """The number of the backward pass that runs in this thread; -1 if none does."""
@@ -70,7 +81,8 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def within_another() -> bool:
-    """Whether the backward pass that runs is within another one's, as torch.utils.checkpoint(use_reentrant=True) does.
+    """Whether the backward pass that runs is within another one's, as
+    torch.utils.checkpoint(use_reentrant=True) does.
     """
     return any(frame.f_code is BackwardCFunction.apply.__code__ for frame in frames())
 
@@ -78,17 +90,23 @@ def within_another() -> bool:
 def calling_scaler() -> Any:
     """The GradScaler whose step() calls this, if one does that scales."""
     for frame in frames():
-        if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
+        if (
+            frame.f_code is torch.amp.GradScaler.step.__code__
+            and frame.f_locals["self"].is_enabled()
+        ):
             return frame.f_locals["self"]
     return None
 
 
 def making_state() -> bool:
-    """Whether ``torch.distributed.checkpoint`` calls this: it has a fresh optimizer take a step, so that there is a
-    state to load into.
+    """Whether ``torch.distributed.checkpoint`` calls this: it has a fresh optimizer take a step, so
+    that there is a state to load into.
     """
-    return any(frame.f_code.co_name == "_init_optim_state" and frame.f_globals["__name__"].startswith(
-        "torch.distributed.checkpoint.") for frame in frames())
+    return any(
+        frame.f_code.co_name == "_init_optim_state"
+        and frame.f_globals["__name__"].startswith("torch.distributed.checkpoint.")
+        for frame in frames()
+    )
 
 
 def frames() -> Iterator[Any]:

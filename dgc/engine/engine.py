@@ -44,7 +44,9 @@ class GradientSource(Protocol):
         """Whether it brings this parameter's gradient; what it does not is stepped as it is."""
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
-        """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to its gradient."""
+        """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to
+        its gradient.
+        """
 
     def has_step(self, engine: Engine) -> bool:
         """Whether step() has something to do, if only to raise an error."""
@@ -60,7 +62,8 @@ class Hooks:
     """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
 
     Args:
-        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the optimizer's.
+        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the
+            optimizer's.
     """
 
     def __init__(self, ends_with_backward: bool):
@@ -105,7 +108,8 @@ class Hooks:
 
 
 class Engine:
-    """Takes an optimizer's gradients to its parameters. The optimizer holds it, and it does not hold the optimizer.
+    """Takes an optimizer's gradients to its parameters. The optimizer holds it, and it does not
+    hold the optimizer.
 
     Args:
         optimizer: whose parameters; one of ours.
@@ -119,8 +123,13 @@ class Engine:
         synchronizes: step() does, but within skip_synchronize().
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings,
-                 source: GradientSource):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[Tensor, str],
+        settings: Settings,
+        source: GradientSource,
+    ):
         self.settings, self.source = settings, source
         self._parameters = parameters = Parameters(optimizer, names, settings)
         self._ledger = Ledger()
@@ -130,7 +139,9 @@ class Engine:
         self._misuse = Misuse(parameters, self._applier)
         self._agreement = Agreement(parameters)
         self._nonfinite = NonFinite(parameters)
-        self._launcher = Launcher(parameters, self._gradients, self._applier, self._progress, self._misuse)
+        self._launcher = Launcher(
+            parameters, self._gradients, self._applier, self._progress, self._misuse
+        )
         self._pending = Pending(parameters, self._nonfinite, self._gradients)
         self._steps = 0  # calls of step() that have applied something
         self.synchronizes = True
@@ -176,8 +187,12 @@ class Engine:
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is compressed in the next step, and nothing has to be agreed on before it."""
-        at_start = self._agreement.reached or self.settings.config.sparsity_at(self._parameters.step) == 0
+        """Whether nothing is compressed in the next step, and nothing has to be agreed on before
+        it.
+        """
+        at_start = (
+            self._agreement.reached or self.settings.config.sparsity_at(self._parameters.step) == 0
+        )
         return self._parameters.stock and at_start
 
     def check_unchanged(self) -> None:
@@ -192,7 +207,9 @@ class Engine:
             param_groups: some of the optimizer's.
             groups: see :func:`dgc.DistributedOptimizer`.
         """
-        parameters = [p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.listed]
+        parameters = [
+            p for p in exchanged(param_groups) if self.source.brings(p) and p not in self.listed
+        ]
         self.step.delays.update(dict.fromkeys(parameters, self.settings.backward_passes_per_step))
         if self.settings.exchanges:
             refuse_gradients_of_others(param_groups)
@@ -228,17 +245,23 @@ class Engine:
             self.exchange()
 
     def _open(self) -> Step:
-        """The first gradient of a step has come, or of one more exchange in the step whose update waits for step()."""
+        """The first gradient of a step has come, or of one more exchange in the step whose update
+        waits for step().
+        """
         self._parameters.check_unchanged()
         before = self.step
         if before.phase is Phase.EXCHANGED:
             self.step = before.one_more(self.listed, self.settings.backward_passes_per_step)
-            if before.stock:  # a gradient that is not finite, and is kept, will be found in the next sum
+            if (
+                before.stock
+            ):  # a gradient that is not finite, and is kept, will be found in the next sum
                 self._nonfinite.forget()
         elif before.phase is not Phase.IDLE:
             self._next_step()
         self._pending.step_opens()
-        if self._agreement.reached:  # else how ranks are grouped may not be known, and exchange() does this
+        if (
+            self._agreement.reached
+        ):  # else how ranks are grouped may not be known, and exchange() does this
             self._progress.open(self.step)
         world = self._gradients.world
         self.step.collect(world, self._parameters.group_of(), self._parameters.buckets)
@@ -253,7 +276,9 @@ class Engine:
         self.source.synchronize(self)
 
     def exchange(self) -> None:
-        """Waits for the exchange of all gradients; ``p.grad`` then holds what step() applies, alike on every rank."""
+        """Waits for the exchange of all gradients; ``p.grad`` then holds what step() applies, alike
+        on every rank.
+        """
         if self.step.exchanged:
             return
         if not self.settings.exchanges:
@@ -273,7 +298,9 @@ class Engine:
                 if not met:
                     self._progress.open(step)
                 finite = self._run(step)
-        except FloatingPointError as error:  # on all ranks alike, which raise it in step(), if it is called
+        except (
+            FloatingPointError
+        ) as error:  # on all ranks alike, which raise it in step(), if it is called
             step.error, finite = error, False
             skip(step, self._parameters)
         except ValueError:  # on all ranks alike
@@ -296,7 +323,9 @@ class Engine:
         self._gradients.level()
 
     def _run(self, step: Step) -> bool:
-        """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients are finite."""
+        """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients
+        are finite.
+        """
         step.inverse = self._gradients.measure_inverse()
         self._launcher.reopen_rest(step)
         if self.settings.waits and not self._nonfinite.all_finite(self._gradients.all(step), step):
@@ -312,8 +341,8 @@ class Engine:
         return not blame
 
     def _skip(self, step: Step) -> None:
-        """No rank takes this step, as a gradient is not finite: it is left out, or step() raises the error. A script,
-        and a scaler, learn of it from what is in ``p.grad``.
+        """No rank takes this step, as a gradient is not finite: it is left out, or step() raises
+        the error. A script, and a scaler, learn of it from what is in ``p.grad``.
         """
         if step.error is None:
             self._ledger.skip(step)
@@ -333,17 +362,23 @@ class Engine:
         self.step.note(self.listed)
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
-        """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
+        """Waits for the exchange and applies the update. A closure is evaluated before the
+        exchange.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self.source.has_step(self):
             return loss
-        if self.settings.exchanges or (self.step.exchanged and self.settings.config.clip_norm is not None):
+        if self.settings.exchanges or (
+            self.step.exchanged and self.settings.config.clip_norm is not None
+        ):
             self._misuse.refuse_scaler(self.step)
         if self.synchronizes:
-            if self.step.exchanged and not self.source.ends_with_backward:  # one warning, as stock's
+            if (
+                self.step.exchanged and not self.source.ends_with_backward
+            ):  # one warning, as stock's
                 warn(SYNCHRONIZED_TWICE + self._misuse.told_of_changed_update(self.step, " Also, "))
             self.synchronize()
         self.raise_found()
@@ -357,13 +392,17 @@ class Engine:
         return loss
 
     def raise_found(self) -> None:
-        """Raises the error of the step that step() is called for. In stock's steps, and in the last before them, a GPU
-        is asked for it, as nothing tells of it later.
+        """Raises the error of the step that step() is called for. In stock's steps, and in the last
+        before them, a GPU is asked for it, as nothing tells of it later.
         """
         step = self.step
         error: FloatingPointError | ValueError | None = step.error
-        if (self.settings.exchanges and step.phase is Phase.EXCHANGED and (step.stock or step.hands_back)
-                and self._nonfinite.is_error):
+        if (
+            self.settings.exchanges
+            and step.phase is Phase.EXCHANGED
+            and (step.stock or step.hands_back)
+            and self._nonfinite.is_error
+        ):
             error = self._nonfinite.take_found(step)
             if error is not None and self.settings.waits:
                 self._ledger.skip(step)
@@ -374,7 +413,9 @@ class Engine:
             raise error
 
     def apply(self) -> None:
-        """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was exchanged."""
+        """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was
+        exchanged.
+        """
         step, counts = self.step, self.step.exchanged and self.settings.exchanges
         if counts:
             self._progress.advance()
@@ -394,15 +435,23 @@ class Engine:
     def check_between_steps(self, what: str) -> None:
         """Refuses a call between backward() and step(), when u and v lack what is on its way."""
         if self.step.waits_for_update:
-            raise RuntimeError(f"{what} must be called after step(), got a call between backward() and step()")
+            raise RuntimeError(
+                f"{what} must be called after step(), got a call between backward() and step()"
+            )
 
     def drop_update(self) -> None:
-        """Drops the update that waits for step(): what was sent of compressed gradients goes back into v."""
+        """Drops the update that waits for step(): what was sent of compressed gradients goes back
+        into v.
+        """
         deliveries = self.step.deliveries
         if not self._steps:
             self._misuse.refuse_step_of_another(self.step)
         self._take_back()
-        if any(float(delivery.bucket.kept.gradient_square) for delivery in deliveries if delivery.bucket.kept):
+        if any(
+            float(delivery.bucket.kept.gradient_square)
+            for delivery in deliveries
+            if delivery.bucket.kept
+        ):
             self._misuse.tell_of_dropped_update()
         if self.settings.exchanges:
             self._nonfinite.forget()  # nobody applies what was not finite
@@ -414,7 +463,9 @@ class Engine:
         for delivery in [*step.earlier, *step.deliveries]:
             self._applier.take_back(delivery, delivery.parameters)
         self._applier.put_back(step.direct, step)
-        self._parameters.handed_over.difference_update(p for delivery in step.direct for p in delivery.parameters)
+        self._parameters.handed_over.difference_update(
+            p for delivery in step.direct for p in delivery.parameters
+        )
 
     def give_up(self) -> None:
         """Drops the step under way; what it took out of v is put back."""
@@ -424,12 +475,17 @@ class Engine:
         self._next_step()
 
     def drop_step(self) -> None:
-        """Drops the step under way, as something else is loaded on all ranks. What some of them have begun is begun by
-        all, and waited for: torch.distributed pairs collectives up by order, and Horovod by names. Each rank must have
-        had a gradient, or each none. Of a step that has failed nobody knows what the others have begun.
+        """Drops the step under way, as something else is loaded on all ranks. What some of them
+        have begun is begun by all, and waited for: torch.distributed pairs collectives up by order,
+        and Horovod by names. Each rank must have had a gradient, or each none. Of a step that has
+        failed nobody knows what the others have begun.
         """
         step = self.step
-        begun = step.phase is Phase.COLLECTING and self._agreement.reached and self._launcher.launches_early
+        begun = (
+            step.phase is Phase.COLLECTING
+            and self._agreement.reached
+            and self._launcher.launches_early
+        )
         try:
             if begun and not step.failed:
                 self._launcher.launch_rest(step)
@@ -467,7 +523,9 @@ class Engine:
         """Whether what is pending can be added to parameters: it is an update, not a gradient."""
         return self._applier.adds
 
-    @torch.inference_mode(False)  # which evaluating may be in, and where v would become a tensor for inference alone
+    @torch.inference_mode(
+        False
+    )  # which evaluating may be in, and where v would become a tensor for inference alone
     @torch.no_grad()
     def flush(self) -> None:
         """Sends what is pending in v, on all ranks, and applies it."""
@@ -508,12 +566,14 @@ class Engine:
         self._parameters.load_sparse_names(sparse)
 
     def become_copy(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-        """Takes up what an original had, until another training is loaded. The residuals of another rank are left out,
-        as where rank 0 broadcasts a scheduler, which holds its optimizer.
+        """Takes up what an original had, until another training is loaded. The residuals of another
+        rank are left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
         """
         if self._pending.is_of_another_rank(residuals):
-            warn(f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, "
-                 "as each has its own (to broadcast a scheduler, broadcast its state_dict())")
+            warn(
+                f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, "
+                "as each has its own (to broadcast a scheduler, broadcast its state_dict())"
+            )
         else:
             self.load_residuals(residuals)
             self._pending.follow_step()
@@ -525,12 +585,15 @@ class Engine:
         """A copy of what :meth:`restore` takes up."""
         if self.settings.exchanges:
             self.check_between_steps("state.commit()")
-        return {"size": self._pending.world_size, "lost": self._ledger.lost_residuals,
-                **copy.deepcopy(self._pending.views())}
+        return {
+            "size": self._pending.world_size,
+            "lost": self._ledger.lost_residuals,
+            **copy.deepcopy(self._pending.views()),
+        }
 
     def roll_back(self) -> None:
-        """Drops the step under way, which may never end, as ranks are gone; and what was found in the last one, which a
-        rank that joins has not found.
+        """Drops the step under way, which may never end, as ranks are gone; and what was found in
+        the last one, which a rank that joins has not found.
         """
         self.give_up()
         self._nonfinite.forget()
@@ -538,12 +601,15 @@ class Engine:
     def restore(self, committed: Mapping[str, Any]) -> None:
         """Takes up what :meth:`commit` gave, once the optimizer's own state is that of the commit."""
         self._pending.load(committed)
-        self._ledger.lost_residuals = committed["lost"]  # those that are gone since are counted anew
+        self._ledger.lost_residuals = committed[
+            "lost"
+        ]  # those that are gone since are counted anew
 
 
 def engine_of(optimizer: Any) -> Engine:
-    """The engine of a distributed optimizer; also of a wrapper such as PyTorch Lightning's and Fabric's, which inherits
-    from the class of the optimizer that it holds, and has none of its attributes.
+    """The engine of a distributed optimizer; also of a wrapper such as PyTorch Lightning's and
+    Fabric's, which inherits from the class of the optimizer that it holds, and has none of its
+    attributes.
 
     Raises:
         AttributeError: it is no distributed optimizer of this package.

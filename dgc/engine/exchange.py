@@ -1,4 +1,6 @@
-"""The exchange of a step: its buckets are launched in order, each by its path, and their updates come back."""
+"""The exchange of a step: its buckets are launched in order, each by its path, and their updates
+come back.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from dgc.warn import warn
 
 
 def is_pending(parameters: Parameters, parameter: Tensor) -> bool:
-    """Whether this rank keeps something of it: u or v is not 0. A host-device synchronisation, until it is handed over.
+    """Whether this rank keeps something of it: u or v is not 0. A host-device synchronisation,
+    until it is handed over.
     """
     kept, name = parameters.bucket_of[parameter].kept, parameters.names[parameter]
     if kept is None or parameter in parameters.handed_over:
@@ -42,17 +45,24 @@ def is_pending(parameters: Parameters, parameter: Tensor) -> bool:
 
 
 def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step: Step) -> None:
-    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds what was pending,
-    which has been clipped and has momentum in it. Without momentum correction v is gradients, and goes with this first
-    sparse one. SGD's momentum becomes sparse, as its own would be: Nesterov's takes no dense one with sparse gradients.
+    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds
+    what was pending, which has been clipped and has momentum in it. Without momentum correction v
+    is gradients, and goes with this first sparse one. SGD's momentum becomes sparse, as its own
+    would be: Nesterov's takes no dense one with sparse gradients.
     """
-    (parameter,), kept, group = flight.parameters, flight.bucket.kept, step.group_of[flight.parameters[0]]
+    (parameter,), kept, group = (
+        flight.parameters,
+        flight.bucket.kept,
+        step.group_of[flight.parameters[0]],
+    )
     dimensions, all_state = update.tensor.sparse_dim(), parameters.optimizer.state
     momentum = all_state[parameter].get("momentum_buffer") if parameter in all_state else None
     if momentum is not None and not momentum.is_sparse:
         all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
     parameters.handed_over.add(parameter)
-    if update.v is None or kept is None or (update.u is not None and "momentum" not in group):  # AdamW's step() refuses
+    if (
+        update.v is None or kept is None or (update.u is not None and "momentum" not in group)
+    ):  # AdamW's step() refuses
         return
     name = parameters.names[parameter]
     for flat in (kept.v, kept.u):
@@ -60,7 +70,9 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
             kept.views(flat)[name].zero_()
     if update.u is None:
         pending = update.v if step.inverse is None else update.v / step.inverse.number
-        parameter.grad = (update.tensor + pending.to(update.tensor.dtype).to_sparse(dimensions)).coalesce()
+        parameter.grad = (
+            update.tensor + pending.to(update.tensor.dtype).to_sparse(dimensions)
+        ).coalesce()
         return
     flat = torch.zeros_like(kept.v)
     kept.views(flat)[name].copy_(update.v)
@@ -70,7 +82,9 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
         all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
 
 
-Departure: TypeAlias = "tuple[str, list[Tensor], Path[Update | SparseUpdate]]"  # name, what leaves together, its path
+Departure: TypeAlias = (
+    "tuple[str, list[Tensor], Path[Update | SparseUpdate]]"  # name, what leaves together, its path
+)
 
 
 class Launcher:
@@ -80,20 +94,38 @@ class Launcher:
         parameters, gradients, applier, progress, misuse: of the same optimizer.
     """
 
-    def __init__(self, parameters: Parameters, gradients: Gradients, applier: Applier, progress: Progress,
-                 misuse: Misuse):
+    def __init__(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        applier: Applier,
+        progress: Progress,
+        misuse: Misuse,
+    ):
         self._parameters, self._settings = parameters, parameters.settings
-        self._gradients, self._applier, self._progress, self._misuse = gradients, applier, progress, misuse
+        self._gradients, self._applier, self._progress, self._misuse = (
+            gradients,
+            applier,
+            progress,
+            misuse,
+        )
 
     @property
     def launches_early(self) -> bool:
-        """Whether anything leaves before the backward pass has ended: whether all gradients are finite, and their
-        norm, needs all of them; and it must not wait for ranks that may have none, and be at another optimizer.
+        """Whether anything leaves before the backward pass has ended: whether all gradients are
+        finite, and their norm, needs all of them; and it must not wait for ranks that may have
+        none, and be at another optimizer.
         """
-        return not (self._settings.waits or self._settings.config.clips_globally or self._gradients.must_level)
+        return not (
+            self._settings.waits
+            or self._settings.config.clips_globally
+            or self._gradients.must_level
+        )
 
     def launch_ready(self, step: Step) -> None:
-        """Launches what is complete, always in the same order: torch.distributed pairs collectives up by order."""
+        """Launches what is complete, always in the same order: torch.distributed pairs collectives
+        up by order.
+        """
         if not self.launches_early:
             return
         buckets = self._parameters.buckets
@@ -104,7 +136,7 @@ class Launcher:
     def launch_rest(self, step: Step) -> None:
         """Launches what has not been launched."""
         refuse_capture(self._parameters.device)
-        for bucket in self._parameters.buckets[step.launched:]:
+        for bucket in self._parameters.buckets[step.launched :]:
             self._launch(bucket, step)
         step.leave_node(wait=True)  # so that ranks that fail together have begun the same
 
@@ -126,13 +158,16 @@ class Launcher:
         """Takes earlier updates of this step out of the gradients that are still to be launched."""
         if step.earlier:
             step.wait_for_gradients()
-            for bucket in self._parameters.buckets[step.launched:]:
-                self._reopen(bucket, self._parameters.taking_part(bucket.parameters, step.fired), step)
+            for bucket in self._parameters.buckets[step.launched :]:
+                self._reopen(
+                    bucket, self._parameters.taking_part(bucket.parameters, step.fired), step
+                )
 
     @torch.no_grad()
     def _reopen(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> None:
-        """Has a bucket's gradients come together with those of an earlier exchange, whose update waits for step():
-        what was sent goes back into v, and ``p.grad`` keeps what a backward pass has added to the update.
+        """Has a bucket's gradients come together with those of an earlier exchange, whose update
+        waits for step(): what was sent goes back into v, and ``p.grad`` keeps what a backward pass
+        has added to the update.
         """
         names = self._parameters.names
         for delivery in [one for one in step.earlier if one.bucket is bucket]:
@@ -147,7 +182,8 @@ class Launcher:
                 step.deliveries.append(Delivery(bucket, rest, delivery.update))
 
     def average_in_node(self, step: Step) -> None:
-        """Averages all gradients within the node, as their norm is wanted before any is exchanged among nodes.
+        """Averages all gradients within the node, as their norm is wanted before any is exchanged
+        among nodes.
 
         Raises:
             ValueError: one of them is sparse.
@@ -157,51 +193,89 @@ class Launcher:
         for bucket in self._parameters.buckets:
             present = self._parameters.taking_part(bucket.parameters, step.fired)
             if sparse := self._sparse_among(present):
-                raise ValueError(f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
-                                 "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
-                                 "mean (give sparse_as_dense=True)")
+                raise ValueError(
+                    f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
+                    "one: Config: hierarchical is in force, and clip_norm needs the norm of the node's "
+                    "mean (give sparse_as_dense=True)"
+                )
             if present:
-                runs.append(PathRun(self._gradients.mean(bucket, present, step), self._settings.transport,
-                                    f"{bucket.name}.node", step.count, present[0].device))
+                runs.append(
+                    PathRun(
+                        self._gradients.mean(bucket, present, step),
+                        self._settings.transport,
+                        f"{bucket.name}.node",
+                        step.count,
+                        present[0].device,
+                    )
+                )
         for run in runs:
             run.finish()
 
     # -- the path of each bucket's gradients ---------------------------------------------------------------------------
 
-    def _departures(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> Iterator[Departure]:
-        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each sparse gradient.
+    def _departures(
+        self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step
+    ) -> Iterator[Departure]:
+        """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each
+        sparse gradient.
 
         Args:
             taking_part: the parameters of the bucket that are exchanged in this step.
         """
         compressed = bucket.compressed and not step.stock
         alone = self._sparse_among(taking_part)
-        dense = [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
+        dense = (
+            [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
+        )
         if dense:
             onward = partial(self._compressed if compressed else self._dense, bucket, dense, step)
-            by_node = step.world.node_size > 1 and (compressed or self._settings.config.clip_norm is not None)
+            by_node = step.world.node_size > 1 and (
+                compressed or self._settings.config.clip_norm is not None
+            )
             path = self._gradients.path(bucket, dense, step, onward) if by_node else onward()
             yield bucket.name, dense, path
         for parameter in alone:
             name = self._parameters.names[parameter]
-            yield f"dgc.sparse.{name}", [parameter], reduce_sparse(
-                name, self._sparse_gradient(parameter), step.world if compressed else step.world.flat,
-                average=self._settings.average, scale=self._gradients.factor_of(parameter, step),
-                kept=bucket.kept, pending=is_pending(self._parameters, parameter))
+            yield (
+                f"dgc.sparse.{name}",
+                [parameter],
+                reduce_sparse(
+                    name,
+                    self._sparse_gradient(parameter),
+                    step.world if compressed else step.world.flat,
+                    average=self._settings.average,
+                    scale=self._gradients.factor_of(parameter, step),
+                    kept=bucket.kept,
+                    pending=is_pending(self._parameters, parameter),
+                ),
+            )
 
     def _sparse_among(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The parameters that travel as sparse tensors, each on its own, from their first sparse gradient on."""
+        """The parameters that travel as sparse tensors, each on its own, from their first sparse
+        gradient on.
+        """
         self._parameters.note_sparse(parameters)
         sparse = self._parameters.sparse
         return [p for p in parameters if p in sparse] if sparse else []
 
     def _sparse_gradient(self, parameter: Tensor) -> Tensor:
-        """A sparse gradient: empty where this rank has none; what it was at first decides how it travels."""
+        """A sparse gradient: empty where this rank has none; what it was at first decides how it
+        travels.
+        """
         dimensions = self._parameters.sparse[parameter]
         if (g := parameter.grad) is None:
-            places, rows = torch.empty(dimensions, 0, device="cpu"), (0, *parameter.shape[dimensions:])
-            return torch.sparse_coo_tensor(places, torch.empty(rows, device="cpu"), parameter.shape,
-                                           dtype=parameter.dtype, device=parameter.device, check_invariants=False)
+            places, rows = (
+                torch.empty(dimensions, 0, device="cpu"),
+                (0, *parameter.shape[dimensions:]),
+            )
+            return torch.sparse_coo_tensor(
+                places,
+                torch.empty(rows, device="cpu"),
+                parameter.shape,
+                dtype=parameter.dtype,
+                device=parameter.device,
+                check_invariants=False,
+            )
         return g if g.is_sparse else g.to_sparse(dimensions)
 
     def _gradient(self, parameter: Tensor, step: Step) -> Tensor:
@@ -209,7 +283,9 @@ class Launcher:
         mean = step.node_means.get(parameter)
         return own(parameter) if mean is None else mean
 
-    def _compressed(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
+    def _compressed(
+        self, bucket: ParameterBucket, parameters: list[Tensor], step: Step
+    ) -> Path[Update]:
         """The path of a bucket that travels compressed."""
         assert bucket.kept is not None
         adam, names, groups = self._applier.adam, self._parameters.names, step.group_of
@@ -221,58 +297,97 @@ class Launcher:
                 check_dampening(groups[p])
             gradients[names[p]] = Gradient(self._gradient(p, step), *momentum_of(groups[p]))
         scale = step.scaled_out(step.clip)
-        factor = scale if not adam.compressed else share(
-            scale, {names[p]: groups[p] for p in parameters}, bucket.kept.v)
-        return reduce(bucket.kept, gradients, self._progress.config(), self._parameters.step, step.world,
-                      average=self._settings.average, scale=factor, hands_back=step.hands_back)
+        factor = (
+            scale
+            if not adam.compressed
+            else share(scale, {names[p]: groups[p] for p in parameters}, bucket.kept.v)
+        )
+        return reduce(
+            bucket.kept,
+            gradients,
+            self._progress.config(),
+            self._parameters.step,
+            step.world,
+            average=self._settings.average,
+            scale=factor,
+            hands_back=step.hands_back,
+        )
 
     def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
         """The path of a bucket that travels dense."""
         kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
         rounded = not bucket.compressed and bucket.accumulates(step.stock) and step.world.size > 1
-        addends = {p: self._dense_gradient(p, p in taking_part, bucket, step)
-                   for p in (parameters if rounded else bucket.parameters)}
+        addends = {
+            p: self._dense_gradient(p, p in taking_part, bucket, step)
+            for p in (parameters if rounded else bucket.parameters)
+        }
         if bucket.compressed and kept is not None:
-            kept.sent_all(list(addends.values()), step.scaled_out(None if config.clip_per_tensor else step.clip)
-                          if not bucket.accumulates(step.stock) else None)
+            kept.sent_all(
+                list(addends.values()),
+                step.scaled_out(None if config.clip_per_tensor else step.clip)
+                if not bucket.accumulates(step.stock)
+                else None,
+            )
         if rounded:
             assert kept is not None
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
-            bits = 0 if step.hands_back else SUM_BITS  # nothing may stay in v, which stock's steps do not send
-            return reduce_rounded(kept, gradients, bits, step.world.flat, average=self._settings.average)
-        gradients = {self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
-                     for i, (p, g) in enumerate(addends.items())}
+            bits = (
+                0 if step.hands_back else SUM_BITS
+            )  # nothing may stay in v, which stock's steps do not send
+            return reduce_rounded(
+                kept, gradients, bits, step.world.flat, average=self._settings.average
+            )
+        gradients = {
+            self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
+            for i, (p, g) in enumerate(addends.items())
+        }
         # In float16 under DDP, as DDP does, all are divided by N before they are added up.
         halves = self._settings.in_ddp and bucket.dtype(step.stock) == torch.float16
-        return reduce_dense(gradients, step.world.flat, average=self._settings.average,
-                            scale=step.clip if self._clipped_as_one(bucket, step) else None,
-                            predivide=step.world.size if halves else self._settings.gradient_predivide_factor)
+        return reduce_dense(
+            gradients,
+            step.world.flat,
+            average=self._settings.average,
+            scale=step.clip if self._clipped_as_one(bucket, step) else None,
+            predivide=step.world.size if halves else self._settings.gradient_predivide_factor,
+        )
 
-    def _dense_gradient(self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step) -> Tensor:
-        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not take part."""
+    def _dense_gradient(
+        self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step
+    ) -> Tensor:
+        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not
+        take part.
+        """
         g = self._gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
         g = g.to(bucket.dtype(step.stock))
         if not takes_part or self._clipped_as_one(bucket, step):
             return g
         scale = self._gradients.factor_of(parameter, step)
-        if bucket.accumulates(step.stock):  # remembered from step to step, so without the loss's scale
+        if bucket.accumulates(
+            step.stock
+        ):  # remembered from step to step, so without the loss's scale
             scale = step.scaled_out(scale)
         return g if scale is None else g * scale.to(g)
 
     def _clipped_as_one(self, bucket: ParameterBucket, step: Step) -> bool:
-        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie in one tensor."""
+        """Whether a dense bucket's gradients are multiplied by their clipping factor when they lie
+        in one tensor.
+        """
         return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
 
 
 def skip(step: Step, parameters: Parameters) -> None:
-    """Leaves the gradients of a step that no rank takes infinite, so that a script, or a GradScaler, finds them so."""
+    """Leaves the gradients of a step that no rank takes infinite, so that a script, or a
+    GradScaler, finds them so.
+    """
     taking_part = parameters.taking_part(parameters.listed, step.fired)
     parameters.note_sparse(taking_part)  # in the next step a rank may have no gradient to tell by
     for parameter in taking_part:
         if parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
             parameter.grad = torch.full_like(parameter, math.inf)
         else:
-            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(math.inf)
+            (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).fill_(
+                math.inf
+            )
 
 
 @torch.no_grad()
@@ -283,8 +398,8 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
         Whose gradients are not finite, where they were found in a dense sum; "" if all are finite.
 
     Raises:
-        FloatingPointError, ValueError: found in messages, by all ranks that received them so; v is as if the step had
-            sent nothing, and u stays masked where entries had been taken.
+        FloatingPointError, ValueError: found in messages, by all ranks that received them so; v is
+            as if the step had sent nothing, and u stays masked where entries had been taken.
     """
     delivered: list[Delivery] = []
     sparse: list[tuple[Flight, SparseUpdate]] = []
@@ -321,23 +436,38 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
 
 
 def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
-    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning rate; with
-    AdamW, at that of the gradients' own steps.
+    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning
+    rate; with AdamW, at that of the gradients' own steps.
 
     Raises:
-        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and in those after it.
+        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and
+            in those after it.
     """
     settings, world = parameters.settings, step.world
-    if settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups):  # AdamW's has the rate of its time
-        warn("flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
-             "times 0, and gone (call it before the scheduler's last step)")
+    if (
+        settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups)
+    ):  # AdamW's has the rate of its time
+        warn(
+            "flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
+            "times 0, and gone (call it before the scheduler's last step)"
+        )
     exchanges = []
     for bucket in parameters.buckets:
         thawed = [p for p in bucket.parameters if p.requires_grad]
         if bucket.kept is not None and thawed and applier.pending_in(bucket):
-            path = flush(bucket.kept, [parameters.names[p] for p in thawed], world if bucket.compressed else world.flat,
-                         average=settings.average)
-            exchanges.append((bucket, thawed, PathRun(path, settings.transport, f"{bucket.name}.flush", step.count)))
+            path = flush(
+                bucket.kept,
+                [parameters.names[p] for p in thawed],
+                world if bucket.compressed else world.flat,
+                average=settings.average,
+            )
+            exchanges.append(
+                (
+                    bucket,
+                    thawed,
+                    PathRun(path, settings.transport, f"{bucket.name}.flush", step.count),
+                )
+            )
     group_of = parameters.group_of()
     try:
         while exchanges:

@@ -1,4 +1,6 @@
-"""A rank's gradients before they are accumulated: clipped, freed of the loss's scale, averaged within the machine."""
+"""A rank's gradients before they are accumulated: clipped, freed of the loss's scale, averaged
+within the machine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def own(parameter: Tensor) -> Tensor:
 
 
 class Gradients:
-    """Scales the gradients of a step, and averages them within a machine under ``Config(hierarchical=...)``.
+    """Scales the gradients of a step, and averages them within a machine under
+    ``Config(hierarchical=...)``.
 
     Args:
         parameters: whose gradients.
@@ -62,8 +65,11 @@ class Gradients:
         """All gradients that this rank, or its node, has in this step."""
         step.wait_for_gradients()
         taking_part = self._parameters.taking_part(self._parameters.listed, step.fired)
-        return [step.node_means[p] if p in step.node_means else local(p.grad).detach()
-                for p in taking_part if p in step.node_means or p.grad is not None]
+        return [
+            step.node_means[p] if p in step.node_means else local(p.grad).detach()
+            for p in taking_part
+            if p in step.node_means or p.grad is not None
+        ]
 
     def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
         """The clipping factor of a parameter that does not get it on the compressed path."""
@@ -79,21 +85,30 @@ class Gradients:
         """The clipping factor by the norm of all these gradients, 0-dim."""
         norms = [norm(gradient) for gradient in gradients]
         device = norms[0].device if norms else torch.device("cpu")
-        total = (torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms
-                 else torch.zeros((), device="cpu"))
+        total = (
+            torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+            if norms
+            else torch.zeros((), device="cpu")
+        )
         if shard(self._parameters.first) is not None:
             total = sum_of_shards(total.square(), self._parameters.first).sqrt()
         return self._clipped(total, step, step.world)
 
     def clip_alone(self, step: Step) -> None:
-        """Clips the gradients of a single process: nothing is exchanged, but the bound on their norm still holds."""
+        """Clips the gradients of a single process: nothing is exchanged, but the bound on their
+        norm still holds.
+        """
         config = self._settings.config
         if config.clip_norm is None:
             return
         gradients = [local(p.grad) for p in self._parameters.listed if p.grad is not None]
         factor = self.global_factor(gradients, step) if config.clips_globally else None
         for g in gradients:
-            g.mul_((clip_scale(norm(g), config.clip_norm, 1, True) if factor is None else factor).to(g.device))
+            g.mul_(
+                (clip_scale(norm(g), config.clip_norm, 1, True) if factor is None else factor).to(
+                    g.device
+                )
+            )
 
     def _clipped(self, total: Tensor, step: Step, world: World) -> Tensor:
         """The clipping factor for a gradient of this norm, which has the loss's scale in it."""
@@ -124,13 +139,15 @@ class Gradients:
         else:  # nothing is left to compress; but who leaves it to us wants it compressed
             self._single_node = not automatic
             if self._single_node and world.rank == 0 and world.size > 1:
-                warn(f"nothing is compressed: hierarchical=True exchanges between machines, and all {world.size} ranks "
-                     "are on one (leave it out to compress between these)")
+                warn(
+                    f"nothing is compressed: hierarchical=True exchanges between machines, and all {world.size} ranks "
+                    "are on one (leave it out to compress between these)"
+                )
 
     @torch.no_grad()
     def level(self) -> None:
-        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another grouping. What they
-        are worth in total stays the same.
+        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another
+        grouping. What they are worth in total stays the same.
         """
         transport = self._settings.transport
         if not self.must_level:
@@ -140,7 +157,9 @@ class Gradients:
                 if flat is None:
                     continue
                 name = f"dgc.level.{bucket.name}.{letter}"
-                first = transport.start(Collective("share", flat.clone(), group="node"), f"{name}.first")()
+                first = transport.start(
+                    Collective("share", flat.clone(), group="node"), f"{name}.first"
+                )()
                 differ = (flat != first).any().float().view(1)
                 if transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
                     total = transport.start(Collective("sum", flat.clone(), group="node"), name)()
@@ -152,9 +171,12 @@ class Gradients:
         """Whether :meth:`level` has to be called before anything is exchanged."""
         return self.residuals_may_differ and self._node_size > 1
 
-    def mean(self, bucket: ParameterBucket, parameters: list[Tensor],
-             step: Step) -> Generator[Collective, Tensor, None]:
-        """Fills in the means of the node's gradients, for the parameters of a bucket where that has not been done."""
+    def mean(
+        self, bucket: ParameterBucket, parameters: list[Tensor], step: Step
+    ) -> Generator[Collective, Tensor, None]:
+        """Fills in the means of the node's gradients, for the parameters of a bucket where that has
+        not been done.
+        """
         of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
         if of_name:
             gradients = {name: own(p) for name, p in of_name.items()}
@@ -163,9 +185,15 @@ class Gradients:
             means = yield from average_in_node(gradients, residual_dtype(dtype), step.world)
             step.node_means.update({p: means[name].to(dtype) for name, p in of_name.items()})
 
-    def path(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step,
-             onward: Callable[[], Path[Update]]) -> Path[Update]:
-        """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's gradient is.
+    def path(
+        self,
+        bucket: ParameterBucket,
+        parameters: list[Tensor],
+        step: Step,
+        onward: Callable[[], Path[Update]],
+    ) -> Path[Update]:
+        """The node's ranks average their gradients; the mean is exchanged among nodes as a rank's
+        gradient is.
 
         Args:
             onward: makes the path among nodes.

@@ -15,7 +15,8 @@ from dgc.warn import warn
 SYNCHRONIZED_TWICE = (  # Horovod's words
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code.")
+    "optimizer.synchronize() in your code."
+)
 
 
 class Misuse:
@@ -42,30 +43,42 @@ class Misuse:
             "model's loss may run through these parameters, which requires_grad_(False) keeps out; or a former "
             "DistributedOptimizer of them is still held, by its scheduler or trainer; or "
             "torch.utils.checkpoint(use_reentrant=True) runs a layer more than once, which use_reentrant=False does "
-            "not.")
+            "not."
+        )
 
     def refuse_unexchanged(self) -> None:
-        """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last step."""
+        """Refuses a synchronize() by a scaler's step(), where no gradient has come since the last
+        step.
+        """
         if self._settings.grad_scaler is not None and calling_scaler() is not None:
             raise RuntimeError(
                 "scaler.step() has looked at gradients that were not exchanged yet, as no backward() has brought "
                 "them since the last step, but a script's own lines perhaps; call optimizer.synchronize() before "
-                "it, and before unscale_()")
+                "it, and before unscale_()"
+            )
 
     def refuse_scaler(self, step: Step) -> None:
-        """Refuses a step() by a scaler that has looked at gradients too early, or that the optimizer does not know."""
+        """Refuses a step() by a scaler that has looked at gradients too early, or that the
+        optimizer does not know.
+        """
         if self._settings.grad_scaler is not None and step.phase is Phase.COLLECTING:
             why = "there were fewer backward passes than backward_passes_per_step"
             if all(step.delays[parameter] <= 0 for parameter in step.fired):
-                why = ("torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
-                       "one, whose end is not told; use_reentrant=False has no such limit")
-            raise RuntimeError(f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
-                               "optimizer.synchronize() before it, and before unscale_()")
+                why = (
+                    "torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
+                    "one, whose end is not told; use_reentrant=False has no such limit"
+                )
+            raise RuntimeError(
+                f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
+                "optimizer.synchronize() before it, and before unscale_()"
+            )
         scaler = calling_scaler() if self._settings.config.compresses else None
         if scaler is not None and scaler is not self._settings.grad_scaler:
-            raise RuntimeError("grad_scaler must be the GradScaler whose step() calls this, got "
-                               f"{self._settings.grad_scaler!r}, so that gradients were kept with the scale (give it "
-                               "as grad_scaler=)")
+            raise RuntimeError(
+                "grad_scaler must be the GradScaler whose step() calls this, got "
+                f"{self._settings.grad_scaler!r}, so that gradients were kept with the scale (give it "
+                "as grad_scaler=)"
+            )
 
     def changes(self, step: Step) -> int:
         """How often the parameters were changed whose compressed updates wait for step()."""
@@ -74,9 +87,11 @@ class Misuse:
     def refuse_step_of_another(self, step: Step) -> None:
         """Refuses to drop an update that another optimizer has applied: it would be sent once more."""
         if self.changes(step) != step.changes:
-            raise RuntimeError("the optimizer that exchanges gradients must be the one whose step() is called, got "
-                               "parameters that were changed between backward() and zero_grad(), without its step() "
-                               "(register the optimizer that takes the step, such as the one in a wrapper)")
+            raise RuntimeError(
+                "the optimizer that exchanges gradients must be the one whose step() is called, got "
+                "parameters that were changed between backward() and zero_grad(), without its step() "
+                "(register the optimizer that takes the step, such as the one in a wrapper)"
+            )
 
     def tell_of_dropped_update(self) -> None:
         """Warns that step() did not follow an exchange of compressed gradients."""
@@ -86,39 +101,57 @@ class Misuse:
             "saved = optimizer.residual_state_dict() before backward(), and call "
             "optimizer.load_residual_state_dict(saved) where the step is dropped. To find large gradients look at "
             "optimizer.report().gradient_norm, as p.grad holds an update; Config(nonfinite='skip') drops those that "
-            "are not finite")
+            "are not finite"
+        )
 
     def tell_of_missing_momentum(self, of_adam: bool) -> None:
         """Warns that a process goes on alone with a state whose momentum was in residuals."""
-        self.warn_of_loss("the state is of several ranks, whose momentum was in their residuals, and one process "
-                          "begins without it: " + (
-                              "go on with two ranks or more, as AdamW's cannot be given to one" if of_adam else
-                              "save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which gives it what "
-                              "all ranks had"))
+        self.warn_of_loss(
+            "the state is of several ranks, whose momentum was in their residuals, and one process "
+            "begins without it: "
+            + (
+                "go on with two ranks or more, as AdamW's cannot be given to one"
+                if of_adam
+                else "save by dgc.save_checkpoint() and load by dgc.load_checkpoint(), which gives it what "
+                "all ranks had"
+            )
+        )
 
     def tell_of_late_change(self, step: Step) -> None:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
         if (changed := next(self._changed(step), None)) is not None:
-            self.warn_of_loss(f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
-                              "had sent it by then: this had no effect, or on a GPU a part of it had; a model in "
-                              "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
-                              "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)")
+            self.warn_of_loss(
+                f"the gradient of {self._parameters.names[changed]} was changed after backward(), which "
+                "had sent it by then: this had no effect, or on a GPU a part of it had; a model in "
+                "DistributedDataParallel, which averages gradients, needs dgc.register_comm_hook() in "
+                "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)"
+            )
 
     def told_of_changed_update(self, step: Step, before: str = "") -> str:
-        """The warning, once, where a compressed parameter's update was changed; what travels dense may be."""
+        """The warning, once, where a compressed parameter's update was changed; what travels dense
+        may be.
+        """
         if self._warned or not step.deliveries:
             return ""
         compressed = {p for delivery in step.deliveries for p in delivery.parameters}
-        changed = next((p for p in self._changed(step) if p in compressed and p.grad is not None
-                        and self._applier.was_changed(p, step)), None)
+        changed = next(
+            (
+                p
+                for p in self._changed(step)
+                if p in compressed and p.grad is not None and self._applier.was_changed(p, step)
+            ),
+            None,
+        )
         if changed is None:
             return ""
         self._warned = True
-        return (f"{before}the gradient of {self._parameters.names[changed]} was changed between its exchange, in "
-                "backward() or synchronize(), and step(). It is an update, many times larger than a gradient "
-                "(optimizer.report().gradient_norm has the gradients' norm), and what was sent is no longer in the "
-                "residual, so the difference is lost; to clip, give Config(clip_norm=...), which clips before anything "
-                "is accumulated")
+        return (
+            f"{before}the gradient of {self._parameters.names[changed]} was changed between its exchange, in "
+            "backward() or synchronize(), and step(). It is an update, many times larger than a gradient "
+            "(optimizer.report().gradient_norm has the gradients' norm), and what was sent is no longer in the "
+            "residual, so the difference is lost; to clip, give Config(clip_norm=...), which clips before anything "
+            "is accumulated"
+        )
 
     def warn_of_loss(self, message: str) -> None:
         """Warns, unless it has warned."""
@@ -127,7 +160,9 @@ class Misuse:
             warn(message)
 
     def _changed(self, step: Step) -> Iterator[Tensor]:
-        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a change."""
+        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a
+        change.
+        """
         for p, (gradient, version) in step.seen.items():
             if (g := p.grad) is None or gradient() is not g or version not in (UNKNOWN, g._version):
                 yield p

@@ -1,4 +1,6 @@
-"""Gradients that are not finite: agreed on before a step, found in its messages, or told a step later by a GPU."""
+"""Gradients that are not finite: agreed on before a step, found in its messages, or told a step
+later by a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,21 @@ class NonFinite:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self._found: list[FloatingPointError | ValueError] = []  # in messages
-        self._pending: list[tuple[str, PendingVerdict]] = []  # the name of an exchange, and the verdict on its sum
+        self._pending: list[
+            tuple[str, PendingVerdict]
+        ] = []  # the name of an exchange, and the verdict on its sum
         self._warned = False
 
     @property
     def is_error(self) -> bool:
-        """Whether a gradient that is not finite is an error: not where nothing is kept, nor clipped, as in Horovod."""
+        """Whether a gradient that is not finite is an error: not where nothing is kept, nor
+        clipped, as in Horovod.
+        """
         return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
 
     def all_finite(self, gradients: list[Tensor], step: Step) -> bool:
-        """Whether all gradients are finite, on all ranks: one collective, and one host-device synchronisation.
+        """Whether all gradients are finite, on all ranks: one collective, and one host-device
+        synchronisation.
 
         Args:
             gradients: of this rank.
@@ -46,28 +53,49 @@ class NonFinite:
             ValueError: on all ranks alike, if they have scaled their losses by different numbers.
         """
         values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        # A scaled update goes into p.grad, and with what is pending it may be larger than the gradient: by this much.
-        room = 1.0 if self._settings.grad_scaler is None else 2.0 ** -24
-        device, by_kind = self._parameters.device, defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+        # A scaled update goes into p.grad, and with what is pending it may be larger than the
+        # gradient: by this much.
+        room = 1.0 if self._settings.grad_scaler is None else 2.0**-24
+        device, by_kind = (
+            self._parameters.device,
+            defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list),
+        )
         for value in values:
             if value.numel():
                 by_kind[value.device, value.dtype].append(value)
-        fits = [(torch.stack(torch._foreach_norm(same, math.inf)) <= torch.finfo(dtype).max * (
-            room if dtype != torch.float16 else 1.0)).all().to(device) for (_, dtype), same in by_kind.items()]
+        fits = [
+            (
+                torch.stack(torch._foreach_norm(same, math.inf))
+                <= torch.finfo(dtype).max * (room if dtype != torch.float16 else 1.0)
+            )
+            .all()
+            .to(device)
+            for (_, dtype), same in by_kind.items()
+        ]
         none_is_bad = torch.stack(fits).all() if fits else torch.ones((), device=device)
         one = torch.ones((), dtype=torch.float64, device=device)
-        inverse = one if step.inverse is None else step.inverse.tensor.double()  # which is on the device by now
-        bad = Collective("sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse]))
+        inverse = (
+            one if step.inverse is None else step.inverse.tensor.double()
+        )  # which is on the device by now
+        bad = Collective(
+            "sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
+        )
         step.count(bad)
         with stage("dgc::exchange"):
             total = self._settings.transport.start(bad, "dgc.finite")()
         found, n, inverses, squares = sum_of_shards(total, self._parameters.first).tolist()
-        if n * squares - inverses ** 2 > 1e-9 * n * squares:  # n^2 times their variance
-            everyones = self._settings.transport.start(Collective("gather", (1 / inverse).view(1)), "dgc.scale")()
-            raise ValueError("the loss's scale must be the same on all ranks, got, rank by rank, "
-                             f"{everyones.flatten().tolist()} (load one rank's scaler.state_dict() on all)")
+        if n * squares - inverses**2 > 1e-9 * n * squares:  # n^2 times their variance
+            everyones = self._settings.transport.start(
+                Collective("gather", (1 / inverse).view(1)), "dgc.scale"
+            )()
+            raise ValueError(
+                "the loss's scale must be the same on all ranks, got, rank by rank, "
+                f"{everyones.flatten().tolist()} (load one rank's scaler.state_dict() on all)"
+            )
         if found:
-            LOG.info("step %d is skipped on all ranks: a gradient was not finite", self._parameters.step)
+            LOG.info(
+                "step %d is skipped on all ranks: a gradient was not finite", self._parameters.step
+            )
         return not found
 
     def expect(self, name: str, verdict: PendingVerdict) -> None:
@@ -78,23 +106,34 @@ class NonFinite:
         """Notes what a GPU, which runs asynchronously, has found in the last step's messages."""
         for device in {bucket.v.device for bucket in self._parameters.compressed()}:
             wait_for_own_stream(device)  # which may be using v
-        self._found += [error for _, verdict in self._pending if (error := verdict.damaged) is not None]
+        self._found += [
+            error for _, verdict in self._pending if (error := verdict.damaged) is not None
+        ]
         self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
 
     def raise_found(self, step: Step) -> None:
-        """Raises what was found, where all ranks are: they have found the same, and whoever raises it alone goes on
-        alone.
+        """Raises what was found, where all ranks are: they have found the same, and whoever raises
+        it alone goes on alone.
         """
         if (error := self.take_found(step)) is not None:
             raise error
 
     def take_found(self, step: Step) -> FloatingPointError | ValueError | None:
-        """The error in what was found, which is forgotten with it; all ranks ask, and a step counts what they send."""
+        """The error in what was found, which is forgotten with it; all ranks ask, and a step counts
+        what they send.
+        """
         self.look()
         for name, verdict in self._pending:
-            asked = not self._settings.elastic  # where ranks that have come since would not know that they are asked
-            blame = "" if not asked else PathRun(
-                verdict.blame(), self._settings.transport, f"{name}.blame", step.count).finish()
+            asked = (
+                not self._settings.elastic
+            )  # where ranks that have come since would not know that they are asked
+            blame = (
+                ""
+                if not asked
+                else PathRun(
+                    verdict.blame(), self._settings.transport, f"{name}.blame", step.count
+                ).finish()
+            )
             if self.is_error:
                 self._found.append(verdict.error(blame))
             else:
@@ -104,15 +143,18 @@ class NonFinite:
         return error
 
     def tell(self, blame: str) -> None:
-        """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have found the same.
+        """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have
+        found the same.
 
         Args:
             blame: whose gradient; "" if there is none.
         """
         if blame and not self._warned and self._settings.world.rank == 0:
             self._warned = True
-            warn(f"{blame}. It is applied as it is, as by Horovod: none of this optimizer's parameters is compressed. "
-                 "Config(nonfinite='skip') leaves out such steps")
+            warn(
+                f"{blame}. It is applied as it is, as by Horovod: none of this optimizer's parameters is compressed. "
+                "Config(nonfinite='skip') leaves out such steps"
+            )
 
     def forget(self) -> None:
         """Drops what was found, with the step that fails for it, once what was bad is back in v."""

@@ -1,4 +1,6 @@
-"""The wrapped optimizer's part of a step: its momentum, p.grad, SGD's rules, and what they leave to us."""
+"""The wrapped optimizer's part of a step: its momentum, p.grad, SGD's rules, and what they leave to
+us.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from dgc.trace import stage
 class Applier:
     """Hands updates to the wrapped optimizer, and moves its momentum.
 
-    As long as nothing is compressed, the momentum is in the wrapped optimizer's state. In compressed steps a compressed
-    parameter's momentum is in u and its decay is added here, so for those both are switched off there.
+    As long as nothing is compressed, the momentum is in the wrapped optimizer's state. In
+    compressed steps a compressed parameter's momentum is in u and its decay is added here, so for
+    those both are switched off there.
 
     Args:
         parameters: that are updated.
@@ -46,7 +49,9 @@ class Applier:
         self._buffer_moves.clear()
 
     def fill_state(self) -> None:
-        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the same to broadcast."""
+        """Makes the wrapped optimizer's state complete from the start, so that all ranks have the
+        same to broadcast.
+        """
         self.adam.fill_state()
         if not self.is_sgd:
             return
@@ -63,8 +68,8 @@ class Applier:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on every rank: in a sum
-        each has its share.
+        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on
+        every rank: in a sum each has its share.
         """
         if self.adam.used:
             return self.adam.take_over()
@@ -82,7 +87,9 @@ class Applier:
 
     @torch.no_grad()
     def taken_over(self) -> None:
-        """The first compressed step is taken: from now on SGD's buffer has the momentum of weight decay alone."""
+        """The first compressed step is taken: from now on SGD's buffer has the momentum of weight
+        decay alone.
+        """
         if self.adam.used:
             return self.adam.taken_over()
         for bucket in self._parameters.buckets:
@@ -95,13 +102,19 @@ class Applier:
 
     @torch.no_grad()
     def hand_back(self, step: Step) -> set[Tensor]:
-        """Moves u, which all ranks have averaged, into SGD's momentum. Returns the parameters of which nothing is left
-        in u and v.
+        """Moves u, which all ranks have averaged, into SGD's momentum. Returns the parameters of
+        which nothing is left in u and v.
         """
-        group_of, all_state, done = self._parameters.group_of(), self._parameters.optimizer.state, set[Tensor]()
+        group_of, all_state, done = (
+            self._parameters.group_of(),
+            self._parameters.optimizer.state,
+            set[Tensor](),
+        )
         for delivery in step.deliveries:
             kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
-            stepped = [p for p in delivery.parameters if p.grad is not None]  # else its update went back into v
+            stepped = [
+                p for p in delivery.parameters if p.grad is not None
+            ]  # else its update went back into v
             done.update(stepped)
             if kept is None or kept.u is None or velocity is None:
                 continue
@@ -109,7 +122,9 @@ class Applier:
             for p in stepped:
                 name, momentum = self._parameters.names[p], all_state[p].get("momentum_buffer")
                 if momentum is None and group_of[p].get("momentum"):
-                    momentum = all_state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                    momentum = all_state[p]["momentum_buffer"] = torch.zeros_like(
+                        p, requires_grad=False
+                    )
                 if momentum is not None:
                     local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
                     u[name].zero_()
@@ -117,7 +132,9 @@ class Applier:
         return done
 
     def _moves(self, parameter: Tensor, buffer: Tensor | None) -> bool:
-        """Whether the buffer of a compressed parameter has anything in it, which without weight decay it has not."""
+        """Whether the buffer of a compressed parameter has anything in it, which without weight
+        decay it has not.
+        """
         if buffer is None:
             return False
         if parameter not in self._buffer_moves:
@@ -129,10 +146,14 @@ class Applier:
     def deliver(self, delivery: Delivery, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
         bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
-        targets, others = _targets(bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock))
+        targets, others = _targets(
+            bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock)
+        )
         update.write(targets)
         if step.inverse is not None and bucket.accumulates(step.stock):
-            torch._foreach_div_([target for target in targets if target is not None], step.inverse.number)
+            torch._foreach_div_(
+                [target for target in targets if target is not None], step.inverse.number
+            )
         for parameter, target in others:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = target.to(parameter.dtype).to_sparse(parameter.grad.sparse_dim())
@@ -150,15 +171,17 @@ class Applier:
         return dict(zip(delivery.bucket.parameters, kept.views(flat).values(), strict=True))
 
     def put_back(self, deliveries: Iterable[Delivery], step: Step) -> None:
-        """Takes each rank's share of a failed step's updates, which will not be applied, back into v."""
+        """Takes each rank's share of a failed step's updates, which will not be applied, back into
+        v.
+        """
         for delivery in deliveries:
             if delivery.bucket.accumulates(step.stock):
                 self._into_v(delivery, delivery.parameters)
 
     @torch.no_grad()
     def take_back(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
-        """Takes each rank's share of an update, which step() will not apply to these parameters, back into v, and has
-        their next gradients come together with those that it was made of.
+        """Takes each rank's share of an update, which step() will not apply to these parameters,
+        back into v, and has their next gradients come together with those that it was made of.
         """
         kept, group_of = delivery.bucket.kept, self._parameters.group_of()
         assert kept is not None
@@ -169,7 +192,10 @@ class Applier:
     def _into_v(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
         kept, values = delivery.bucket.kept, self._values(delivery)
         assert kept is not None
-        v, share = kept.views(kept.v), 1.0 if self._settings.average else 1 / self._settings.world.size
+        v, share = (
+            kept.views(kept.v),
+            1.0 if self._settings.average else 1 / self._settings.world.size,
+        )
         for p in parameters:
             v[self._parameters.names[p]].add_(values[p], alpha=share)
 
@@ -185,13 +211,20 @@ class Applier:
     def was_changed(self, parameter: Tensor, step: Step) -> bool:
         """Whether ``p.grad`` is another than the compressed update that waits for step()."""
         grad = local(parameter.grad)
-        delivery = next(delivery for delivery in step.deliveries if parameter in set(delivery.parameters))
-        kept, place = delivery.bucket.kept, [p is parameter for p in delivery.bucket.parameters].index(True)
+        delivery = next(
+            delivery for delivery in step.deliveries if parameter in set(delivery.parameters)
+        )
+        kept, place = (
+            delivery.bucket.kept,
+            [p is parameter for p in delivery.bucket.parameters].index(True),
+        )
         assert kept is not None
         update = kept.v.new_empty(kept.numels[place])
         delivery.update.write([update if i == place else None for i in range(len(kept.names))])
         update = kept.shaped(place, update)
-        scaled = update if step.inverse is None else update / step.inverse.number  # a scaler may have taken that out
+        scaled = (
+            update if step.inverse is None else update / step.inverse.number
+        )  # a scaler may have taken that out
         return not any(torch.equal(grad, one.to(grad.dtype)) for one in (update, scaled))
 
     def apply(self, step: Step) -> None:
@@ -245,7 +278,9 @@ class Applier:
 
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """The part of SGD's step that comes from weight decay, or from its momentum where gradients have it by now."""
+        """The part of SGD's step that comes from weight decay, or from its momentum where gradients
+        have it by now.
+        """
         m, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
@@ -273,17 +308,32 @@ class Applier:
         """
         bucket, update = delivery.bucket, delivery.update
         over = bucket.compressed and self.adam.compressed  # D: it is divided before it is added
-        targets, others = _targets(bucket, delivery.parameters, lambda p: None if over else local(p).detach(),
-                                   bucket.dtype(False))
+        targets, others = _targets(
+            bucket,
+            delivery.parameters,
+            lambda p: None if over else local(p).detach(),
+            bucket.dtype(False),
+        )
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
         fits = set(delivery.parameters).difference(p for p, _ in others)
-        update.add([target if p in fits else None for p, target in zip(bucket.parameters, targets, strict=True)],
-                   list(rates.values()))
+        update.add(
+            [
+                target if p in fits else None
+                for p, target in zip(bucket.parameters, targets, strict=True)
+            ],
+            list(rates.values()),
+        )
         for p in fits:
-            torch.autograd.graph.increment_version(p)  # kernels write to addresses, and a graph may hold the parameter
+            torch.autograd.graph.increment_version(
+                p
+            )  # kernels write to addresses, and a graph may hold the parameter
         if others:
-            update.write([None if p in fits else target
-                          for p, target in zip(bucket.parameters, targets, strict=True)])
+            update.write(
+                [
+                    None if p in fits else target
+                    for p, target in zip(bucket.parameters, targets, strict=True)
+                ]
+            )
             for p, x in others:
                 self.adam.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
 
@@ -294,7 +344,9 @@ class Applier:
 
     def pending_in(self, bucket: ParameterBucket) -> bool:
         """Whether a bucket has such updates."""
-        return bucket.kept is not None and (self.is_sgd or (bucket.compressed and self.adam.compressed))
+        return bucket.kept is not None and (
+            self.is_sgd or (bucket.compressed and self.adam.compressed)
+        )
 
 
 def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
@@ -306,7 +358,9 @@ def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
 
 
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
-    """The loops for both. Compiled ones take addresses and one dtype; a script may have changed the parameter's."""
+    """The loops for both. Compiled ones take addresses and one dtype; a script may have changed the
+    parameter's.
+    """
     fit = p.is_contiguous() and buffer.is_contiguous() and p.dtype == buffer.dtype
     return kernels.current(p.device.type if fit else "any", p.dtype)
 
@@ -316,10 +370,15 @@ def _add(parameter: Tensor, x: Tensor, rate: float) -> None:
     local(parameter).add_(x.mul_(rate).to(parameter.dtype))
 
 
-def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None],
-             dtype: torch.dtype) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
-    """Targets for a :class:`dgc.paths.averaged.Update`: ``of(p)`` of these parameters where its memory will do; else,
-    and listed once more with their parameter, new tensors. None for the bucket's other parameters. All in its order.
+def _targets(
+    bucket: ParameterBucket,
+    parameters: Iterable[Tensor],
+    of: Callable[[Tensor], Tensor | None],
+    dtype: torch.dtype,
+) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+    """Targets for a :class:`dgc.paths.averaged.Update`: ``of(p)`` of these parameters where its
+    memory will do; else, and listed once more with their parameter, new tensors. None for the
+    bucket's other parameters. All in its order.
     """
     wanted, targets, others, kept = set(parameters), [], [], bucket.kept
     for i, p in enumerate(bucket.parameters):
@@ -328,17 +387,24 @@ def _targets(bucket: ParameterBucket, parameters: Iterable[Tensor], of: Callable
             target = of(p)
             if target is not None and not target.is_sparse and kept is not None:
                 target = kept.in_order(i, target)
-            if (target is None or target.is_sparse or target.dtype != dtype or not target.is_contiguous()
-                    or (kept is None and not _laid_out_as(p, target))):
+            if (
+                target is None
+                or target.is_sparse
+                or target.dtype != dtype
+                or not target.is_contiguous()
+                or (kept is None and not _laid_out_as(p, target))
+            ):
                 target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
-                others.append((p, target.view(local(p).shape) if kept is None else kept.shaped(i, target)))
+                others.append(
+                    (p, target.view(local(p).shape) if kept is None else kept.shaped(i, target))
+                )
         targets.append(target)
     return targets, others
 
 
 def _laid_out_as(parameter: Tensor, grad: Tensor) -> bool:
-    """Whether a gradient has the memory format that a backward pass gives it. A script's own may have another, or be
-    expanded; an optimizer rounds in another order there, and ranks would part.
+    """Whether a gradient has the memory format that a backward pass gives it. A script's own may
+    have another, or be expanded; an optimizer rounds in another order there, and ranks would part.
     """
     own, grad = local(parameter), local(grad)
     if 0 in grad.stride():

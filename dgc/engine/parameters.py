@@ -1,11 +1,13 @@
-"""The optimizer's parameters: this rank's part of each, their names, their buckets, and how they travel.
+"""The optimizer's parameters: this rank's part of each, their names, their buckets, and how they
+travel.
 
-A parameter that ``fully_shard`` has split over the ranks of a node (FSDP2) is one like any other. ``fully_shard``
-averages within the node, leaves each rank the part of the gradient that belongs to its shard, and calls the hooks of
-``Tensor.register_post_accumulate_grad_hook`` with it. u and v are those of the shard, which is exchanged among the
-ranks that hold the same one, one in each node. Whether it travels compressed is decided by the size of the whole, alike
-for all shards. ``FSDPModule.set_all_reduce_hook`` would not do: it is given a module's gradients as one padded buffer,
-and is not told whose they are.
+A parameter that ``fully_shard`` has split over the ranks of a node (FSDP2) is one like any other.
+``fully_shard`` averages within the node, leaves each rank the part of the gradient that belongs to
+its shard, and calls the hooks of ``Tensor.register_post_accumulate_grad_hook`` with it. u and v are
+those of the shard, which is exchanged among the ranks that hold the same one, one in each node.
+Whether it travels compressed is decided by the size of the whole, alike for all shards.
+``FSDPModule.set_all_reduce_hook`` would not do: it is given a module's gradients as one padded
+buffer, and is not told whose they are.
 """
 
 from __future__ import annotations
@@ -27,16 +29,25 @@ from dgc.engine.settings import Settings
 from dgc.engine.wrapped import refuse_apex
 from dgc.paths.task import chosen
 
-BUCKET_NUMEL = 1 << 23  # more entries in a bucket => fewer messages, less overlap with the backward pass
+BUCKET_NUMEL = (
+    1 << 23
+)  # more entries in a bucket => fewer messages, less overlap with the backward pass
 MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)  # exchanged
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)  # exchanged
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 BEGAN = "dgc_compressed_from"  # beside it: the first step since which steps are compressed; -1: they are stock's
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a sharded tensor, in the same memory; a complex one as real numbers, (*shape, 2); any other
-    tensor, and None, as it is.
+    """This rank's part of a sharded tensor, in the same memory; a complex one as real numbers,
+    (*shape, 2); any other tensor, and None, as it is.
     """
     if hasattr(tensor, "to_local"):
         with torch.no_grad():
@@ -93,14 +104,21 @@ class ParameterBucket:
 
 
 def compressible(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter travels compressed: others cost little, and less than their positions would, or are complex.
+    """Whether a parameter travels compressed: others cost little, and less than their positions
+    would, or are complex.
     """
-    return parameter.dim() > 1 and parameter.numel() >= max(1, min_numel) and not parameter.is_complex()
+    return (
+        parameter.dim() > 1
+        and parameter.numel() >= max(1, min_numel)
+        and not parameter.is_complex()
+    )
 
 
-def pack(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
-         min_numel: int) -> list[tuple[list[str], list[Tensor]]]:
-    """The parameters that travel together: of one kind, in the order in which a backward pass completes them.
+def pack(
+    parameters: list[Tensor], names: dict[Tensor, str], groups: Any, min_numel: int
+) -> list[tuple[list[str], list[Tensor]]]:
+    """The parameters that travel together: of one kind, in the order in which a backward pass
+    completes them.
 
     Args:
         parameters: in the order of the optimizer.
@@ -114,7 +132,8 @@ def pack(parameters: list[Tensor], names: dict[Tensor, str], groups: Any,
     sets = _sets(parameters[::-1], groups)
     packed = []
     for together in [[p for p in kept if p.requires_grad] for kept in sets] + [
-            [p for p in kept if not p.requires_grad] for kept in sets]:
+        [p for p in kept if not p.requires_grad] for kept in sets
+    ]:
         packed += _by_kind(together, min_numel, BUCKET_NUMEL if groups is None else None)
     return [([names[p] for p in together], together) for together in packed]
 
@@ -128,7 +147,9 @@ def _sets(backward: list[Tensor], groups: Any) -> list[list[Tensor]]:
         ends = [share * (i + 1) + min(i + 1, extra) for i in range(groups)]
         return [backward[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     position = {p: i for i, p in enumerate(backward)}
-    sets = [sorted((p for p in group if p in position), key=position.__getitem__) for group in groups]
+    sets = [
+        sorted((p for p in group if p in position), key=position.__getitem__) for group in groups
+    ]
     grouped = {p for together in sets for p in together}
     return [*sets, [p for p in backward if p not in grouped]]
 
@@ -154,7 +175,8 @@ def _by_kind(together: list[Tensor], min_numel: int, full: int | None) -> list[l
 class Parameters:
     """Knows each parameter's name, bucket and way of travelling, from when the optimizer was made.
 
-    The optimizer is asked for its groups and its state each time, as loading replaces both, and is not kept alive.
+    The optimizer is asked for its groups and its state each time, as loading replaces both, and is
+    not kept alive.
 
     Args:
         optimizer: whose parameters; one of ours.
@@ -168,11 +190,15 @@ class Parameters:
         self.names, self.settings = names, settings
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
-        self.sparse: dict[Tensor, int] = {}  # parameters that had a sparse gradient -> its sparse dimensions
+        self.sparse: dict[
+            Tensor, int
+        ] = {}  # parameters that had a sparse gradient -> its sparse dimensions
         self.handed_over: set[Tensor] = set()  # of these, those of which nothing is kept any more
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
-        self.requires_update: set[Tensor] = set()  # exchanged also where a rank has no gradient for them
+        self.requires_update: set[Tensor] = (
+            set()
+        )  # exchanged also where a rank has no gradient for them
         self.frozen: set[Tensor] = set()  # at first; as those once they thaw
 
     @property
@@ -193,8 +219,8 @@ class Parameters:
 
     @property
     def stock(self) -> bool:
-        """Whether nothing is compressed now: ``p.grad`` is the averaged gradient, and the wrapped optimizer has all of
-        its state.
+        """Whether nothing is compressed now: ``p.grad`` is the averaged gradient, and the wrapped
+        optimizer has all of its state.
         """
         began: int = self.groups[0].get(BEGAN, -1)
         return began < 0
@@ -233,7 +259,9 @@ class Parameters:
             kept, rounds = None, config.value_bits <= SUM_BITS and not together[0].is_complex()
             if compressed or rounds:
                 members = dict(zip(names, map(local, together), strict=True))
-                kept = Bucket(f"bucket {number}", members, velocity=compressed and config.momentum_correction)
+                kept = Bucket(
+                    f"bucket {number}", members, velocity=compressed and config.momentum_correction
+                )
             if kept is not None and compressed:  # what it takes to run its loops begins now
                 kernels.current(kept.v.device.type, kept.v.dtype)
             bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
@@ -255,13 +283,17 @@ class Parameters:
         return chosen(bucket, self.names[parameter])
 
     def travels_compressed(self, parameter: Tensor) -> bool:
-        """Whether a parameter does; outside a process set, where there are no buckets: whether it would."""
+        """Whether a parameter does; outside a process set, where there are no buckets: whether it
+        would.
+        """
         brought = parameter in self.listed and parameter not in self.sparse
         return brought and compressible(parameter, self.settings.config.min_numel)
 
     def compressed(self) -> list[Bucket]:
         """u and v of what travels compressed."""
-        return [bucket.kept for bucket in self.buckets if bucket.compressed and bucket.kept is not None]
+        return [
+            bucket.kept for bucket in self.buckets if bucket.compressed and bucket.kept is not None
+        ]
 
     def kept(self) -> list[Bucket]:
         """All that is kept from step to step."""
@@ -275,47 +307,67 @@ class Parameters:
     @property
     def dense_numel(self) -> int:
         """Entries of those that travel dense, and are not frozen."""
-        return sum(n for p, n in self.numels.items() if p.requires_grad and not self.bucket_of[p].compressed)
+        return sum(
+            n
+            for p, n in self.numels.items()
+            if p.requires_grad and not self.bucket_of[p].compressed
+        )
 
     def dense_bytes(self, size: int) -> float:
         """Bytes that a ring allreduce of all gradients in float32 would send, among so many ranks."""
         return dense_bytes(sum(n for p, n in self.numels.items() if p.requires_grad), size)
 
     def taking_part(self, parameters: Iterable[Tensor], fired: set[Tensor]) -> list[Tensor]:
-        """The parameters that are exchanged in a step: all that have had a gradient, and those that are not frozen."""
-        return [p for p in parameters if p in fired or (
-            p.requires_grad and (p in self.requires_update or p in self.frozen))]
+        """The parameters that are exchanged in a step: all that have had a gradient, and those that
+        are not frozen.
+        """
+        return [
+            p
+            for p in parameters
+            if p in fired or (p.requires_grad and (p in self.requires_update or p in self.frozen))
+        ]
 
     def check_unchanged(self) -> None:
-        """Refuses parameters that were added, taken away, moved or reshaped by hand: kernels are given addresses, and
-        cannot find out for themselves.
+        """Refuses parameters that were added, taken away, moved or reshaped by hand: kernels are
+        given addresses, and cannot find out for themselves.
         """
         refuse_apex(self.optimizer)
         refuse_capture(self.device)
         groups = self.group_of()
         if STEP not in self.groups[0]:
-            raise RuntimeError("param_groups must stay in their order, got another group as the first one")
+            raise RuntimeError(
+                "param_groups must stay in their order, got another group as the first one"
+            )
         known = {p for p in self.names if p.dtype in DTYPES}
         if groups.keys() != known:
             added = [f"one of shape {tuple(p.shape)}" for p in groups if p not in known]
             taken = [name for p, name in self.names.items() if p not in groups]
-            raise RuntimeError(f"param_groups must not be changed by hand, got {', '.join([*added, *taken][:5])} (use "
-                               "add_param_group(), and requires_grad_(False) for what is no longer trained)")
+            raise RuntimeError(
+                f"param_groups must not be changed by hand, got {', '.join([*added, *taken][:5])} (use "
+                "add_param_group(), and requires_grad_(False) for what is no longer trained)"
+            )
         for bucket in self.buckets:
             if (kept := bucket.kept) is None:
                 continue
             device = kept.v.device
             for p, shape in zip(bucket.parameters, kept.shapes, strict=True):
                 if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
-                    raise RuntimeError(f"{self.names[p]} must be {tuple(shape)} on {device}, as when the "
-                                       f"DistributedOptimizer was made, got {tuple(p.shape)} on {p.device} (change the "
-                                       "model first, then make its optimizer)")
+                    raise RuntimeError(
+                        f"{self.names[p]} must be {tuple(shape)} on {device}, as when the "
+                        f"DistributedOptimizer was made, got {tuple(p.shape)} on {p.device} (change the "
+                        "model first, then make its optimizer)"
+                    )
 
     def note_sparse(self, parameters: Iterable[Tensor]) -> None:
         """Notes which of these have a sparse gradient: they travel as sparse tensors from now on."""
         if not self.settings.sparse_as_dense:
-            self.sparse.update({p: p.grad.sparse_dim() for p in parameters
-                                if p.grad is not None and p.grad.is_sparse and p not in self.sparse})
+            self.sparse.update(
+                {
+                    p: p.grad.sparse_dim()
+                    for p in parameters
+                    if p.grad is not None and p.grad.is_sparse and p not in self.sparse
+                }
+            )
 
     def forget_sparse(self) -> None:
         """Another training is loaded, whose state tells."""
@@ -329,7 +381,9 @@ class Parameters:
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
         """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
         if not self.settings.sparse_as_dense:
-            self.sparse.update({p: sparse[name] for p, name in self.names.items() if name in sparse})
+            self.sparse.update(
+                {p: sparse[name] for p, name in self.names.items() if name in sparse}
+            )
 
 
 def exchanged(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -28,20 +28,32 @@ class Pending:
     def __init__(self, parameters: Parameters, nonfinite: NonFinite, gradients: Gradients):
         self._parameters, self._settings = parameters, parameters.settings
         self._nonfinite, self._gradients = nonfinite, gradients
-        self._missing = False  # training goes on at a step beyond 0, without the residuals of the steps before
-        self._step: int | None = -1  # that comes after them; None: whatever step comes, as they were loaded
+        self._missing = (
+            False  # training goes on at a step beyond 0, without the residuals of the steps before
+        )
+        self._step: (
+            int | None
+        ) = -1  # that comes after them; None: whatever step comes, as they were loaded
         self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
 
     def state(self) -> dict[str, Any]:
         """A copy of u and v, by parameter name; see ``residual_state_dict`` of the optimizer."""
-        kept = {letter: {name: view.clone() for name, view in views.items()} for letter, views in self.views().items()}
+        kept = {
+            letter: {name: view.clone() for name, view in views.items()}
+            for letter, views in self.views().items()
+        }
         return {**self._identity(), **kept}
 
     def _identity(self) -> dict[str, Any]:
         """The rank, world size and shard that the residuals belong to."""
         world = self._settings.world
         part = shard(self._parameters.first)
-        return {"version": 1, "rank": world.rank, "size": world.size, **({} if part is None else {"shard": part})}
+        return {
+            "version": 1,
+            "rank": world.rank,
+            "size": world.size,
+            **({} if part is None else {"shard": part}),
+        }
 
     def views(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name, after all that is still to be put back into them."""
@@ -62,17 +74,23 @@ class Pending:
         own = self._identity()
         for key in ("version", "rank", "size", "shard"):
             if state.get(key) != own.get(key):
-                raise ValueError(f"residual_state_dict: {key} must be {own.get(key)!r}, got {state.get(key)!r}")
+                raise ValueError(
+                    f"residual_state_dict: {key} must be {own.get(key)!r}, got {state.get(key)!r}"
+                )
         for letter, expected in self.views().items():
             given = state[letter]
             if given.keys() != expected.keys():
-                raise ValueError(f"residual_state_dict: {letter} must have the same names, got none for "
-                                 f"{sorted(expected.keys() - given.keys())} and unknown "
-                                 f"{sorted(given.keys() - expected.keys())}")
+                raise ValueError(
+                    f"residual_state_dict: {letter} must have the same names, got none for "
+                    f"{sorted(expected.keys() - given.keys())} and unknown "
+                    f"{sorted(given.keys() - expected.keys())}"
+                )
             for name, tensor in given.items():
                 if tensor.shape != expected[name].shape:
-                    raise ValueError(f"residual_state_dict: {letter} of {name} must have shape "
-                                     f"{tuple(expected[name].shape)}, got {tuple(tensor.shape)}")
+                    raise ValueError(
+                        f"residual_state_dict: {letter} of {name} must have shape "
+                        f"{tuple(expected[name].shape)}, got {tuple(tensor.shape)}"
+                    )
 
     def is_of_another_rank(self, state: Mapping[str, Any]) -> bool:
         """Whether a state was given by another rank of as many."""
@@ -89,8 +107,8 @@ class Pending:
                 view.copy_(state[letter][name])
 
     def begin_anew(self) -> None:
-        """Another training is loaded, whose residuals are not part of it: they begin with zero, unless they were loaded
-        before.
+        """Another training is loaded, whose residuals are not part of it: they begin with zero,
+        unless they were loaded before.
         """
         self._parameters.forget_sparse()
         if self._step is not None:
@@ -108,16 +126,18 @@ class Pending:
                 view.zero_()
 
     def step_opens(self) -> None:
-        """A step begins. Where it does not follow the last one, rank 0 has loaded another state in mid-training, and
-        broadcast it: here, too, what was pending is of steps that are undone.
+        """A step begins. Where it does not follow the last one, rank 0 has loaded another state in
+        mid-training, and broadcast it: here, too, what was pending is of steps that are undone.
         """
         if self._step not in (None, self._parameters.step):
             self._clear()
         self.follow_step()
         if self._missing and self._parameters.kept() and not self._parameters.stock:
-            warn(f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
-                 "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
-                 "optimizer.residual_state_dict() on every rank, and load it there with load_residual_state_dict()")
+            warn(
+                f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
+                "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
+                "optimizer.residual_state_dict() on every rank, and load it there with load_residual_state_dict()"
+            )
         self._missing = False
 
     def follow_step(self) -> None:
@@ -138,7 +158,10 @@ class Pending:
         asked = Collective("gather", torch.tensor([self.world_size], device=device))
         before = transport.start(asked, "dgc.regroup")().flatten().tolist()
         own, self.world_size = self.world_size, size
-        if self._settings.average and own not in (0, size):  # commits of one job may be of several sizes
+        if self._settings.average and own not in (
+            0,
+            size,
+        ):  # commits of one job may be of several sizes
             for views in self.views().values():
                 for view in views.values():
                     view.mul_(size / own)
@@ -148,6 +171,8 @@ class Pending:
             squares = [norm(b.v).square().view(1).to(device) for b in self._parameters.kept()]
             square = Collective("sum", sum(squares, zero))
             pending = (transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
-            warn(f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
-                 f"remain have a residual of norm {pending:.3g} each")
+            warn(
+                f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
+                f"remain have a residual of norm {pending:.3g} each"
+            )
         return lost

@@ -1,4 +1,6 @@
-"""Where a training is in its schedule: the step, whether it is compressed, and what an adaptive schedule has found."""
+"""Where a training is in its schedule: the step, whether it is compressed, and what an adaptive
+schedule has found.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,15 @@ SPARSITY = KEYS["sparsity"]
 class AdaptiveSparsity:
     """Measures the steps of one rank, and moves the sparsity by what all ranks have measured.
 
-    Exposed is the time for which computing stands still: ``synchronize()``, with what is still to be compressed, the
-    waiting and the decoding; and, where nothing computes beside the process, within a ``with`` of this, which is for
-    the compression during the backward pass.
+    Exposed is the time for which computing stands still: ``synchronize()``, with what is still to
+    be compressed, the waiting and the decoding; and, where nothing computes beside the process,
+    within a ``with`` of this, which is for the compression during the backward pass.
 
     Args:
         schedule: the settings and the law.
         transport: to gather over what the ranks have measured.
-        device: that computes. On CUDA, which runs behind the host, the times are those of events in its stream.
+        device: that computes. On CUDA, which runs behind the host, the times are those of events in
+            its stream.
     """
 
     def __init__(self, schedule: Adaptive, transport: Transport, device: torch.device):
@@ -42,7 +45,9 @@ class AdaptiveSparsity:
         self._ended: Any = None  # the step before
         self._since: Any = None  # computing stands still
         self._exposed: list[tuple[Any, Any]] = []  # in this step, before its end
-        self._steps: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}  # since the last decision
+        self._steps: dict[
+            int, tuple[Any, Any, list[tuple[Any, Any]]]
+        ] = {}  # since the last decision
 
     def __enter__(self) -> None:
         self.computing_stops()
@@ -55,18 +60,23 @@ class AdaptiveSparsity:
         self._since = self._mark()
 
     def first(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The values that hold from the start, for a param group: what is in there already, within the bounds."""
+        """The values that hold from the start, for a param group: what is in there already, within
+        the bounds.
+        """
         start = Found(self._schedule.start)._asdict()
         values = {kept: float(group.get(kept, start[key])) for key, kept in KEYS.items()}
         return {**values, SPARSITY: self._schedule.within(values[SPARSITY])}
 
     def step_ends(self, group: dict[str, Any], step: int) -> None:
-        """A step has ended, and ``step`` have in all, alike on every rank. Every so often, moves the group's sparsity.
+        """A step has ended, and ``step`` have in all, alike on every rank. Every so often, moves
+        the group's sparsity.
         """
         now, every, world = self._mark(), self._schedule.every, self._transport.world
         if self._ended is not None:  # or this is the first one
             self._steps[(step - 1) % every] = self._ended, now, [*self._exposed, (self._since, now)]
-        if step % every == 0 and world is not None and world.size > 1:  # an elastic job may be down to one
+        if (
+            step % every == 0 and world is not None and world.size > 1
+        ):  # an elastic job may be down to one
             share = self._exposed_share(now)
             self._steps = {}
             if share is not None:
@@ -77,14 +87,18 @@ class AdaptiveSparsity:
         self._ended, self._exposed = now, []
 
     def _exposed_share(self, now: Any) -> float | None:
-        """The exposed time of exchanges / computing time; None if most steps were not measured on all ranks."""
+        """The exposed time of exchanges / computing time; None if most steps were not measured on
+        all ranks.
+        """
         if self._device.type == "cuda":
             now.synchronize()
         own = torch.full((self._schedule.every, 2), torch.nan, dtype=torch.float64, device="cpu")
         for row, (began, ended, exposed) in self._steps.items():
             seconds = sum(_seconds(*times) for times in exposed)
             own[row, 0], own[row, 1] = seconds, max(_seconds(began, ended) - seconds, 1e-9)
-        everyones = self._transport.start(Collective("gather", own.to(self._device)), "dgc.pace")().cpu()
+        everyones = self._transport.start(
+            Collective("gather", own.to(self._device)), "dgc.pace"
+        )().cpu()
         shares = everyones[:, :, 0].amin(0) / everyones[:, :, 1].amax(0)
         shares = shares[~shares.isnan()]
         return shares.median().item() if 2 * len(shares) > self._schedule.every else None
@@ -103,7 +117,8 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 class Progress:
-    """The step of the schedule. It lies in the first param group, so that it is saved, loaded and broadcast.
+    """The step of the schedule. It lies in the first param group, so that it is saved, loaded and
+    broadcast.
 
     Args:
         parameters: of the optimizer.
@@ -130,23 +145,34 @@ class Progress:
         self._group.setdefault(BEGAN, -1)
         self._adaptive, sparsity = None, self._settings.config.sparsity
         if not isinstance(sparsity, Adaptive):
-            for key in KEYS.values():  # from a checkpoint; Horovod broadcasts only what all ranks have
+            for (
+                key
+            ) in KEYS.values():  # from a checkpoint; Horovod broadcasts only what all ranks have
                 self._group.pop(key, None)
         else:
-            self._adaptive = AdaptiveSparsity(sparsity, self._settings.transport, self._parameters.device)
+            self._adaptive = AdaptiveSparsity(
+                sparsity, self._settings.transport, self._parameters.device
+            )
             self._group.update(self._adaptive.first(self._group))
 
     def open(self, step: Step) -> None:
-        """A step begins: it is compressed, or it is stock's. The first compressed one takes the momentum of the wrapped
-        optimizer over; the first one after it to which the schedule gives 0 sends all that is pending, and u with it.
+        """A step begins: it is compressed, or it is stock's. The first compressed one takes the
+        momentum of the wrapped optimizer over; the first one after it to which the schedule gives 0
+        sends all that is pending, and u with it.
         """
         parameters, adam = self._parameters, self._applier.adam
-        if parameters.stock and not self._gradients.alone and self._scheduled().sparsity_at(parameters.step) > 0 and (
-                not adam.used or adam.ready(self._scheduled())):
+        if (
+            parameters.stock
+            and not self._gradients.alone
+            and self._scheduled().sparsity_at(parameters.step) > 0
+            and (not adam.used or adam.ready(self._scheduled()))
+        ):
             self._applier.take_over()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
-        step.hands_back = not step.stock and not adam.used and self.config().sparsity_at(parameters.step) == 0
+        step.hands_back = (
+            not step.stock and not adam.used and self.config().sparsity_at(parameters.step) == 0
+        )
 
     def config(self) -> Config:
         """The config, with the sparsity in force where it is not the schedule's."""
@@ -155,16 +181,25 @@ class Progress:
         return self._applier.adam.in_force(self._scheduled())
 
     def _scheduled(self) -> Config:
-        return self._settings.config if self._adaptive is None else replace(
-            self._settings.config, sparsity=self._group[SPARSITY])
+        return (
+            self._settings.config
+            if self._adaptive is None
+            else replace(self._settings.config, sparsity=self._group[SPARSITY])
+        )
 
     def last_sparsity(self) -> float:
         """The sparsity that the schedule gave for the last step; of an adaptive one, for the next."""
-        return self._applier.adam.in_force(self._scheduled()).sparsity_at(max(0, self._group.get(STEP, 0) - 1))
+        return self._applier.adam.in_force(self._scheduled()).sparsity_at(
+            max(0, self._group.get(STEP, 0) - 1)
+        )
 
     def compressing(self) -> AbstractContextManager[Any]:
         """Measures compression during the backward pass, within it."""
-        if self._adaptive is None or self._parameters.stock or self._parameters.device.type == "cuda":
+        if (
+            self._adaptive is None
+            or self._parameters.stock
+            or self._parameters.device.type == "cuda"
+        ):
             return nullcontext()  # a GPU computes meanwhile
         return self._adaptive
 
@@ -178,16 +213,23 @@ class Progress:
         if self._group[BEGAN] == self._group[STEP]:
             self._applier.taken_over()
         self._group[STEP] += 1
-        if self._adaptive is not None and not self._parameters.stock:  # dense steps tell of no sparsity
+        if (
+            self._adaptive is not None and not self._parameters.stock
+        ):  # dense steps tell of no sparsity
             self._adaptive.step_ends(self._group, self._group[STEP])
 
     def hand_back(self, step: Step) -> None:
-        """Gives the wrapped optimizer its momentum back. The steps to come are stock's, once all parameters had part in
-        such a step: until then they go on at density 1, which is momentum SGD too.
+        """Gives the wrapped optimizer its momentum back. The steps to come are stock's, once all
+        parameters had part in such a step: until then they go on at density 1, which is momentum
+        SGD too.
         """
         done = self._applier.hand_back(step)
-        if all(p in done or (p in self._parameters.frozen and not p.requires_grad)
-               for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters):
+        if all(
+            p in done or (p in self._parameters.frozen and not p.requires_grad)
+            for bucket in self._parameters.buckets
+            if bucket.compressed
+            for p in bucket.parameters
+        ):
             self._group[BEGAN] = -1
 
     def take_back(self) -> None:

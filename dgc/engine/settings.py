@@ -26,7 +26,8 @@ class Role(Enum):
 class Settings:
     """The arguments of :func:`dgc.DistributedOptimizer`, and what follows from them.
 
-    Stock Horovod's optimizer has most of them as attributes, which scripts read, and may change between two steps.
+    Stock Horovod's optimizer has most of them as attributes, which scripts read, and may change
+    between two steps.
     """
 
     config: Config
@@ -45,14 +46,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         world = self.transport.world
-        # One process takes part too, where torch's optimizer would not do what is asked for, or where other processes
-        # are to have the same state.
-        needed = self.config.nonfinite == "skip" or (
-            self.grad_scaler is not None and self.config.clip_norm is not None) or self.transport.broadcasts_beyond
+        # One process takes part too, where torch's optimizer would not do what is asked for, or
+        # where other processes are to have the same state.
+        needed = (
+            self.config.nonfinite == "skip"
+            or (self.grad_scaler is not None and self.config.clip_norm is not None)
+            or self.transport.broadcasts_beyond
+        )
         if world is None:
             self.role = Role.OUTSIDE
         else:
-            self.role = Role.ALONE if world.size == 1 and not self.elastic and not needed else Role.MEMBER
+            self.role = (
+                Role.ALONE if world.size == 1 and not self.elastic and not needed else Role.MEMBER
+            )
 
     @property
     def world(self) -> World:
@@ -71,5 +77,7 @@ class Settings:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing leaves before all ranks have agreed that all of their gradients are finite."""
+        """Whether nothing leaves before all ranks have agreed that all of their gradients are
+        finite.
+        """
         return self.grad_scaler is not None or self.config.nonfinite == "skip"

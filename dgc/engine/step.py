@@ -21,8 +21,9 @@ from dgc.paths.averaged import SparseUpdate, Update
 from dgc.transport.run import PathRun, join_streams
 
 UNKNOWN = -1
-# A gradient as it was: how to find the tensor, and how often it had been written into. The reference is weak, as the id
-# of a freed tensor is used again. UNKNOWN: of a view, which has one version with the other views of its tensor.
+# A gradient as it was: how to find the tensor, and how often it had been written into. The
+# reference is weak, as the id of a freed tensor is used again. UNKNOWN: of a view, which has one
+# version with the other views of its tensor.
 Seen: TypeAlias = "tuple[Callable[[], Tensor | None], int]"
 
 
@@ -32,7 +33,9 @@ class Phase(Enum):
     IDLE = "no gradient has come"
     COLLECTING = "gradients come, and leave"
     EXCHANGED = "p.grad holds the averaged update, which waits for step()"
-    SKIPPED = "a gradient was not finite, so no rank takes this step; step() skips it, or raises an error"
+    SKIPPED = (
+        "a gradient was not finite, so no rank takes this step; step() skips it, or raises an error"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +84,22 @@ class Step:
         before: that exchange's step, whose updates wait for step().
     """
 
-    def __init__(self, parameters: Iterable[Tensor], passes: int, phase: Phase = Phase.IDLE,
-                 before: Step | None = None):
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        passes: int,
+        phase: Phase = Phase.IDLE,
+        before: Step | None = None,
+    ):
         self.phase, self._passes = phase, passes
-        self.delays = dict.fromkeys(parameters, passes)  # backward passes until a gradient is complete
+        self.delays = dict.fromkeys(
+            parameters, passes
+        )  # backward passes until a gradient is complete
         self.world = World(0, 1)
         self.fired: set[Tensor] = set()  # parameters that have had a gradient
-        self.missing: dict[ParameterBucket, int] = {}  # how many of its gradients are not complete yet
+        self.missing: dict[
+            ParameterBucket, int
+        ] = {}  # how many of its gradients are not complete yet
         self.streams: set[Any] = set()  # in which gradients were computed, of GPUs
         self.group_of: dict[Tensor, dict[str, Any]] = {}  # parameter -> its param group
         self.launched = 0  # buckets
@@ -96,29 +108,49 @@ class Step:
         self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
         self.clip: Tensor | None = None  # factor from clipping by the global norm
         # What the exchange has decided and found, which step() goes by.
-        self.stock: bool = before is None or before.stock  # nothing is compressed: p.grad is the averaged gradient
-        self.hands_back: bool = before is not None and before.hands_back  # gradients travel dense after this step
+        self.stock: bool = (
+            before is None or before.stock
+        )  # nothing is compressed: p.grad is the averaged gradient
+        self.hands_back: bool = (
+            before is not None and before.hands_back
+        )  # gradients travel dense after this step
         self.inverse: Inverse | None = None if before is None else before.inverse
-        self.error: FloatingPointError | None = None if before is None else before.error  # step() raises it
-        self.direct: list[Delivery] = [] if before is None else before.direct  # updates that step() applies itself
-        # Compressed updates that wait for step(): what was sent of them goes back into v if it does not come.
+        self.error: FloatingPointError | None = (
+            None if before is None else before.error
+        )  # step() raises it
+        self.direct: list[Delivery] = (
+            [] if before is None else before.direct
+        )  # updates that step() applies itself
+        # Compressed updates that wait for step(): what was sent of them goes back into v if it does
+        # not come.
         self.deliveries: list[Delivery] = [] if before is None else before.deliveries
         self.earlier: list[Delivery] = []  # those of an exchange before, in the same step
         self.changes = 0  # of parameters, when the exchange had ended
-        self.seen: dict[Tensor, Seen] = {}  # parameter -> its gradient, when it left or its update came
+        self.seen: dict[
+            Tensor, Seen
+        ] = {}  # parameter -> its gradient, when it left or its update came
         self.updates: dict[Tensor, Seen] = {}  # the same of an exchange before, in the same step
-        self.holds: dict[Tensor, bool] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
+        self.holds: dict[
+            Tensor, bool
+        ] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
         self.sent: Any = Counter()  # bytes by kind; by the formulas they are fractions
 
     def one_more(self, parameters: Iterable[Tensor], passes: int) -> Step:
         """One more exchange, in the step whose update waits for step()."""
         step = Step(parameters, passes)
-        step.earlier, step.direct, step.updates, step.holds = self.deliveries, self.direct, self.seen, self.holds
+        step.earlier, step.direct, step.updates, step.holds = (
+            self.deliveries,
+            self.direct,
+            self.seen,
+            self.holds,
+        )
         return step
 
     @property
     def has_earlier_update(self) -> bool:
-        """Whether an update of compressed gradients waits for step(), and a gradient to come is added to it."""
+        """Whether an update of compressed gradients waits for step(), and a gradient to come is
+        added to it.
+        """
         return bool(self.earlier or (self.phase is Phase.EXCHANGED and self.deliveries))
 
     @property
@@ -131,14 +163,20 @@ class Step:
         """Whether all is exchanged, or was skipped."""
         return self.phase in (Phase.EXCHANGED, Phase.SKIPPED)
 
-    def collect(self, world: World, group_of: dict[Tensor, dict[str, Any]], buckets: list[ParameterBucket]) -> None:
+    def collect(
+        self, world: World, group_of: dict[Tensor, dict[str, Any]], buckets: list[ParameterBucket]
+    ) -> None:
         """The first gradient comes."""
         self.phase, self.world, self.group_of = Phase.COLLECTING, world, group_of
-        # Frozen ones count, as they may thaw within the step; those frozen from the start travel apart, and last.
+        # Frozen ones count, as they may thaw within the step; those frozen from the start travel
+        # apart, and last.
         self.missing = {bucket: len(bucket.parameters) for bucket in buckets}
 
-    def arrive(self, parameter: Tensor, delay: int, bucket_of: Mapping[Tensor, ParameterBucket]) -> bool:
-        """A backward pass has added to a parameter's gradient. Returns whether that completes its bucket.
+    def arrive(
+        self, parameter: Tensor, delay: int, bucket_of: Mapping[Tensor, ParameterBucket]
+    ) -> bool:
+        """A backward pass has added to a parameter's gradient. Returns whether that completes its
+        bucket.
 
         Args:
             delay: the backward passes that were missing before.
@@ -148,7 +186,8 @@ class Step:
         if parameter.is_cuda:
             self.streams.add(torch.cuda.current_stream(parameter.device))
         elif torch.cuda.is_initialized() and shard(parameter) is not None:
-            # FSDP2 that offloads to the CPU: before torch 2.13 its copy of the gradient is still on the way, in here.
+            # FSDP2 that offloads to the CPU: before torch 2.13 its copy of the gradient is still on
+            # the way, in here.
             torch.cuda.current_stream().synchronize()
         self.delays[parameter] = delay - 1
         if delay > 1:
@@ -169,7 +208,8 @@ class Step:
         return self._passes - self.delays[parameter] if parameter in self.fired else 0
 
     def holds_update(self, parameter: Tensor, name: str, passes: Collection[int]) -> bool:
-        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes have added.
+        """Whether ``p.grad`` is still the update that waits for step(), to which backward passes
+        have added.
 
         Args:
             parameter: whose.
@@ -185,9 +225,11 @@ class Step:
         if before is None or gradient is None or before[0]() is not gradient:
             return False
         if before[1] == UNKNOWN or gradient._version - before[1] not in passes:
-            raise RuntimeError(f"the gradient of {name} must be left as it is between the exchange and one more "
-                               "backward() before step(), got one that was changed, so that nobody can tell the new "
-                               "gradient in it (drop the update by optimizer.zero_grad())")
+            raise RuntimeError(
+                f"the gradient of {name} must be left as it is between the exchange and one more "
+                "backward() before step(), got one that was changed, so that nobody can tell the new "
+                "gradient in it (drop the update by optimizer.zero_grad())"
+            )
         return True
 
     def count(self, collective: Collective) -> None:
@@ -206,7 +248,9 @@ class Step:
             raise
 
     def wait_for_gradients(self) -> None:
-        """Launches what comes next after all gradients that have come, in whatever stream each was computed."""
+        """Launches what comes next after all gradients that have come, in whatever stream each was
+        computed.
+        """
         if len(self.streams) > 1:  # than that of the gradient that has just come
             join_streams(self.streams)
 
@@ -278,14 +322,18 @@ class Ledger:
             dense_bytes=float(last["dense_bytes"]),
             message_bytes=last["message_bytes"],
             sparsity=sparsity,
-            density=(sum(int(bucket.entries_sent) for bucket in compressed) + last["dense_entries"]) / numel,
+            density=(sum(int(bucket.entries_sent) for bucket in compressed) + last["dense_entries"])
+            / numel,
             gradient_norm=sum(float(bucket.gradient_square) for bucket in compressed) ** 0.5,
             residual_norm=sum(float(norm(bucket.v)) ** 2 for bucket in parameters.kept()) ** 0.5,
             total_bytes_sent=float(totals["bytes_sent"]),
             total_dense_bytes=float(totals["dense_bytes"]),
-            total_density=(sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"])
+            total_density=(
+                sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"]
+            )
             / max(1, totals["numel"]),
             skipped=self._skipped,
             lost_residuals=self.lost_residuals,
             overflow_entries=sum(int(bucket.overflow_entries) for bucket in compressed),
-            held_entries=sum(int(bucket.held_entries) for bucket in compressed))
+            held_entries=sum(int(bucket.held_entries) for bucket in compressed),
+        )

@@ -1,1 +1,3 @@
-"""Who calls: the optimizer that replaces Horovod's, the hook of DistributedDataParallel, and what they refuse."""
+"""Who calls: the optimizer that replaces Horovod's, the hook of DistributedDataParallel, and what
+they refuse.
+"""

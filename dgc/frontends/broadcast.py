@@ -13,39 +13,55 @@ from dgc.engine.parameters import local
 from dgc.transport import ProcessSet, find
 
 
-def broadcast_parameters(params: Mapping[str, Any] | list[Any], root_rank: int = 0,
-                         process_set: ProcessSet = None) -> None:
-    """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over whatever is initialised.
+def broadcast_parameters(
+    params: Mapping[str, Any] | list[Any], root_rank: int = 0, process_set: ProcessSet = None
+) -> None:
+    """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over
+    whatever is initialised.
 
     Args:
-        params: ``model.state_dict()``, a list of ``model.named_parameters()``, or a list of tensors.
+        params: ``model.state_dict()``, a list of ``model.named_parameters()``, or a list of
+            tensors.
         root_rank: whose; a rank within the process set.
         process_set: as for :func:`dgc.DistributedOptimizer`.
 
     Raises:
-        ValueError: ``params`` is of another type, or holds no tensors, or ``root_rank`` is not in the world.
+        ValueError: ``params`` is of another type, or holds no tensors, or ``root_rank`` is not in
+            the world.
     """
     if isinstance(params, Mapping):
         items = sorted(params.items())
     elif isinstance(params, list):
-        items = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)]
+        items = [
+            item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(params)
+        ]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     if items and not any(isinstance(p, Tensor) for _, p in items):
-        raise ValueError("params must hold tensors, as model.state_dict() does, got none among "
-                         f"{', '.join(name for name, _ in items[:5])} (broadcast its parts one by one)")
+        raise ValueError(
+            "params must hold tensors, as model.state_dict() does, got none among "
+            f"{', '.join(name for name, _ in items[:5])} (broadcast its parts one by one)"
+        )
     transport = find(process_set)
     world = transport.world
     if world is None:
         return
     if not isinstance(root_rank, int) or not 0 <= root_rank < world.size:
-        raise ValueError(f"root_rank must be an integer from 0 to {world.size - 1}, got {root_rank!r}")
+        raise ValueError(
+            f"root_rank must be an integer from 0 to {world.size - 1}, got {root_rank!r}"
+        )
     with torch.no_grad():
         waits = []
         for name, p in items:
             if isinstance(p, Tensor):
-                copy = local(p).detach().clone(memory_format=torch.contiguous_format)  # Horovod takes no other
-                bits = copy.unsqueeze(-1).view(torch.uint8)  # neither Horovod nor gloo knows every dtype
-                waits.append((p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}")))
+                copy = (
+                    local(p).detach().clone(memory_format=torch.contiguous_format)
+                )  # Horovod takes no other
+                bits = copy.unsqueeze(-1).view(
+                    torch.uint8
+                )  # neither Horovod nor gloo knows every dtype
+                waits.append(
+                    (p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}"))
+                )
         for p, wait in waits:
             local(p).copy_(wait().view(local(p).dtype).squeeze(-1))

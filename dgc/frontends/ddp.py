@@ -26,9 +26,15 @@ from dgc.transport import find
 from dgc.transport.run import PathRun
 
 
-def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
-                       config: Config | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> None:
-    """Has a ``DistributedDataParallel`` model exchange compressed gradients, and its optimizer apply the updates.
+def register_comm_hook(
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    config: Config | None = None,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> None:
+    """Has a ``DistributedDataParallel`` model exchange compressed gradients, and its optimizer
+    apply the updates.
 
     ::
 
@@ -63,7 +69,9 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         RuntimeError: by torch, if there is a hook already.
     """
     _check_model(ddp_model)
-    known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None  # from before: pickled, or with another model
+    known = (
+        engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
+    )  # from before: pickled, or with another model
     if known is None or not isinstance(known.source, DDPGradients):
         known, config = None, Config() if config is None else config
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
@@ -76,8 +84,14 @@ def register_comm_hook(ddp_model: DistributedDataParallel, optimizer: torch.opti
         ddp_model.register_comm_hook(buckets, exchange)  # first of all, as it may refuse
         _registered[ddp_model] = buckets
     if known is None:
-        _change(optimizer, list(ddp_model.module.named_parameters()), config, ddp_model.process_group, grad_scaler,
-                DDPGradients(buckets))
+        _change(
+            optimizer,
+            list(ddp_model.module.named_parameters()),
+            config,
+            ddp_model.process_group,
+            grad_scaler,
+            DDPGradients(buckets),
+        )
     else:
         _add_model(known, ddp_model, buckets, config, grad_scaler)
     buckets.take(optimizer)
@@ -95,48 +109,86 @@ def exchange(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses anno
 def _check_model(model: Any) -> None:
     """Refuses what is no DistributedDataParallel, or exchanges in a way of its own."""
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got a {type(model).__name__}")
+        raise TypeError(
+            f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got a {type(model).__name__}"
+        )
     if model.mixed_precision is not None:
-        raise ValueError("ddp_model must be without mixed_precision, which changes gradients in a hook of its own, got "
-                         "one with it (use torch.autocast)")
+        raise ValueError(
+            "ddp_model must be without mixed_precision, which changes gradients in a hook of its own, got "
+            "one with it (use torch.autocast)"
+        )
     if getattr(model, "_use_python_reducer", False):
-        raise ValueError("ddp_model must have the reducer of C++, which calls this hook, got one made under "
-                         "torch._dynamo.config.optimize_ddp = 'python_reducer' (leave that setting out)")
+        raise ValueError(
+            "ddp_model must have the reducer of C++, which calls this hook, got one made under "
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' (leave that setting out)"
+        )
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
-    """The config and the scaler of an optimizer that is registered once more: what it has been packed for stays."""
+    """The config and the scaler of an optimizer that is registered once more: what it has been
+    packed for stays.
+    """
     config = before.config if config is None else config
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
-        raise ValueError(f"config must be the one that the optimizer was registered with, {before.config!r}, but for "
-                         f"the sparsity, got {config!r}")
+        raise ValueError(
+            f"config must be the one that the optimizer was registered with, {before.config!r}, but for "
+            f"the sparsity, got {config!r}"
+        )
     if config.compresses and not before.config.compresses:
-        raise ValueError(f"config must have the sparsity 0.0, with which the optimizer was registered, got {config!r} "
-                         "(register it with a schedule that begins with 0.0)")
+        raise ValueError(
+            f"config must have the sparsity 0.0, with which the optimizer was registered, got {config!r} "
+            "(register it with a schedule that begins with 0.0)"
+        )
     grad_scaler = checks.enabled_scaler(grad_scaler)
     if (grad_scaler is None) != (before.grad_scaler is None):
-        raise ValueError("grad_scaler must be given for each model of an optimizer or for none, got both")
+        raise ValueError(
+            "grad_scaler must be given for each model of an optimizer or for none, got both"
+        )
     return config, grad_scaler
 
 
-def _check_shared(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, known: Engine | None) -> None:
-    """Refuses an optimizer and a model that have nothing to do with each other, or that share too little."""
+def _check_shared(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, known: Engine | None
+) -> None:
+    """Refuses an optimizer and a model that have nothing to do with each other, or that share too
+    little.
+    """
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if not any(p.requires_grad and p in held for p in model.module.parameters()):
-        raise ValueError("the optimizer must have a parameter of ddp_model that requires a gradient, got none (give "
-                         "the optimizer that steps this model)")
-    models = {model} if known is None else {model, *(one.model for one in _source(known).models)} - {None}
+        raise ValueError(
+            "the optimizer must have a parameter of ddp_model that requires a gradient, got none (give "
+            "the optimizer that steps this model)"
+        )
+    models = (
+        {model}
+        if known is None
+        else {model, *(one.model for one in _source(known).models)} - {None}
+    )
     if len(models) > 1 and any(one.static_graph for one in models if one is not None):
-        raise ValueError("ddp_model must have static_graph=False where an optimizer has several models, got True")
+        raise ValueError(
+            "ddp_model must have static_graph=False where an optimizer has several models, got True"
+        )
     if _registered.get(model) is not None and optimizer in _registered[model].optimizers:
-        raise RuntimeError("register_comm_hook() must be called once for a model and an optimizer, got a second call")
+        raise RuntimeError(
+            "register_comm_hook() must be called once for a model and an optimizer, got a second call"
+        )
 
 
-def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, group: Any, grad_scaler: Any,
-            source: DDPGradients) -> None:
+def _change(
+    optimizer: Any,
+    names: list[tuple[str, Tensor]],
+    config: Config,
+    group: Any,
+    grad_scaler: Any,
+    source: DDPGradients,
+) -> None:
     """Makes an optimizer one that DDP's hook drives, in place."""
-    settings = Settings(config, find(group), names, process_set=group, grad_scaler=grad_scaler, in_ddp=True)
-    scheduled = optimizer.__dict__.pop("step", None)  # a scheduler's, which knows torch's step alone
+    settings = Settings(
+        config, find(group), names, process_set=group, grad_scaler=grad_scaler, in_ddp=True
+    )
+    scheduled = optimizer.__dict__.pop(
+        "step", None
+    )  # a scheduler's, which knows torch's step alone
     optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _InDDP)
     optimizer._patch_step_function()
     connect(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings, source)
@@ -144,11 +196,20 @@ def _change(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, gro
         _follow(optimizer)
 
 
-def _add_model(engine: Engine, model: DistributedDataParallel, buckets: ModelBuckets, config: Config,
-               grad_scaler: Any) -> None:
+def _add_model(
+    engine: Engine,
+    model: DistributedDataParallel,
+    buckets: ModelBuckets,
+    config: Config,
+    grad_scaler: Any,
+) -> None:
     """Has an optimizer exchange the gradients of one more model, or of one that was made anew."""
     settings, source, names = engine.settings, _source(engine), engine.names
-    settings.transport, settings.config, settings.grad_scaler = find(model.process_group), config, grad_scaler
+    settings.transport, settings.config, settings.grad_scaler = (
+        find(model.process_group),
+        config,
+        grad_scaler,
+    )
     taken = {name for p, name in names.items() if p in engine.listed}
     for name, p in model.module.named_parameters():
         if p in names and p not in engine.listed:
@@ -172,13 +233,16 @@ def _follow(optimizer: Any) -> None:
 
 
 def _step_with_the_others(engine: Engine) -> None:
-    """A rank that has no more data takes the step that its hook has exchanged, as the others do in their ``step()``.
-    Torch would give it their parameters in the end, but no momentum, no squares of AdamW's, and no loss scale.
+    """A rank that has no more data takes the step that its hook has exchanged, as the others do in
+    their ``step()``. Torch would give it their parameters in the end, but no momentum, no squares
+    of AdamW's, and no loss scale.
     """
     engine.raise_found()
     scaler, optimizer = engine.settings.grad_scaler, engine.optimizer
     if scaler is not None:
-        scaler.scale(torch.zeros((), device=next(iter(engine.listed)).device))  # it may never have been asked
+        scaler.scale(
+            torch.zeros((), device=next(iter(engine.listed)).device)
+        )  # it may never have been asked
         scaler.unscale_(optimizer)
     if engine.step.phase is Phase.EXCHANGED:
         engine.apply()
@@ -192,8 +256,10 @@ class _InDDP(Distributed):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """DDP has ``no_sync()`` for it."""
         if passes != 1:
-            raise ValueError(f"passes must be 1 with DistributedDataParallel, got {passes!r} (to accumulate gradients, "
-                             "call all but the last backward() within no_sync())")
+            raise ValueError(
+                f"passes must be 1 with DistributedDataParallel, got {passes!r} (to accumulate gradients, "
+                "call all but the last backward() within no_sync())"
+            )
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """As the wrapped optimizer's. An update that waits for step() is dropped."""
@@ -204,22 +270,36 @@ class _InDDP(Distributed):
         Distributed.zero_grad(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default process group."""
+        """As in :func:`dgc.DistributedOptimizer`; like DDP itself it comes back with the default
+        process group.
+        """
         engine = engine_of(self)
-        return reduced(self, _connect_again, {
-            "config": engine.settings.config, "grad_scaler": Shared(engine.settings.grad_scaler),
-            "brought": [engine.names[p] for p in engine.listed]})
+        return reduced(
+            self,
+            _connect_again,
+            {
+                "config": engine.settings.config,
+                "grad_scaler": Shared(engine.settings.grad_scaler),
+                "brought": [engine.names[p] for p in engine.listed],
+            },
+        )
 
 
-def _connect_again(optimizer: Any, names: list[tuple[str, Tensor]], config: Config, grad_scaler: Shared,
-                   brought: list[str]) -> Any:
+def _connect_again(
+    optimizer: Any,
+    names: list[tuple[str, Tensor]],
+    config: Config,
+    grad_scaler: Shared,
+    brought: list[str],
+) -> Any:
     source = DDPGradients(of_copy={p for name, p in names if name in set(brought)})
     _change(optimizer, names, config, None, grad_scaler.value, source)
     return optimizer
 
 
 class DDPGradients:
-    """The gradients of an optimizer that the buckets of its models bring, and the updates that they leave to it.
+    """The gradients of an optimizer that the buckets of its models bring, and the updates that they
+    leave to it.
 
     Args:
         models: of which it has parameters.
@@ -230,19 +310,30 @@ class DDPGradients:
 
     def __init__(self, *models: ModelBuckets, of_copy: set[Tensor] | None = None):
         self.models, self._of_copy = list(models), of_copy or set()
-        self.updates: dict[Tensor, tuple[Seen, Tensor]] = {}  # parameter -> p.grad as it was, update
+        self.updates: dict[
+            Tensor, tuple[Seen, Tensor]
+        ] = {}  # parameter -> p.grad as it was, update
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
-        return parameter in self._of_copy or any(parameter in model.parameters for model in self.models)
+        return parameter in self._of_copy or any(
+            parameter in model.parameters for model in self.models
+        )
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
         """DDP has hooks of its own."""
 
     def has_step(self, engine: Engine) -> bool:
         """A step() before any backward(), to quiet a scheduler's warning, is none in torch either."""
-        return not engine.settings.exchanges or engine.step.exchanged or any(
-            p.grad is not None for group in engine.optimizer.param_groups for p in group["params"])
+        return (
+            not engine.settings.exchanges
+            or engine.step.exchanged
+            or any(
+                p.grad is not None
+                for group in engine.optimizer.param_groups
+                for p in group["params"]
+            )
+        )
 
     def synchronize(self, engine: Engine) -> None:
         """Has been done by ``backward()``."""
@@ -255,20 +346,27 @@ class DDPGradients:
             return  # as in torch, whatever is in p.grad
         if idle and not any(p.grad is not None and bool(p.grad.any()) for p in engine.listed):
             return  # a script has dropped them
-        without = [engine.names[p] for p in engine.listed if p.requires_grad and (
-            p.grad is None if idle else p not in engine.step.fired)]
+        without = [
+            engine.names[p]
+            for p in engine.listed
+            if p.requires_grad and (p.grad is None if idle else p not in engine.step.fired)
+        ]
         if without:
-            raise RuntimeError("backward() must reach every parameter of a DistributedDataParallel, got no gradient "
-                               f"for {_some(without)}, so that DDP has exchanged nothing, or not all (give it "
-                               "find_unused_parameters=True)")
-        raise RuntimeError("nothing was exchanged since the last step(), and there are gradients: those of that "
-                           "step, of a forward and backward pass within no_sync() only, or of a "
-                           "DistributedDataParallel that was made anew and not registered "
-                           "(dgc.register_comm_hook(model, optimizer, config))")
+            raise RuntimeError(
+                "backward() must reach every parameter of a DistributedDataParallel, got no gradient "
+                f"for {_some(without)}, so that DDP has exchanged nothing, or not all (give it "
+                "find_unused_parameters=True)"
+            )
+        raise RuntimeError(
+            "nothing was exchanged since the last step(), and there are gradients: those of that "
+            "step, of a forward and backward pass within no_sync() only, or of a "
+            "DistributedDataParallel that was made anew and not registered "
+            "(dgc.register_comm_hook(model, optimizer, config))"
+        )
 
     def before_update(self, engine: Engine) -> None:
-        """Fills in the updates of parameters that no rank has used: DDP has left their p.grad alone, but there is an
-        update of what was pending.
+        """Fills in the updates of parameters that no rank has used: DDP has left their p.grad
+        alone, but there is an update of what was pending.
         """
         self.synchronize(engine)
         for p, (grad, update) in self.updates.items():
@@ -287,14 +385,20 @@ class _Pass:
 
     task: int = -1  # torch's number of it
     complete: bool = False  # the last bucket has come
-    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(default_factory=list)  # parameter, its p.grad meanwhile
-    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, gradient, that no optimizer applies
-    futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = field(default_factory=list)
+    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(
+        default_factory=list
+    )  # parameter, its p.grad meanwhile
+    others: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list
+    )  # parameter, gradient, that no optimizer applies
+    futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = field(
+        default_factory=list
+    )
 
 
 class ModelBuckets:
-    """DDP's buckets of one model, in one backward pass: the state of :func:`exchange`. A copy, as of the model in a
-    pickle, has neither model nor optimizers.
+    """DDP's buckets of one model, in one backward pass: the state of :func:`exchange`. A copy, as
+    of the model in a pickle, has neither model nor optimizers.
 
     Args:
         model: whose buckets.
@@ -305,7 +409,9 @@ class ModelBuckets:
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
         self._pass = _Pass()
-        self._had: dict[Tensor, bool] = {}  # whether p.grad was something when a backward pass came to it
+        self._had: dict[
+            Tensor, bool
+        ] = {}  # whether p.grad was something when a backward pass came to it
         if model is not None and model.gradient_as_bucket_view:
             self._watch()
 
@@ -318,7 +424,9 @@ class ModelBuckets:
         return None if self._model is None else self._model()
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings an optimizer its gradients from now on, in place of one that had the same parameters before."""
+        """Brings an optimizer its gradients from now on, in place of one that had the same
+        parameters before.
+        """
         own = set(engine_of(optimizer).listed)
         for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).listed)]:
             self.optimizers.remove(other)
@@ -330,14 +438,16 @@ class ModelBuckets:
         return [engine_of(optimizer) for optimizer in self.optimizers]
 
     def _watch(self) -> None:
-        """Has torch tell whether ``p.grad`` was dropped since the last exchange. Where it is a view of DDP's bucket,
-        that cannot be seen afterwards.
+        """Has torch tell whether ``p.grad`` was dropped since the last exchange. Where it is a view
+        of DDP's bucket, that cannot be seen afterwards.
         """
         alive = ref(self)
 
         def note(parameter: Tensor) -> None:
             buckets = alive()
-            if buckets is not None and any(engine.step.has_earlier_update for engine in buckets._engines):
+            if buckets is not None and any(
+                engine.step.has_earlier_update for engine in buckets._engines
+            ):
                 buckets._had[parameter] = parameter.grad is not None and bool(parameter.grad.any())
 
         for parameter in self.parameters:
@@ -351,8 +461,13 @@ class ModelBuckets:
         if not any(engine.settings.exchanges for engine in engines):
             future.set_result(buffer)
             return future
-        # In the first pass of a static graph with sparse gradients all buckets are number 0, and none is the last.
-        unnumbered = bucket.index() == 0 and bool(self._pass.futures) and backward_task() == self._pass.task != -1
+        # In the first pass of a static graph with sparse gradients all buckets are number 0, and
+        # none is the last.
+        unnumbered = (
+            bucket.index() == 0
+            and bool(self._pass.futures)
+            and backward_task() == self._pass.task != -1
+        )
         if bucket.index() == 0 and not unnumbered:
             self._begin_pass()
         self._pass.futures.append((future, buffer, parameters))
@@ -368,12 +483,19 @@ class ModelBuckets:
 
     def _begin_pass(self) -> None:
         model = self.model
-        if model is not None and model._join_config.enable and not model._divide_by_initial_world_size:
-            raise ValueError("join() must have divide_by_initial_world_size=True with compressed gradients, got False")
+        if (
+            model is not None
+            and model._join_config.enable
+            and not model._divide_by_initial_world_size
+        ):
+            raise ValueError(
+                "join() must have divide_by_initial_world_size=True with compressed gradients, got False"
+            )
         self._pass = _Pass(backward_task())
 
-    def _lend(self, parameters: list[Tensor], gradients: list[Tensor],
-              engines: list[Engine]) -> list[tuple[Tensor, Engine]]:
+    def _lend(
+        self, parameters: list[Tensor], gradients: list[Tensor], engines: list[Engine]
+    ) -> list[tuple[Tensor, Engine]]:
         """Makes the bucket's gradients those of its parameters, until the pass ends."""
         came = []
         for p, g in zip(parameters, gradients, strict=True):
@@ -385,8 +507,11 @@ class ModelBuckets:
                 continue
             step = engine.step
             if step.has_earlier_update:
-                step.holds[p] = self._had.pop(p, p.grad is not None) if self._views else step.holds_update(
-                    p, engine.names[p], [0, 1])
+                step.holds[p] = (
+                    self._had.pop(p, p.grad is not None)
+                    if self._views
+                    else step.holds_update(p, engine.names[p], [0, 1])
+                )
             self._pass.lent.append((p, p.grad, engine))
             p.grad = g
             came.append((p, engine))
@@ -398,23 +523,31 @@ class ModelBuckets:
 
     def _missing(self) -> list[str]:
         """The parameters that have had no gradient in this step."""
-        return [engine.names[p] for engine in self._engines for p in engine.listed
-                if p in self.parameters and p.requires_grad and p not in engine.step.fired]
+        return [
+            engine.names[p]
+            for engine in self._engines
+            for p in engine.listed
+            if p in self.parameters and p.requires_grad and p not in engine.step.fired
+        ]
 
     def _end_model(self) -> None:
-        """The last bucket has come. The exchange waits for the other models of the same optimizers, if their buckets
-        come in this backward pass.
+        """The last bucket has come. The exchange waits for the other models of the same optimizers,
+        if their buckets come in this backward pass.
         """
         skips = getattr(self.model, "skip_all_reduce_unused_params", False)
         if (strange := self._missing()) and not skips:
-            raise RuntimeError(f"DistributedDataParallel does not exchange {_some(strange)}: when it "
-                               "was made it did not hold them, or they were frozen. Make it anew, and register "
-                               "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)")
+            raise RuntimeError(
+                f"DistributedDataParallel does not exchange {_some(strange)}: when it "
+                "was made it did not hold them, or they were frozen. Make it anew, and register "
+                "it with the same optimizer: dgc.register_comm_hook(model, optimizer, config)"
+            )
         self._pass.complete = True
         if all(model._pass.complete for model in self._connected()):
             self._end_pass()
         elif backward_task() == -1:
-            raise RuntimeError("join() must not be used where an optimizer has several models, got a rank without data")
+            raise RuntimeError(
+                "join() must not be used where an optimizer has several models, got a rank without data"
+            )
         else:
             at_end_of_backward(self._end_pass)
 
@@ -423,7 +556,11 @@ class ModelBuckets:
         found = [self]
         for model in found:
             for engine in model._engines:
-                found += [other for other in _source(engine).models if other not in found and other.model is not None]
+                found += [
+                    other
+                    for other in _source(engine).models
+                    if other not in found and other.model is not None
+                ]
         return found
 
     def _end_pass(self) -> None:
@@ -442,17 +579,24 @@ class ModelBuckets:
             for engine in engines:
                 engine.give_up()
         elif any(_source(engine).updates for engine in engines):
-            # DDP writes p.grad at the end, too, and has asked for that later than this, but before the inner call.
+            # DDP writes p.grad at the end, too, and has asked for that later than this, but before
+            # the inner call.
             at_end_of_backward(lambda: at_end_of_backward(lambda: _keep_unwritten(engines)))
 
     def _average_others(self, engine: Engine) -> dict[Tensor, Tensor]:
-        """Averages the gradients that no registered optimizer applies, as DDP does. Returns the sparse ones."""
+        """Averages the gradients that no registered optimizer applies, as DDP does. Returns the
+        sparse ones.
+        """
         transport, world = engine.settings.transport, engine.settings.world
         sparse, by_kind = dict[Tensor, Tensor](), dict[Any, list[Tensor]]()
         for p, g in self._pass.others:
             if g.is_sparse:
                 name = f"dgc.others.sparse.{len(sparse)}"
-                sparse[p] = PathRun(reduce_sparse(name, g, world), transport, name, lambda _: None).finish().tensor
+                sparse[p] = (
+                    PathRun(reduce_sparse(name, g, world), transport, name, lambda _: None)
+                    .finish()
+                    .tensor
+                )
             else:
                 by_kind.setdefault((g.dtype, g.device), []).append(local(g))
         for number, together in enumerate(by_kind.values()):
@@ -491,7 +635,9 @@ class ModelBuckets:
             if update.is_sparse:
                 sparse[p] = update
                 continue
-            shared = grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
+            shared = (
+                grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
+            )
             if not shared and not engine.step.stock:
                 updates[p] = seen(grad), update
             if grad is not None:  # which DDP will copy into, once
@@ -508,7 +654,9 @@ def _source(engine: Engine) -> DDPGradients:
 
 
 def _keep_unwritten(engines: list[Engine]) -> None:
-    """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others are left to us."""
+    """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others
+    are left to us.
+    """
     for engine in engines:
         updates = _source(engine).updates
         for p, (grad, _) in list(updates.items()):

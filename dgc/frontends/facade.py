@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class _OfEngine(Generic[T]):
-    """An attribute of stock Horovod's optimizer, which scripts read, and may set; it lies in the engine."""
+    """An attribute of stock Horovod's optimizer, which scripts read, and may set; it lies in the
+    engine.
+    """
 
     def __init__(self, path: str):
         self._read = attrgetter(path)
@@ -41,8 +43,8 @@ class _OfEngine(Generic[T]):
 
 
 class Distributed(torch.optim.Optimizer):
-    """The type of what :func:`dgc.DistributedOptimizer` returns: a torch optimizer with these methods. Its class is
-    made at run time and inherits from the wrapped optimizer's.
+    """The type of what :func:`dgc.DistributedOptimizer` returns: a torch optimizer with these
+    methods. Its class is made at run time and inherits from the wrapped optimizer's.
     """
 
     _inner: type[torch.optim.Optimizer]
@@ -63,20 +65,32 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _handles(self) -> dict[Tensor, tuple[Any, None]]:
-        """Stock's: parameters that had a gradient since the last step, with what is under way for them."""
+        """Stock's: parameters that had a gradient since the last step, with what is under way for
+        them.
+        """
         step = engine_of(self).step
-        return {} if step.phase is not Phase.COLLECTING else {**dict.fromkeys(step.fired, (None, None)), **{
-            p: (flight.run, None) for flight in step.in_flight for p in flight.parameters}}
+        return (
+            {}
+            if step.phase is not Phase.COLLECTING
+            else {
+                **dict.fromkeys(step.fired, (None, None)),
+                **{p: (flight.run, None) for flight in step.in_flight for p in flight.parameters},
+            }
+        )
 
     # -- Horovod's -------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike on every rank."""
+        """Waits for the exchange of all gradients; ``p.grad`` then holds the averaged update, alike
+        on every rank.
+        """
         engine_of(self).synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()`` themselves."""
+        """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()``
+        themselves.
+        """
         engine = engine_of(self)
         engine.synchronizes = False
         try:
@@ -85,7 +99,9 @@ class Distributed(torch.optim.Optimizer):
             engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backward passes add up to one step: to the next one, if a gradient of this one is complete."""
+        """Sets how many backward passes add up to one step: to the next one, if a gradient of this
+        one is complete.
+        """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         engine = engine_of(self)
@@ -94,20 +110,26 @@ class Distributed(torch.optim.Optimizer):
             engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
-        """Waits for the exchange and applies the update. A closure is evaluated before the exchange."""
+        """Waits for the exchange and applies the update. A closure is evaluated before the
+        exchange.
+        """
         engine = engine_of(self)
         if not engine.optimizer.state and making_state():
-            return unhooked(self._inner.step)(engine.optimizer)  # its gradients and learning rates are 0
+            return unhooked(self._inner.step)(
+                engine.optimizer
+            )  # its gradients and learning rates are 0
         return engine.take_step(closure)
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
-        """As the wrapped optimizer's; refused while gradients are being exchanged. An update that waits for step() is
-        dropped.
+        """As the wrapped optimizer's; refused while gradients are being exchanged. An update that
+        waits for step() is dropped.
         """
         engine = engine_of(self)
         if engine.step.phase is Phase.COLLECTING:
-            raise AssertionError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
-                                 "or optimizer.synchronize(). This is prohibited as it can cause a race condition.")
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+                "or optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
         if engine.step.exchanged:
             engine.drop_update()
         self._inner.zero_grad(engine.optimizer, *args, **kwargs)
@@ -115,15 +137,17 @@ class Distributed(torch.optim.Optimizer):
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Sends what is pending in v, on all ranks, and applies it: at the current learning rate, or with AdamW at that
-        of the gradients' own steps. Call it on all of them, before evaluating or at the end of training.
+        """Sends what is pending in v, on all ranks, and applies it: at the current learning rate,
+        or with AdamW at that of the gradients' own steps. Call it on all of them, before evaluating
+        or at the end of training.
 
-        Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not move. With nothing
-        pending it changes nothing. Frozen parameters stay as they are, and keep what they have pending.
+        Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not
+        move. With nothing pending it changes nothing. Frozen parameters stay as they are, and keep
+        what they have pending.
 
         Raises:
-            TypeError: the optimizer is not SGD, nor AdamW with momentum correction: a pending gradient times the rate
-                means nothing to it.
+            TypeError: the optimizer is not SGD, nor AdamW with momentum correction: a pending
+                gradient times the rate means nothing to it.
             RuntimeError: called between ``backward()`` and ``step()``.
         """
         engine = engine_of(self)
@@ -132,21 +156,27 @@ class Distributed(torch.optim.Optimizer):
         if not engine.adds_residuals:
             if not engine.settings.config.compresses:
                 return  # nothing is ever pending
-            raise TypeError("flush() must be called on a torch.optim.SGD, or AdamW with momentum correction, got "
-                            f"{type(self).__name__} (end its training with some dense steps instead, say by "
-                            "dgc.piecewise({0: 0.999, last_steps: 0.0}))")
+            raise TypeError(
+                "flush() must be called on a torch.optim.SGD, or AdamW with momentum correction, got "
+                f"{type(self).__name__} (end its training with some dense steps instead, say by "
+                "dgc.piecewise({0: 0.999, last_steps: 0.0}))"
+            )
         engine.check_between_steps("flush()")
         engine.flush()
 
     def report(self) -> Report:
-        """Bytes, density and norms of the last step, and totals since construction. Norms are computed here."""
+        """Bytes, density and norms of the last step, and totals since construction. Norms are
+        computed here.
+        """
         return engine_of(self).report()
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded on every rank.
+        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded
+        on every rank.
 
         Raises:
-            RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on its way.
+            RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on
+                its way.
         """
         engine = engine_of(self)
         if engine.settings.exchanges:
@@ -154,18 +184,21 @@ class Distributed(torch.optim.Optimizer):
         return engine.residuals()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between ``backward()`` and
-        ``step()`` what is on its way is dropped, as it belongs to another v.
+        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between
+        ``backward()`` and ``step()`` what is on its way is dropped, as it belongs to another v.
 
         Raises:
-            ValueError: they are of another version, rank, world size or model; nothing is loaded then.
+            ValueError: they are of another version, rank, world size or model; nothing is loaded
+                then.
         """
         engine_of(self).load_residuals(state_dict)
 
     # -- torch's ---------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the others."""
+        """As ``torch.optim.Optimizer.add_param_group``; its parameters are exchanged like the
+        others.
+        """
         engine = engine_of(self)
         settings, optimizer = engine.settings, engine.optimizer
         engine.check_between_steps("add_param_group()")
@@ -174,7 +207,9 @@ class Distributed(torch.optim.Optimizer):
         self._inner.add_param_group(optimizer, param_group)
         try:
             checks.check_group(optimizer.param_groups[-1], settings.config, self._inner)
-            checks.check_shards(optimizer.param_groups, settings.process_set, settings.config, settings.grad_scaler)
+            checks.check_shards(
+                optimizer.param_groups, settings.process_set, settings.config, settings.grad_scaler
+            )
             names = checks.named(optimizer.param_groups, settings.named_parameters, generate=True)
         except (TypeError, ValueError):
             del optimizer.param_groups[before:]
@@ -186,13 +221,20 @@ class Distributed(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
 
-        hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with gradients of zero. It
-        makes them where the state is empty, which ours never is.
+        hvd.broadcast_optimizer_state calls it first of all, and leaves a fresh optimizer with
+        gradients of zero. It makes them where the state is empty, which ours never is.
         """
         engine = engine_of(self)
-        fresh = engine.optimizer.param_groups[0].get(STEP) == 0 and engine.step.phase is not Phase.COLLECTING
-        if (fresh and engine.adds_residuals and type(engine.optimizer).__module__ == HOROVODS_MODULE
-                and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())):
+        fresh = (
+            engine.optimizer.param_groups[0].get(STEP) == 0
+            and engine.step.phase is not Phase.COLLECTING
+        )
+        if (
+            fresh
+            and engine.adds_residuals
+            and type(engine.optimizer).__module__ == HOROVODS_MODULE
+            and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())
+        ):
             for parameter in engine.listed:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -201,8 +243,9 @@ class Distributed(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ from rank to rank.
-        They begin anew, unless :meth:`load_residual_state_dict` is called before or after this.
+        """As ``torch.optim.Optimizer.load_state_dict``. Residuals are not part of it: they differ
+        from rank to rank. They begin anew, unless :meth:`load_residual_state_dict` is called before
+        or after this.
         """
         engine = engine_of(self)
         optimizer = engine.optimizer
@@ -210,7 +253,9 @@ class Distributed(torch.optim.Optimizer):
         engine.drop_step()
         engine.synchronizes = True
         groups, given = optimizer.param_groups, [state_dict]
-        last = optimizer.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))  # by other hooks
+        last = optimizer.register_load_state_dict_pre_hook(
+            lambda _, changed: given.append(changed)
+        )  # by other hooks
         try:
             self._inner.load_state_dict(optimizer, state_dict)
         finally:
@@ -221,5 +266,7 @@ class Distributed(torch.optim.Optimizer):
         engine.resume()
 
     def __copy__(self) -> Any:
-        raise TypeError("a copy of a DistributedOptimizer must be a copy.deepcopy, together with the model, got "
-                        "copy.copy, which would exchange the same gradients twice")
+        raise TypeError(
+            "a copy of a DistributedOptimizer must be a copy.deepcopy, together with the model, got "
+            "copy.copy, which would exchange the same gradients twice"
+        )

@@ -1,7 +1,8 @@
 """The optimizer that takes the place of Horovod's.
 
-``DistributedOptimizer`` makes an instance of a class that inherits from the optimizer it is given, as Horovod's does:
-``isinstance(optimizer, torch.optim.SGD)`` holds, and schedulers and scalers see the optimizer that they know.
+``DistributedOptimizer`` makes an instance of a class that inherits from the optimizer it is given,
+as Horovod's does: ``isinstance(optimizer, torch.optim.SGD)`` holds, and schedulers and scalers see
+the optimizer that they know.
 """
 
 from __future__ import annotations
@@ -35,86 +36,125 @@ class HorovodCompressor(Protocol):
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: Config | HorovodCompressor | None = None,
-        backward_passes_per_step: int = 1,
-        op: int = Average,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: int | list[list[Tensor]] | None = None,
-        sparse_as_dense: bool = False,
-        process_set: ProcessSet = None,
-        *,
-        grad_scaler: torch.amp.GradScaler | None = None) -> Distributed:
-    """Wraps an optimizer so that ranks exchange compressed gradients, in place of ``hvd.DistributedOptimizer``.
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Config | HorovodCompressor | None = None,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = None,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Distributed:
+    """Wraps an optimizer so that ranks exchange compressed gradients, in place of
+    ``hvd.DistributedOptimizer``.
 
-    The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the averaged update.
-    With a single process, or outside the process set, it is the plain optimizer.
+    The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the
+    averaged update. With a single process, or outside the process set, it is the plain optimizer.
 
     Args:
-        optimizer: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS, with
-            ``momentum_correction=False``.
-        named_parameters: usually ``model.named_parameters()``. Names key the residuals; without them they are made up
-            from the order of the parameters.
+        optimizer: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but
+            LBFGS, with ``momentum_correction=False``.
+        named_parameters: usually ``model.named_parameters()``. Names key the residuals; without
+            them they are made up from the order of the parameters.
         compression: a :class:`dgc.Config`; None means ``Config()``, 99.9 % without warm-up. With
             ``hvd.Compression.none`` or ``fp16`` this is Horovod's own optimizer.
         backward_passes_per_step: how many backward passes add up to one step.
         op: ``Average`` or ``Sum``, of this package or of Horovod.
-        gradient_predivide_factor: with Average, divides before the sum and multiplies after it. What travels sparse is
-            added up in float32 or wider, where it cancels out.
+        gradient_predivide_factor: with Average, divides before the sum and multiplies after it.
+            What travels sparse is added up in float32 or wider, where it cancels out.
         num_groups: Horovod's deprecated name for an integer ``groups``.
-        groups: how to bucket the gradients: a number of groups, or a list of lists of parameters. None: by size.
+        groups: how to bucket the gradients: a number of groups, or a list of lists of parameters.
+            None: by size.
         sparse_as_dense: treat sparse gradients as dense ones (and so compress them).
-        process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all processes.
-            With parameters that ``fully_shard`` has split over the ranks of a node: the ranks that hold the same
-            shard, one in each node. A rank then takes part with the gradient that its node has averaged, and has the
-            residuals of its shard; ``FloatingPointError`` is raised where the shard has the bad gradient.
-        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated without its scale,
-            and an overflow on any rank makes every rank skip the step. The exchange then ends with ``backward()``,
-            after which ``p.grad`` is the averaged update times the scale, as the scaler expects it.
+        process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all
+            processes. With parameters that ``fully_shard`` has split over the ranks of a node: the
+            ranks that hold the same shard, one in each node. A rank then takes part with the
+            gradient that its node has averaged, and has the residuals of its shard;
+            ``FloatingPointError`` is raised where the shard has the bad gradient.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated
+            without its scale, and an overflow on any rank makes every rank skip the step. The
+            exchange then ends with ``backward()``, after which ``p.grad`` is the averaged update
+            times the scale, as the scaler expects it.
 
     Returns:
-        An optimizer of the same class, with ``synchronize``, ``skip_synchronize``, ``set_backward_passes_per_step``
-        as Horovod's, and ``residual_state_dict``, ``load_residual_state_dict``, ``flush`` and ``report``.
+        An optimizer of the same class, with ``synchronize``, ``skip_synchronize``,
+        ``set_backward_passes_per_step`` as Horovod's, and ``residual_state_dict``,
+        ``load_residual_state_dict``, ``flush`` and ``report``.
 
     Raises:
         ValueError, TypeError: an argument that is not as said above.
         RuntimeError: neither Horovod nor torch.distributed is initialised.
-        ValueError: at the first step, on all ranks, if these do not train the same: the error says in what they differ.
+        ValueError: at the first step, on all ranks, if these do not train the same: the error says
+            in what they differ.
     """
     _check_as_horovod(gradient_predivide_factor, op, backward_passes_per_step)
     if num_groups != 0:
-        warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning)
+        warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+        )
         groups = num_groups if groups is None else groups
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         if checks.enabled_scaler(grad_scaler) is not None:
-            raise ValueError("grad_scaler must be None where compression is Horovod's, whose optimizer does not know "
-                             "of it, got one (call synchronize() before scaler.step() instead)")
+            raise ValueError(
+                "grad_scaler must be None where compression is Horovod's, whose optimizer does not know "
+                "of it, got one (call synchronize() before scaler.step() instead)"
+            )
         import horovod.torch as hvd  # whose compressor this is
+
         stock: Distributed = hvd.DistributedOptimizer(
-            optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
-            groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set or hvd.global_process_set)
+            optimizer,
+            named_parameters,
+            compression,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set or hvd.global_process_set,
+        )
         if hvd.rank() == 0:
-            warn("compression is Horovod's, and so is all of this optimizer: leave it out, or give a dgc.Config, for "
-                 "Deep Gradient Compression")
+            warn(
+                "compression is Horovod's, and so is all of this optimizer: leave it out, or give a dgc.Config, for "
+                "Deep Gradient Compression"
+            )
         return stock
     config = Config() if compression is None else compression
     grad_scaler = checks.check_all(optimizer, config, op, grad_scaler)
     if isinstance(named_parameters, Config):
-        raise TypeError("DistributedOptimizer: named_parameters must be model.named_parameters(), got a Config (give "
-                        "that as compression=)")
+        raise TypeError(
+            "DistributedOptimizer: named_parameters must be model.named_parameters(), got a Config (give "
+            "that as compression=)"
+        )
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)
-    transport = find(process_set)  # last of all, so that what is wrong with arguments is said before hvd.init() too
+    transport = find(
+        process_set
+    )  # last of all, so that what is wrong with arguments is said before hvd.init() too
     checks.check_shards(optimizer.param_groups, process_set, config, grad_scaler)
-    settings = Settings(config, transport, given_names, backward_passes_per_step, op, gradient_predivide_factor, groups,
-                        sparse_as_dense, process_set, grad_scaler)
+    settings = Settings(
+        config,
+        transport,
+        given_names,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        groups,
+        sparse_as_dense,
+        process_set,
+        grad_scaler,
+    )
     return _wrapped(optimizer, names, settings)
 
 
-def _check_as_horovod(gradient_predivide_factor: float, op: int, backward_passes_per_step: int) -> None:
+def _check_as_horovod(
+    gradient_predivide_factor: float, op: int, backward_passes_per_step: int
+) -> None:
     """Horovod's checks, in its order and words."""
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -122,22 +162,30 @@ def _check_as_horovod(gradient_predivide_factor: float, op: int, backward_passes
         raise ValueError("backward_passes_per_step must be > 0")
 
 
-def _wrapped(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings) -> Distributed:
+def _wrapped(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings
+) -> Distributed:
     """A distributed optimizer with the defaults, state, hooks and groups of a plain one."""
     cls: Any = distributed_class(type(optimizer), settings.transport.optimizer_module, _Hooked)
     wrapped: Any = cls.__new__(cls)
-    # A scheduler may have patched ``step`` on the instance; that one would step the optimizer within, not this.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    # A scheduler may have patched ``step`` on the instance; that one would step the optimizer
+    # within, not this.
+    wrapped.__dict__.update(
+        {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+    )
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it will not be; else that scheduler would warn
     wrapped._patch_step_function()
     connect(wrapped, names, settings, Hooks(ends_with_backward=settings.grad_scaler is not None))
     return cast(Distributed, wrapped)
 
 
-def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: type[Distributed]) -> type[Any]:
-    """A class that inherits from an optimizer's and has the methods of :class:`dgc.frontends.facade.Distributed` and of
-    a subclass. They are merged into one class, so that its ``super()`` is the optimizer's, as Horovod's functions
-    expect. A compiled function may call those of a training step.
+def distributed_class(
+    inner: type[torch.optim.Optimizer], module: str, methods: type[Distributed]
+) -> type[Any]:
+    """A class that inherits from an optimizer's and has the methods of
+    :class:`dgc.frontends.facade.Distributed` and of a subclass. They are merged into one class, so
+    that its ``super()`` is the optimizer's, as Horovod's functions expect. A compiled function may
+    call those of a training step.
 
     Args:
         inner: the optimizer's class.
@@ -145,12 +193,18 @@ def distributed_class(inner: type[torch.optim.Optimizer], module: str, methods: 
         methods: the subclass.
     """
     members = {**vars(Distributed), **vars(methods)}
-    members.update({name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")})
-    members["zero_grad"].__signature__ = inspect.signature(inner.zero_grad)  # Accelerate looks at it
+    members.update(
+        {name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")}
+    )
+    members["zero_grad"].__signature__ = inspect.signature(
+        inner.zero_grad
+    )  # Accelerate looks at it
     return type(inner.__name__, (inner,), {**members, "__module__": module, "_inner": inner})
 
 
-def connect(optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource) -> None:
+def connect(
+    optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource
+) -> None:
     """Gives an optimizer of a distributed class its engine."""
     checks.tell_of_config(settings, optimizer)
     optimizer._dgc = Engine(optimizer, names, settings, source)
@@ -162,21 +216,35 @@ class _Hooked(Distributed):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """See :func:`reduced`."""
         given = engine_of(self).settings
-        return reduced(self, _wrap_again, {
-            "compression": given.config, "backward_passes_per_step": given.backward_passes_per_step, "op": given.op,
-            "gradient_predivide_factor": given.gradient_predivide_factor, "groups": given.groups,
-            "sparse_as_dense": given.sparse_as_dense, "process_set": Shared(given.process_set),
-            "grad_scaler": Shared(given.grad_scaler)})
+        return reduced(
+            self,
+            _wrap_again,
+            {
+                "compression": given.config,
+                "backward_passes_per_step": given.backward_passes_per_step,
+                "op": given.op,
+                "gradient_predivide_factor": given.gradient_predivide_factor,
+                "groups": given.groups,
+                "sparse_as_dense": given.sparse_as_dense,
+                "process_set": Shared(given.process_set),
+                "grad_scaler": Shared(given.grad_scaler),
+            },
+        )
 
 
-def _wrap_again(optimizer: Any, names: Any, process_set: Shared, grad_scaler: Shared, **arguments: Any) -> Distributed:
-    return DistributedOptimizer(optimizer, names, process_set=process_set.value, grad_scaler=grad_scaler.value,
-                                **arguments)
+def _wrap_again(
+    optimizer: Any, names: Any, process_set: Shared, grad_scaler: Shared, **arguments: Any
+) -> Distributed:
+    return DistributedOptimizer(
+        optimizer, names, process_set=process_set.value, grad_scaler=grad_scaler.value, **arguments
+    )
 
 
-def reduced(optimizer: Any, make: Callable[..., Distributed], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a copy, or a pickle, of a distributed optimizer is made from. Its class is made at run time, so a copy is
-    wrapped anew.
+def reduced(
+    optimizer: Any, make: Callable[..., Distributed], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What a copy, or a pickle, of a distributed optimizer is made from. Its class is made at run
+    time, so a copy is wrapped anew.
 
     Args:
         optimizer: the original.
@@ -184,11 +252,24 @@ def reduced(optimizer: Any, make: Callable[..., Distributed], arguments: Mapping
         arguments: of ``make``.
     """
     engine = engine_of(optimizer)
-    state = {"defaults": optimizer.defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
-    named = {p: name for name, p in engine.settings.named_parameters or ()}  # with those of groups still to be added
+    state = {
+        "defaults": optimizer.defaults,
+        "state": optimizer.state,
+        "param_groups": optimizer.param_groups,
+    }
+    named = {
+        p: name for name, p in engine.settings.named_parameters or ()
+    }  # with those of groups still to be added
     names = [(name, p) for p, name in {**named, **engine.names}.items()]
-    return _rebuild, (optimizer._inner, state, make, names, arguments, optimizer.residual_state_dict(),
-                      engine.sparse_names())
+    return _rebuild, (
+        optimizer._inner,
+        state,
+        make,
+        names,
+        arguments,
+        optimizer.residual_state_dict(),
+        engine.sparse_names(),
+    )
 
 
 @dataclass(frozen=True)
@@ -201,8 +282,14 @@ class Shared:
         return self
 
 
-def _rebuild(inner: type[torch.optim.Optimizer], state: dict[str, Any], make: Callable[..., Distributed],
-             names: list[tuple[str, Tensor]], arguments: Mapping[str, Any], *kept: Any) -> Distributed:
+def _rebuild(
+    inner: type[torch.optim.Optimizer],
+    state: dict[str, Any],
+    make: Callable[..., Distributed],
+    names: list[tuple[str, Tensor]],
+    arguments: Mapping[str, Any],
+    *kept: Any,
+) -> Distributed:
     """Makes a copy; pickles call it."""
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)

@@ -1,1 +1,3 @@
-"""Frameworks that have a training loop of their own. Each is imported where it is used; the user installs it."""
+"""Frameworks that have a training loop of their own. Each is imported where it is used; the user
+installs it.
+"""

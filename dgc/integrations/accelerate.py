@@ -17,8 +17,10 @@ from dgc.warn import warn
 try:
     from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
-    raise ImportError("dgc.integrations.accelerate must have Hugging Face Accelerate, got none "
-                      "(pip install 'accelerate>=1.0')") from error
+    raise ImportError(
+        "dgc.integrations.accelerate must have Hugging Face Accelerate, got none "
+        "(pip install 'accelerate>=1.0')"
+    ) from error
 
 FOLDER = "dgc"  # within a checkpoint's folder
 
@@ -52,22 +54,31 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
         TypeError, ValueError: as :func:`dgc.register_comm_hook`.
     """
     if not isinstance(optimizer, AcceleratedOptimizer):
-        raise TypeError(f"optimizer must be the one that accelerator.prepare() returned, got a "
-                        f"{type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be the one that accelerator.prepare() returned, got a "
+            f"{type(optimizer).__name__}"
+        )
     if accelerator.num_processes == 1:
-        accelerator.register_load_state_pre_hook(lambda models, folder: tell_of_what_is_left_out(folder))
+        accelerator.register_load_state_pre_hook(
+            lambda models, folder: tell_of_what_is_left_out(folder)
+        )
         return
     config = config or Config()
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     register_comm_hook(model, optimizer.optimizer, config, grad_scaler=accelerator.scaler)
-    optimizer.__setstate__(optimizer.__getstate__())  # with a scaler it holds the step() of the class before
+    optimizer.__setstate__(
+        optimizer.__getstate__()
+    )  # with a scaler it holds the step() of the class before
     _add_to_checkpoints(accelerator, model, optimizer.optimizer)
     _clip_by_config(accelerator, model, config)
 
 
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Has ``save_state`` and ``load_state``, which call on all ranks, take the residuals along."""
-    accelerator.dgc_models = [*getattr(accelerator, "dgc_models", ()), model.module]  # those that are compressed
+    accelerator.dgc_models = [
+        *getattr(accelerator, "dgc_models", ()),
+        model.module,
+    ]  # those that are compressed
 
     def part(models: list[Any], folder: str) -> Path:
         number = [one for one in models if one in accelerator.dgc_models].index(model.module)
@@ -86,7 +97,9 @@ def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 
 def load_if_there(accelerator: Any, part: Path, model: Any, optimizer: Any) -> None:
-    """Loads what :func:`dgc.save_checkpoint` has put into this part of a checkpoint; one without DGC has none."""
+    """Loads what :func:`dgc.save_checkpoint` has put into this part of a checkpoint; one without
+    DGC has none.
+    """
     there = torch.tensor(part.is_dir() and accelerator.is_main_process, device=accelerator.device)
     if accelerator.reduce(there.int()).item():  # rank 0's disk counts
         dgc.checkpoint.load_checkpoint(part, model, optimizer)
@@ -95,28 +108,49 @@ def load_if_there(accelerator: Any, part: Path, model: Any, optimizer: Any) -> N
 def tell_of_what_is_left_out(folder: str) -> None:
     """Warns where one process goes on with a checkpoint of several."""
     if (part := Path(folder) / FOLDER).is_dir():
-        warn(f"One process goes on with a checkpoint of several: what these had pending in {part}, and the momentum of "
-             "compressed parameters, is left out and begins with zero (go on with two processes or more to keep it)")
+        warn(
+            f"One process goes on with a checkpoint of several: what these had pending in {part}, and the momentum of "
+            "compressed parameters, is left out and begins with zero (go on with two processes or more to keep it)"
+        )
 
 
 def _clip_by_config(accelerator: Any, model: Any, config: Config) -> None:
-    """Has ``clip_grad_norm_`` leave this model's gradients alone, which were clipped before the exchange."""
+    """Has ``clip_grad_norm_`` leave this model's gradients alone, which were clipped before the
+    exchange.
+    """
     stock = accelerator.clip_grad_norm_
-    accelerator.dgc_parameters = own = {*getattr(accelerator, "dgc_parameters", ()), *model.parameters()}
+    accelerator.dgc_parameters = own = {
+        *getattr(accelerator, "dgc_parameters", ()),
+        *model.parameters(),
+    }
 
-    def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(
+        parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if own.isdisjoint(parameters):
             norm: Tensor = stock(parameters, max_norm, norm_type)
             return norm
         if not own.issuperset(parameters):
-            raise ValueError("parameters must be all of models whose gradients are compressed, or none of them, got "
-                             "both (call clip_grad_norm_ once for each kind)")
-        if max_norm not in (config.clip_norm, float("inf")) or (max_norm == config.clip_norm and norm_type != 2):
-            raise ValueError(f"max_norm must be that of Config(clip_norm=...), which bounds gradients before they are "
-                             f"exchanged, {config.clip_norm}, with norm_type 2, got {max_norm} and {norm_type}")
+            raise ValueError(
+                "parameters must be all of models whose gradients are compressed, or none of them, got "
+                "both (call clip_grad_norm_ once for each kind)"
+            )
+        if max_norm not in (config.clip_norm, float("inf")) or (
+            max_norm == config.clip_norm and norm_type != 2
+        ):
+            raise ValueError(
+                f"max_norm must be that of Config(clip_norm=...), which bounds gradients before they are "
+                f"exchanged, {config.clip_norm}, with norm_type 2, got {max_norm} and {norm_type}"
+            )
         accelerator.unscale_gradients()
-        norms = [torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
+        norms = [
+            torch.linalg.vector_norm(p.grad, norm_type) for p in parameters if p.grad is not None
+        ]
+        return (
+            torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            if norms
+            else torch.zeros((), device="cpu")
+        )
 
     accelerator.clip_grad_norm_ = clip_grad_norm_

@@ -10,12 +10,15 @@ from dgc.frontends.ddp import register_comm_hook
 try:
     from lightning.fabric import is_wrapped
 except ModuleNotFoundError as error:
-    raise ImportError("dgc.integrations.fabric must have PyTorch Lightning, got none "
-                      "(pip install 'lightning>=2.5')") from error
+    raise ImportError(
+        "dgc.integrations.fabric must have PyTorch Lightning, got none "
+        "(pip install 'lightning>=2.5')"
+    ) from error
 
 
 def compress(fabric: Any, model: Any, optimizer: Any, config: Config | None = None) -> None:
-    """Has a model that was set up exchange compressed gradients, and its optimizer apply the updates.
+    """Has a model that was set up exchange compressed gradients, and its optimizer apply the
+    updates.
 
     ::
 
@@ -39,9 +42,19 @@ def compress(fabric: Any, model: Any, optimizer: Any, config: Config | None = No
     """
     for name, given in (("model", model), ("optimizer", optimizer)):
         if not is_wrapped(given):
-            raise TypeError(f"{name} must be the one that fabric.setup() returned, got a {type(given).__name__}")
+            raise TypeError(
+                f"{name} must be the one that fabric.setup() returned, got a {type(given).__name__}"
+            )
     if fabric.world_size > 1:
-        ddp_model = getattr(model._forward_module, "_orig_mod", model._forward_module)  # torch.compile wraps it
-        register_comm_hook(ddp_model, optimizer.optimizer, config or Config(),
-                           grad_scaler=getattr(fabric.strategy.precision, "scaler", None))
-        optimizer.zero_grad = optimizer.optimizer.zero_grad  # the wrapper has that of the class before
+        ddp_model = getattr(
+            model._forward_module, "_orig_mod", model._forward_module
+        )  # torch.compile wraps it
+        register_comm_hook(
+            ddp_model,
+            optimizer.optimizer,
+            config or Config(),
+            grad_scaler=getattr(fabric.strategy.precision, "scaler", None),
+        )
+        optimizer.zero_grad = (
+            optimizer.optimizer.zero_grad
+        )  # the wrapper has that of the class before

@@ -14,8 +14,9 @@ from dgc.paths.finite import PendingVerdict
 class Update(Protocol):
     """The averaged update of a bucket's parameters, equal on every rank.
 
-    Targets are contiguous tensors in the update's dtype, one for each parameter in order, with their entries as the
-    bucket has them (:meth:`dgc.compression.residual.Bucket.in_order`); None stands for one that is not wanted.
+    Targets are contiguous tensors in the update's dtype, one for each parameter in order, with
+    their entries as the bucket has them (:meth:`dgc.compression.residual.Bucket.in_order`); None
+    stands for one that is not wanted.
     """
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
@@ -35,12 +36,19 @@ class DenseUpdate:
         blame: names the ranks whose gradients made the update infinite or NaN; "" if it is finite.
 
     Attributes:
-        velocity: the average of all ranks' u, flat, in the last step before gradients travel dense; else None.
+        velocity: the average of all ranks' u, flat, in the last step before gradients travel dense;
+            else None.
     """
 
     velocity: Tensor | None = None
 
-    def __init__(self, flat: Tensor, numels: Sequence[int], verdict: PendingVerdict | None = None, blame: str = ""):
+    def __init__(
+        self,
+        flat: Tensor,
+        numels: Sequence[int],
+        verdict: PendingVerdict | None = None,
+        blame: str = "",
+    ):
         self.parts, self.verdict, self.blame = flat.split(list(numels)), verdict, blame
 
     def write(self, targets: Sequence[Tensor | None]) -> None:
@@ -69,8 +77,8 @@ class SparseUpdate:
         blame: as for :class:`DenseUpdate`.
 
     Attributes:
-        v, u: the averages of what was pending of the parameter, and of its velocity, in its shape, where some rank had
-            any of it; else None.
+        v, u: the averages of what was pending of the parameter, and of its velocity, in its shape,
+            where some rank had any of it; else None.
     """
 
     def __init__(self, tensor: Tensor, blame: str = ""):

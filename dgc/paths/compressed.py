@@ -23,14 +23,16 @@ from dgc.trace import stage
 
 @lru_cache(1024)
 def sends_dense(exchange: str, sizes: messages.Sizes, nodes: int) -> bool:
-    """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so is alike on every
-    rank.
+    """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so
+    is alike on every rank.
     """
     return messages.sends_dense(exchange, sizes, nodes)
 
 
 def gather(task: Task) -> Path[Update]:
-    """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and 4)."""
+    """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and
+    4).
+    """
     bad, index, used = task.select()
     bucket, layout, world, moves = task.bucket, task.layout, task.world, Moves(task.bucket)
     is_refused, names = refused(bucket, bad)
@@ -39,42 +41,57 @@ def gather(task: Task) -> Path[Update]:
     try:
         messages = yield from among_nodes("gather", message.view(-1), world)
         with stage("dgc::read"):
-            received = task.kernel.Received(layout, layout.rows, messages, world.divisor(task.average))
+            received = task.kernel.Received(
+                layout, layout.rows, messages, world.divisor(task.average)
+            )
         return (yield from concluded(moves, received, names, world))
     except (Exception, KeyboardInterrupt):
         moves.undo()
         raise
 
 
-def reduce(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, step: int, world: World, *,
-           average: bool = True, scale: Tensor | Mapping[str, Tensor] | None = None,
-           hands_back: bool = False) -> Path[Update]:
-    """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and 4).
+def reduce(
+    bucket: Bucket,
+    gradients: Mapping[str, Gradient],
+    config: Config,
+    step: int,
+    world: World,
+    *,
+    average: bool = True,
+    scale: Tensor | Mapping[str, Tensor] | None = None,
+    hands_back: bool = False,
+) -> Path[Update]:
+    """One step of Deep Gradient Compression for the parameters of a bucket (paper, Algorithms 1 and
+    4).
 
-    At density 1 everything is sent, u is not masked, and the update is exactly that of momentum SGD, because
-    momentum is linear.
+    At density 1 everything is sent, u is not masked, and the update is exactly that of momentum
+    SGD, because momentum is linear.
 
     Args:
         bucket: holds u and v, which this changes.
-        gradients: parameter -> local gradient. A parameter without one sits this step out: its slots stay empty.
+        gradients: parameter -> local gradient. A parameter without one sits this step out: its
+            slots stay empty.
         config: the settings.
         step: the optimizer's step, from 0; alike on every rank.
-        world: this rank and how many there are; all of them walk this path. Those of a node have the same gradients,
-            from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
+        world: this rank and how many there are; all of them walk this path. Those of a node have
+            the same gradients, from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
         average: divide the sum by N.
-        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss scale; one for all,
-            or one each.
-        hands_back: this is the last step before gradients travel dense, at sparsity 0: u is averaged as well.
+        scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss
+            scale; one for all, or one each.
+        hands_back: this is the last step before gradients travel dense, at sparsity 0: u is
+            averaged as well.
 
     Returns:
         The :class:`dgc.paths.averaged.Update` of the bucket's parameters, in the residual's dtype.
 
     Raises:
-        FloatingPointError: a rank's gradient is not finite; raised on all of them. What is not finite entered u and v
-            nowhere.
+        FloatingPointError: a rank's gradient is not finite; raised on all of them. What is not
+            finite entered u and v nowhere.
         ValueError: a message is corrupt; raised on all ranks that received it so.
     """
-    sparsity = config.sparsity_at(step)  # first of all: a schedule's error leaves u and v as they were
+    sparsity = config.sparsity_at(
+        step
+    )  # first of all: a schedule's error leaves u and v as they were
     bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
@@ -99,7 +116,9 @@ def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
         total = yield from among_nodes("sum", bucket.u.clone(), world)
         velocity = total.div_(world.divisor(task.average))
     taken = task.take_all(() if verdict.names else task.gradients)
-    bits = 0 if hands_back else task.layout.sizes.sum_bits  # nothing may stay in v, which stock's steps do not send
+    bits = (
+        0 if hands_back else task.layout.sizes.sum_bits
+    )  # nothing may stay in v, which stock's steps do not send
     update = yield from summed(bucket, None, taken, world, task.average, verdict, bits)
     update.velocity = velocity
     return update
@@ -113,12 +132,24 @@ def _sum_chosen(task: Task) -> Path[Update]:
     valid = task.layout.uses(used) & fine
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     values = task.take(index, valid)
-    return (yield from summed(bucket, index, values, task.world, task.average, verdict, task.layout.sizes.sum_bits))
+    return (
+        yield from summed(
+            bucket, index, values, task.world, task.average, verdict, task.layout.sizes.sum_bits
+        )
+    )
 
 
-def flush(bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True) -> Path[Update]:
-    """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is left alone."""
-    bucket.total_entries += sum(n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names)
+def flush(
+    bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True
+) -> Path[Update]:
+    """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is
+    left alone.
+    """
+    bucket.total_entries += sum(
+        n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names
+    )
     with stage("dgc::take"):
         taken = bucket.take_all(names)
-    return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))  # entries_sent: the last step's
+    return (
+        yield from summed(bucket, None, taken, world, average, LocalVerdict())
+    )  # entries_sent: the last step's

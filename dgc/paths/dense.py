@@ -13,14 +13,28 @@ from dgc.compression import sizes as messages
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Rows, worst
 from dgc.paths.averaged import DenseUpdate
-from dgc.paths.finite import LocalVerdict, PendingVerdict, blame_for, checked_sum, first_not_finite, verdict_of_rows
+from dgc.paths.finite import (
+    LocalVerdict,
+    PendingVerdict,
+    blame_for,
+    checked_sum,
+    first_not_finite,
+    verdict_of_rows,
+)
 from dgc.paths.nodes import among_nodes
 from dgc.trace import stage
 
 
-def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool = True, scale: Tensor | None = None,
-                 predivide: float = 1.0) -> Path[DenseUpdate]:
-    """The path of gradients that travel dense, as in stock Horovod: their sum, by one ring allreduce.
+def reduce_dense(
+    gradients: Mapping[str, Tensor],
+    world: World,
+    *,
+    average: bool = True,
+    scale: Tensor | None = None,
+    predivide: float = 1.0,
+) -> Path[DenseUpdate]:
+    """The path of gradients that travel dense, as in stock Horovod: their sum, by one ring
+    allreduce.
 
     Args:
         gradients: parameter -> gradient, of one dtype and device; they are not changed.
@@ -30,8 +44,9 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
 
     Returns:
-        The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``. If it is not finite it says
-        whose gradient made it so; where a device is asynchronous, by a :class:`dgc.paths.finite.PendingVerdict`.
+        The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``. If it is
+        not finite it says whose gradient made it so; where a device is asynchronous, by a
+        :class:`dgc.paths.finite.PendingVerdict`.
     """
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     own = first_not_finite(flat) if device.is_asynchronous(flat.device) else None
@@ -50,16 +65,26 @@ def reduce_dense(gradients: Mapping[str, Tensor], world: World, *, average: bool
         blame = yield from blame_for(total, names, numels, bad)
     else:
         verdict = PendingVerdict(names, numels, own, first_not_finite(total))
-    return DenseUpdate(total.mul_(predivide / world.size) if average else total, numels, verdict, blame)
+    return DenseUpdate(
+        total.mul_(predivide / world.size) if average else total, numels, verdict, blame
+    )
 
 
-def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], bits: int, world: World, *,
-                   average: bool = True) -> Path[DenseUpdate]:
-    """The path of parameters that always travel dense, in few bits; v of the bucket keeps what that drops.
+def reduce_rounded(
+    bucket: Bucket,
+    gradients: Mapping[str, Tensor],
+    bits: int,
+    world: World,
+    *,
+    average: bool = True,
+) -> Path[DenseUpdate]:
+    """The path of parameters that always travel dense, in few bits; v of the bucket keeps what that
+    drops.
 
     Args:
         bucket: has v and no u.
-        gradients: parameter -> gradient, already clipped. A parameter without one sits this step out.
+        gradients: parameter -> gradient, already clipped. A parameter without one sits this step
+            out.
         bits: of a value; 0: the sum is not rounded.
         world: this rank and how many there are.
         average: divide the sum by N.
@@ -78,13 +103,19 @@ def reduce_rounded(bucket: Bucket, gradients: Mapping[str, Tensor], bits: int, w
 
 
 def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict:
-    """v = v + g, without what is not finite. On an asynchronous device its flags tell where that is."""
+    """v = v + g, without what is not finite. On an asynchronous device its flags tell where that
+    is.
+    """
     if not device.is_asynchronous(bucket.v.device):
-        return LocalVerdict(tuple(bucket.accumulate({name: Gradient(g) for name, g in gradients.items()})))
+        return LocalVerdict(
+            tuple(bucket.accumulate({name: Gradient(g) for name, g in gradients.items()}))
+        )
     v, flags = bucket.views(bucket.v), list[Tensor]()
     for name in bucket.names:
         g = gradients.get(name)
-        finite = torch.ones((), dtype=torch.bool, device=bucket.v.device) if g is None else g.isfinite()
+        finite = (
+            torch.ones((), dtype=torch.bool, device=bucket.v.device) if g is None else g.isfinite()
+        )
         if g is not None:
             v[name].add_(torch.where(finite, g, 0))
         flags.append(~finite.all())
@@ -93,18 +124,28 @@ def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict
     return LocalVerdict(on_device=True)
 
 
-def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, average: bool, verdict: LocalVerdict,
-           bits: int = 0) -> Path[DenseUpdate]:
-    """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad gradient takes part to say
-    so. On failure what was taken is back in v.
+def summed(
+    bucket: Bucket,
+    index: Tensor | None,
+    taken: Tensor,
+    world: World,
+    average: bool,
+    verdict: LocalVerdict,
+    bits: int = 0,
+) -> Path[DenseUpdate]:
+    """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad
+    gradient takes part to say so. On failure what was taken is back in v.
 
     Args:
         index: int64 (E,), the positions of what was taken; None: all of them.
         taken: (E,), or flat, of all parameters.
         verdict: on this rank's gradients.
-        bits: of a value, where that is fewer bytes; v keeps what rounding drops. 0: the sum is not rounded.
+        bits: of a value, where that is fewer bytes; v keeps what rounding drops. 0: the sum is not
+            rounded.
     """
-    flat = taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+    flat = (
+        taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+    )
     own = None
     if verdict.on_device:
         marks = torch.where(bucket.marked, torch.nan, 0.0).to(flat)
@@ -117,8 +158,9 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
             total, pending = yield from _sum_rounded(bucket, flat, rows, world, verdict, own)
         else:
             total = yield from among_nodes("sum", flat, world)
-            total, pending = yield from checked_sum(total, own, bucket.names, bucket.numels, lambda: verdict.names,
-                                                    world.node_size)
+            total, pending = yield from checked_sum(
+                total, own, bucket.names, bucket.numels, lambda: verdict.names, world.node_size
+            )
     except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
         put_back(bucket, index, taken)
         raise
@@ -129,7 +171,9 @@ def summed(bucket: Bucket, index: Tensor | None, taken: Tensor, world: World, av
 
 
 def _rows(bucket: Bucket, bits: int, world: World) -> Rows | None:
-    """The format in which a bucket's sum travels, a row for each contributor; None: it is not rounded."""
+    """The format in which a bucket's sum travels, a row for each contributor; None: it is not
+    rounded.
+    """
     sizes = messages.Sizes(bucket.v.itemsize * bucket.numel, bucket.numel, bits=bits)
     if not bits or not messages.rounds(sizes, world.nodes):
         return None
@@ -137,15 +181,22 @@ def _rows(bucket: Bucket, bits: int, world: World) -> Rows | None:
     return Rows(size, size, bits, bucket.v.dtype, bucket.v.device, all_entries=True)
 
 
-def _sum_rounded(bucket: Bucket, flat: Tensor, rows: Rows, world: World, verdict: LocalVerdict,
-                 own: Tensor | None) -> Path[tuple[Tensor, PendingVerdict | None]]:
-    """A sum in two rounds: to each contributor its part of all others' entries, rounded; then its sums to all, rounded
-    again. What the first drops goes into v of its sender, and what the second drops into v of the part's owner.
+def _sum_rounded(
+    bucket: Bucket,
+    flat: Tensor,
+    rows: Rows,
+    world: World,
+    verdict: LocalVerdict,
+    own: Tensor | None,
+) -> Path[tuple[Tensor, PendingVerdict | None]]:
+    """A sum in two rounds: to each contributor its part of all others' entries, rounded; then its
+    sums to all, rounded again. What the first drops goes into v of its sender, and what the second
+    drops into v of the part's owner.
     """
     kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
     short = world.nodes * rows.size - bucket.numel
     mine = torch.nn.functional.pad(flat, (0, short)).view(world.nodes, rows.size)
-    total = mine[world.node:world.node + 1].clone()  # what is one's own need not be rounded
+    total = mine[world.node : world.node + 1].clone()  # what is one's own need not be rounded
     with stage("dgc::take"):
         message = kernel.encode_all(rows, mine)
     message = yield from among_nodes("alltoall", message, world)
@@ -163,8 +214,8 @@ def _sum_rounded(bucket: Bucket, flat: Tensor, rows: Rows, world: World, verdict
     mine[world.node] = total
     if pending is not None:
         mine, values = torch.where(pending.fine, mine, 0), torch.where(pending.fine, values, 0)
-    bucket.v += mine.view(-1)[:bucket.numel]
-    return values.view(-1)[:bucket.numel], pending
+    bucket.v += mine.view(-1)[: bucket.numel]
+    return values.view(-1)[: bucket.numel], pending
 
 
 def put_back(bucket: Bucket, index: Tensor | None, taken: Tensor) -> None:

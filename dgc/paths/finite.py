@@ -1,4 +1,6 @@
-"""Gradients that are not finite: found in a sum over ranks, refused alike on all of them, and blamed on some."""
+"""Gradients that are not finite: found in a sum over ranks, refused alike on all of them, and
+blamed on some.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +45,31 @@ def local_verdict(bucket: Bucket, bad: Sequence[str]) -> LocalVerdict:
 
 
 class PendingVerdict:
-    """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to say so. Alike on
-    all ranks.
+    """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to
+    say so. Alike on all ranks.
 
     Args:
         names: the parameters of the sum.
         numels: entries of each parameter.
-        own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or -1.
+        own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or
+            -1.
         total: int64 (), the same of the sum.
         each: how many ranks have the same gradient.
-        damaged: int64 (), the contributor whose message is corrupt, or -1; alike on all ranks. None: none can be.
+        damaged: int64 (), the contributor whose message is corrupt, or -1; alike on all ranks.
+            None: none can be.
         bucket: its name, for that error.
     """
 
-    def __init__(self, names: Sequence[str], numels: Sequence[int], own: Tensor, total: Tensor, each: int = 1,
-                 damaged: Tensor | None = None, bucket: str = ""):
+    def __init__(
+        self,
+        names: Sequence[str],
+        numels: Sequence[int],
+        own: Tensor,
+        total: Tensor,
+        each: int = 1,
+        damaged: Tensor | None = None,
+        bucket: str = "",
+    ):
         self._names, self._numels, self._each, self._bucket = names, numels, each, bucket
         damaged = torch.full_like(total, -1) if damaged is None else damaged
         self.fine = (total < 0) & (damaged < 0)  # bool (), on the device
@@ -75,29 +87,37 @@ class PendingVerdict:
         return None if sender < 0 else corrupt(sender_name(sender, self._each), self._bucket)
 
     def blame(self) -> Generator[Collective, Tensor, str]:
-        """The ranks to blame, and a parameter of each, where the sum is not finite: all ranks ask. Or nobody, ""."""
+        """The ranks to blame, and a parameter of each, where the sum is not finite: all ranks ask.
+        Or nobody, "".
+        """
         own = int(self._answer.get()[0])
-        return (yield from who_is_not_finite(self._names, [self._name(own)] if own >= 0 else [], self.fine.device,
-                                             self._each))
+        return (
+            yield from who_is_not_finite(
+                self._names, [self._name(own)] if own >= 0 else [], self.fine.device, self._each
+            )
+        )
 
     def error(self, blame: str = "") -> FloatingPointError:
         """The error to raise, alike on all ranks, where the sum is not finite."""
         return FloatingPointError(blame or _sum_not_finite(self._name(int(self._answer.get()[1]))))
 
     def _name(self, entry: int) -> str:
-        return self._names[bisect(list(accumulate(self._numels)), entry)]  # in the first part that ends beyond it
+        return self._names[
+            bisect(list(accumulate(self._numels)), entry)
+        ]  # in the first part that ends beyond it
 
 
-def verdict_of_rows(bucket: Bucket, bad: Sequence[str], status: Tensor, each: int = 1,
-                    own: Tensor | None = None) -> Generator[Collective, Tensor, PendingVerdict | None]:
+def verdict_of_rows(
+    bucket: Bucket, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
+) -> Generator[Collective, Tensor, PendingVerdict | None]:
     """Raises what rows tell of, alike on all ranks; where a device is asynchronous, later.
 
     Args:
         bad: this rank's parameters whose gradient is not finite.
         status: int64 (N,), of the rows that all ranks have received (:mod:`dgc.compression.wire`).
         each: how many ranks have the same gradient.
-        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's flags mark, if there
-            are flags.
+        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's
+            flags mark, if there are flags.
 
     Returns:
         The verdict, where the host does not know it yet; else None.
@@ -109,31 +129,49 @@ def verdict_of_rows(bucket: Bucket, bad: Sequence[str], status: Tensor, each: in
     found = worst(status)
     if device.is_asynchronous(bucket.v.device) and (own is not None or bucket.flags is not None):
         if own is None:
-            own = torch.where(bucket.marked.any(), bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()), -1)
-        total, damaged = torch.where(found == NONFINITE, 0, -1), torch.where(found > 0, found - 1, -1)
-        return PendingVerdict(bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name)
+            own = torch.where(
+                bucket.marked.any(),
+                bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()),
+                -1,
+            )
+        total, damaged = (
+            torch.where(found == NONFINITE, 0, -1),
+            torch.where(found > 0, found - 1, -1),
+        )
+        return PendingVerdict(
+            bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name
+        )
     told = int(found)
     if told == NONFINITE:
         blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)
-        raise FloatingPointError(blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}")
+        raise FloatingPointError(
+            blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}"
+        )
     if told:
         raise corrupt(sender_name(told - 1, each), bucket.name)
     return None
 
 
 def first_not_finite(flat: Tensor) -> Tensor:
-    """int64 (): the position of the first entry that is not finite, or -1, without a host-device synchronisation."""
+    """int64 (): the position of the first entry that is not finite, or -1, without a host-device
+    synchronisation.
+    """
     if not flat.numel():
         return torch.full((), -1, device=flat.device)
     found, at = flat.isfinite().logical_not_().view(torch.uint8).max(0)
     return torch.where(found > 0, at, -1)
 
 
-def checked_sum(total: Tensor, own: Tensor | None, names: Sequence[str], numels: Sequence[int],
-                bad: Callable[[], Sequence[str]], each: int = 1) -> Generator[
-                    Collective, Tensor, tuple[Tensor, PendingVerdict | None]]:
-    """A sum that is finite, or refused; without a host-device synchronisation: zero if it is not finite, and the
-    verdict.
+def checked_sum(
+    total: Tensor,
+    own: Tensor | None,
+    names: Sequence[str],
+    numels: Sequence[int],
+    bad: Callable[[], Sequence[str]],
+    each: int = 1,
+) -> Generator[Collective, Tensor, tuple[Tensor, PendingVerdict | None]]:
+    """A sum that is finite, or refused; without a host-device synchronisation: zero if it is not
+    finite, and the verdict.
 
     Args:
         own: as for :class:`PendingVerdict`; None where the host knows.
@@ -150,17 +188,19 @@ def checked_sum(total: Tensor, own: Tensor | None, names: Sequence[str], numels:
     return torch.where(verdict.fine, total, 0), verdict
 
 
-def refuse_not_finite(total: Tensor, names: Sequence[str], numels: Sequence[int],
-                      bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, None]:
-    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or NaN. The arguments are
-    those of :func:`blame_for`.
+def refuse_not_finite(
+    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
+) -> Generator[Collective, Tensor, None]:
+    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or NaN.
+    The arguments are those of :func:`blame_for`.
     """
     if blame := (yield from blame_for(total, names, numels, bad)):
         raise FloatingPointError(blame)
 
 
-def blame_for(total: Tensor, names: Sequence[str], numels: Sequence[int],
-              bad: Callable[[], Sequence[str]]) -> Generator[Collective, Tensor, str]:
+def blame_for(
+    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
+) -> Generator[Collective, Tensor, str]:
     """The ranks whose gradients made a sum infinite or NaN; "" if the sum is finite.
 
     Args:
@@ -169,7 +209,9 @@ def blame_for(total: Tensor, names: Sequence[str], numels: Sequence[int],
         numels: entries of each parameter.
         bad: tells which of this rank's gradients are not finite; called only when the sum is not.
     """
-    if math.isfinite(total.sum()) or torch.isfinite(total).all():  # or only its sum is not; which takes a tenth as long
+    if (
+        math.isfinite(total.sum()) or torch.isfinite(total).all()
+    ):  # or only its sum is not; which takes a tenth as long
         return ""
     blame = yield from who_is_not_finite(names, bad(), total.device)
     if not blame:  # each addend was finite
@@ -183,9 +225,11 @@ def _sum_not_finite(names: str) -> str:
     return f"the sum over ranks of their gradients is not finite, in: {names}"
 
 
-def who_is_not_finite(names: Sequence[str], bad: Iterable[str], where: torch.device, each: int = 1) -> Generator[
-        Collective, Tensor, str]:
-    """The ranks that have a gradient that is not finite, and of which parameters, when each rank knows its own.
+def who_is_not_finite(
+    names: Sequence[str], bad: Iterable[str], where: torch.device, each: int = 1
+) -> Generator[Collective, Tensor, str]:
+    """The ranks that have a gradient that is not finite, and of which parameters, when each rank
+    knows its own.
 
     Args:
         names: of all parameters, alike on every rank.
@@ -194,7 +238,16 @@ def who_is_not_finite(names: Sequence[str], bad: Iterable[str], where: torch.dev
         each: how many ranks have the same gradient.
     """
     own = set(bad)
-    everyones = yield Collective("gather", torch.tensor([name in own for name in names], device=where))
-    return "; ".join(str(not_finite(sender_name(sender, each), [
-        name for name, mark in zip(names, marks, strict=True) if mark]))
-        for sender, marks in enumerate(everyones[::each].tolist()) if any(marks))
+    everyones = yield Collective(
+        "gather", torch.tensor([name in own for name in names], device=where)
+    )
+    return "; ".join(
+        str(
+            not_finite(
+                sender_name(sender, each),
+                [name for name, mark in zip(names, marks, strict=True) if mark],
+            )
+        )
+        for sender, marks in enumerate(everyones[::each].tolist())
+        if any(marks)
+    )

@@ -1,4 +1,6 @@
-"""Nodes that exchange as one: the mean of their ranks' gradients, and collectives with one contributor a node."""
+"""Nodes that exchange as one: the mean of their ranks' gradients, and collectives with one
+contributor a node.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from torch import Tensor
 from dgc.collective import Collective, Operation, World
 
 
-def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> Generator[
-        Collective, Tensor, dict[str, Tensor]]:
-    """The mean of the gradients of a node's ranks, which precedes the path of a bucket whose nodes exchange as one.
+def average_in_node(
+    gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World
+) -> Generator[Collective, Tensor, dict[str, Tensor]]:
+    """The mean of the gradients of a node's ranks, which precedes the path of a bucket whose nodes
+    exchange as one.
 
     Args:
         gradients: parameter -> this rank's, of one device; they are not changed.
@@ -25,12 +29,16 @@ def average_in_node(gradients: Mapping[str, Tensor], dtype: torch.dtype, world: 
     flat = torch.cat([g.detach().to(dtype).reshape(-1) for g in gradients.values()])
     total = (yield Collective("sum", flat, group="node")).div_(world.node_size)
     parts = total.split([g.numel() for g in gradients.values()])
-    return {name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)}
+    return {
+        name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)
+    }
 
 
-def among_nodes(op: Operation, tensor: Tensor, world: World) -> Generator[Collective, Tensor, Tensor]:
-    """A collective with one contributor from each node, of a tensor that all ranks of a node have alike. Each of them
-    carries a stripe of it, so that no byte passes between two nodes twice.
+def among_nodes(
+    op: Operation, tensor: Tensor, world: World
+) -> Generator[Collective, Tensor, Tensor]:
+    """A collective with one contributor from each node, of a tensor that all ranks of a node have
+    alike. Each of them carries a stripe of it, so that no byte passes between two nodes twice.
     """
     if world.node_size == 1:
         return (yield Collective(op, tensor))
@@ -38,7 +46,7 @@ def among_nodes(op: Operation, tensor: Tensor, world: World) -> Generator[Collec
         return (yield from _rows_among_nodes(tensor, world))
     numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
-    own = padded[world.local_rank * stripe:(world.local_rank + 1) * stripe].clone()
+    own = padded[world.local_rank * stripe : (world.local_rank + 1) * stripe].clone()
     part = yield Collective(op, own, group="across")
     parts = yield Collective("gather", part, group="node")
     if op == "gather":
@@ -51,7 +59,7 @@ def _rows_among_nodes(tensor: Tensor, world: World) -> Generator[Collective, Ten
     nbytes = tensor.shape[1]
     stripe = -(-nbytes // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - nbytes))
-    own = padded[:, world.local_rank * stripe:(world.local_rank + 1) * stripe].contiguous()
+    own = padded[:, world.local_rank * stripe : (world.local_rank + 1) * stripe].contiguous()
     part = yield Collective("alltoall", own, group="across")
     parts = yield Collective("gather", part, group="node")
     return parts.transpose(0, 1).reshape(len(tensor), -1)[:, :nbytes].contiguous()

@@ -12,12 +12,22 @@ from dgc.paths.averaged import SparseUpdate
 from dgc.paths.nodes import among_nodes
 
 
-def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = True, scale: Tensor | None = None,
-                  kept: Bucket | None = None, pending: bool = False) -> Path[SparseUpdate]:
-    """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries, all-gathered.
+def reduce_sparse(
+    name: str,
+    gradient: Tensor,
+    world: World,
+    *,
+    average: bool = True,
+    scale: Tensor | None = None,
+    kept: Bucket | None = None,
+    pending: bool = False,
+) -> Path[SparseUpdate]:
+    """The path of a sparse COO gradient (``torch.nn.Embedding(sparse=True)``): all ranks' entries,
+    all-gathered.
 
-    The ranks have different numbers of entries, so a first all-gather says how many, and the second is padded. It also
-    says whether there is something pending from earlier gradients, which were dense. Then that is summed as well.
+    The ranks have different numbers of entries, so a first all-gather says how many, and the second
+    is padded. It also says whether there is something pending from earlier gradients, which were
+    dense. Then that is summed as well.
 
     Args:
         name: of the parameter.
@@ -29,7 +39,8 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
         pending: on this rank they may not be 0.
 
     Returns:
-        The :class:`dgc.paths.averaged.SparseUpdate`. If it is not finite it says whose gradient made it so.
+        The :class:`dgc.paths.averaged.SparseUpdate`. If it is not finite it says whose gradient
+        made it so.
 
     Raises:
         FloatingPointError: the sum of what is pending is not finite; raised on all ranks.
@@ -48,14 +59,19 @@ def reduce_sparse(name: str, gradient: Tensor, world: World, *, average: bool = 
     blame = _blame(name, rows)
     total = torch.sparse_coo_tensor(
         torch.cat([indices[rank, :, :n] for rank, n in enumerate(counts)], dim=1),
-        torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]), gradient.shape, check_invariants=False).coalesce()
+        torch.cat([rows[rank, :n] for rank, n in enumerate(counts)]),
+        gradient.shape,
+        check_invariants=False,
+    ).coalesce()
     update = SparseUpdate(total / world.size if average else total, blame)
     if kept is not None and any(pendings):
         update.v, update.u = yield from _pending(kept, name, world, average)
     return update
 
 
-def _pending(kept: Bucket, name: str, world: World, average: bool) -> Path[tuple[Tensor, Tensor | None]]:
+def _pending(
+    kept: Bucket, name: str, world: World, average: bool
+) -> Path[tuple[Tensor, Tensor | None]]:
     """v and u of a parameter, averaged, in its shape; None if there is no u."""
     flats = [kept.views(flat)[name] for flat in (kept.v, kept.u) if flat is not None]
     total = yield from among_nodes("sum", torch.cat([flat.reshape(-1) for flat in flats]), world)
@@ -67,5 +83,9 @@ def _pending(kept: Bucket, name: str, world: World, average: bool) -> Path[tuple
 
 def _blame(name: str, rows: Tensor) -> str:
     """The ranks whose rows are not finite; "" if all are."""
-    wrong = [rank for rank, finite in enumerate(torch.isfinite(rows).flatten(1).all(1).tolist()) if not finite]
+    wrong = [
+        rank
+        for rank, finite in enumerate(torch.isfinite(rows).flatten(1).all(1).tolist())
+        if not finite
+    ]
     return "; ".join(str(not_finite(f"rank {rank}", [name])) for rank in wrong)

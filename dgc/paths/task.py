@@ -23,7 +23,9 @@ from dgc.trace import stage
 
 Key = tuple[float, int, int]
 _layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
-in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()  # the layout of a bucket's last step
+in_force: WeakKeyDictionary[Bucket, Layout] = (
+    WeakKeyDictionary()
+)  # the layout of a bucket's last step
 
 
 @dataclass(frozen=True)
@@ -55,35 +57,51 @@ class Task:
         return kernel_of(self.bucket)
 
     def accumulate(self) -> list[str]:
-        """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if the host knows."""
+        """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if
+        the host knows.
+        """
         with stage("dgc::accumulate"):
             return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
 
     def select(self) -> tuple[list[str], Tensor, Tensor]:
-        """Accumulates, and chooses what is to be sent: see :func:`dgc.compression.kernels.plain.select`."""
+        """Accumulates, and chooses what is to be sent: see
+        :func:`dgc.compression.kernels.plain.select`.
+        """
         with stage("dgc::select"):
-            return self.kernel.select(self.bucket, self.gradients, self.clip, self.layout, self.step)
+            return self.kernel.select(
+                self.bucket, self.gradients, self.clip, self.layout, self.step
+            )
 
     def encode(self, index: Tensor, used: Tensor, refused: Tensor) -> tuple[Tensor, Taken]:
-        """Takes the chosen entries out of v, into a message: see :func:`dgc.compression.kernels.plain.encode`."""
+        """Takes the chosen entries out of v, into a message: see
+        :func:`dgc.compression.kernels.plain.encode`.
+        """
         with stage("dgc::take"):
-            return self.kernel.encode(self.bucket, self.layout, index, used, refused, self.config.factor_masking)
+            return self.kernel.encode(
+                self.bucket, self.layout, index, used, refused, self.config.factor_masking
+            )
 
     def take(self, index: Tensor, valid: Tensor) -> Tensor:
-        """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is sent, 0 elsewhere."""
+        """Takes all of v at these positions, int64 (E,), where they are valid, bool (E,): what is
+        sent, 0 elsewhere.
+        """
         with stage("dgc::take"):
             values = torch.where(valid, self.bucket.v[index], 0)
             self.bucket.take(index, values, self.config.factor_masking)
         return values
 
     def take_all(self, names: Iterable[str]) -> Tensor:
-        """Takes all of v of these parameters, flat: see :meth:`dgc.compression.residual.Bucket.take_all`."""
+        """Takes all of v of these parameters, flat: see
+        :meth:`dgc.compression.residual.Bucket.take_all`.
+        """
         with stage("dgc::take"):
             return self.bucket.take_all(names)
 
 
 class Moves:
-    """What a step takes out of v and what it adds to it, one after the other, until the exchange has succeeded."""
+    """What a step takes out of v and what it adds to it, one after the other, until the exchange
+    has succeeded.
+    """
 
     def __init__(self, bucket: Bucket):
         self.bucket, self._moves = bucket, list[Taken | Arrived]()
@@ -93,8 +111,9 @@ class Moves:
 
     def count(self) -> None:
         """Tells the bucket how many entries were sent."""
-        self.bucket.entries_sent = torch.stack([
-            torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]).sum()
+        self.bucket.entries_sent = torch.stack(
+            [torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]
+        ).sum()
 
     def undo(self, where: Tensor | bool = True) -> None:
         """Makes v what it was, if ``where``, bool ()."""
@@ -103,22 +122,28 @@ class Moves:
         for move in reversed(self._moves):
             index, sent = move.added if isinstance(move, Arrived) else move
             v.index_add_(0, index, torch.where(where, sent, 0))
-            if isinstance(move, Arrived):  # from a sum that was too large for its dtype, nothing can be taken away
+            if isinstance(
+                move, Arrived
+            ):  # from a sum that was too large for its dtype, nothing can be taken away
                 now = v[index]
                 v[index] = torch.where(where & ~now.isfinite(), move.before, now)
 
 
 def refused(bucket: Bucket, bad: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
-    """Whether a gradient of this rank is not finite, bool (); and of which parameters, where the host knows."""
+    """Whether a gradient of this rank is not finite, bool (); and of which parameters, where the
+    host knows.
+    """
     verdict = local_verdict(bucket, bad)
     if verdict.on_device:
         return bucket.marked.any(), ()
     return torch.tensor(bool(verdict.names), device=bucket.v.device), verdict.names
 
 
-def concluded(moves: Moves, received: ReceivedEntries, bad: Sequence[str], world: World) -> Path[Update]:
-    """The update that was received, if no row tells of an error. On an asynchronous device that is known later: then it
-    is zero, and what was taken out of v is back there.
+def concluded(
+    moves: Moves, received: ReceivedEntries, bad: Sequence[str], world: World
+) -> Path[Update]:
+    """The update that was received, if no row tells of an error. On an asynchronous device that is
+    known later: then it is zero, and what was taken out of v is back there.
     """
     bucket = moves.bucket
     verdict = yield from verdict_of_rows(bucket, bad, received.status, world.node_size)
@@ -135,8 +160,11 @@ def kernel_of(bucket: Bucket) -> Kernel:
     return kernels.current(bucket.v.device.type, bucket.v.dtype)
 
 
-def layout_of(bucket: Bucket, sparsity: float, config: Config, node_size: int = 1, wide: bool = False) -> Layout:
-    """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds tables.
+def layout_of(
+    bucket: Bucket, sparsity: float, config: Config, node_size: int = 1, wide: bool = False
+) -> Layout:
+    """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds
+    tables.
 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
@@ -145,23 +173,42 @@ def layout_of(bucket: Bucket, sparsity: float, config: Config, node_size: int = 
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in bucket.numels]
         if wide:
-            counts = [messages.wide(numel, count) for numel, count in zip(bucket.numels, counts, strict=True)]
+            counts = [
+                messages.wide(numel, count)
+                for numel, count in zip(bucket.numels, counts, strict=True)
+            ]
         known[wide] = key, Layout(bucket, counts, config.value_bits, node_size)
     return known[wide][1]
 
 
 def chosen(bucket: Bucket, name: str) -> int:
     """Entries of a parameter that each rank has chosen in the last step: all, if there was none."""
-    return in_force[bucket].chosen[name] if bucket in in_force else bucket.numels[bucket.names.index(name)]
+    return (
+        in_force[bucket].chosen[name]
+        if bucket in in_force
+        else bucket.numels[bucket.names.index(name)]
+    )
 
 
-def clipping(bucket: Bucket, gradients: Mapping[str, Gradient], config: Config, world: World, average: bool,
-             scale: Tensor | Mapping[str, Tensor] | None) -> Tensor | Mapping[str, Tensor] | None:
-    """The factors for the gradients: the given one, times each parameter's own where each is clipped for itself."""
+def clipping(
+    bucket: Bucket,
+    gradients: Mapping[str, Gradient],
+    config: Config,
+    world: World,
+    average: bool,
+    scale: Tensor | Mapping[str, Tensor] | None,
+) -> Tensor | Mapping[str, Tensor] | None:
+    """The factors for the gradients: the given one, times each parameter's own where each is
+    clipped for itself.
+    """
     if config.clip_norm is None or not config.clip_per_tensor:
         return scale
     assert not isinstance(scale, Mapping)  # AdamW's, which is not clipped so
     once = 1.0 if scale is None else scale.to(bucket.v)
-    norms = {name: norm(gradient.g).to(bucket.v.dtype) * once for name, gradient in gradients.items()}
-    return {name: once * clip_scale(total, config.clip_norm, world.nodes, average, world.node_size)
-            for name, total in norms.items()}
+    norms = {
+        name: norm(gradient.g).to(bucket.v.dtype) * once for name, gradient in gradients.items()
+    }
+    return {
+        name: once * clip_scale(total, config.clip_norm, world.nodes, average, world.node_size)
+        for name, total in norms.items()
+    }

@@ -1,4 +1,6 @@
-"""Advice: whether compression pays on a cluster, up to which bandwidth, with which settings, and at which price."""
+"""Advice: whether compression pays on a cluster, up to which bandwidth, with which settings, and at
+which price.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from dgc.plan.models import Shape, buckets
 from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
 from dgc.schedule import FIRST, piecewise, warmup
 
-WORTH, MUCH = 1.05, 1.1  # times faster than dense exchange, from which on it is said to pay, and not a little
+WORTH, MUCH = (
+    1.05,
+    1.1,
+)  # times faster than dense exchange, from which on it is said to pay, and not a little
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 ADAMW = 0.992  # the largest sparsity at which a training with AdamW was measured
@@ -22,24 +27,47 @@ DENSE = 1000  # steps of AdamW, where the training's number is not known; else a
 MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
 FASTEST = 1.25e12  # bytes a second between nodes, up to which is looked
-HOSTS, CROWD = 8, 64  # the most hosts whose speed was measured, and workers whose accuracy was with "reduce"
+HOSTS, CROWD = (
+    8,
+    64,
+)  # the most hosts whose speed was measured, and workers whose accuracy was with "reduce"
 GIGABIT = 0.125e9  # bytes a second: the fastest network that was measured
 
-# Waits as a share of all steps, and what the nearest that was measured cost at 99.9 % (docs/results/accuracy.md).
-LOST = ((0.02, "Where it was such a share, the paper lost nothing."),
-        (0.11, "Where it was a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
-        (0.6, "Where it was half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more."),
-        (1.0, "Where it was eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send "
-         "more."))
-LOST_AT_ALL = ("ResNet-20 lost 0.4 points of accuracy on CIFAR-10 in 9,750 steps, and 3.5 in 1,755 (of your training: "
-               "--steps N).")
-LOST_UNMASKED = ("In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
-                 "99 %, give or take a point, among 4 workers; among 32, in 1,225 steps, 2.9 at 99 %.")
-LOST_ADAMW = ("With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity at "
-              f"{100 * ADAMW:g} % (docs/results/accuracy.md).")
-SMALLER_RATE = ("If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "
-                "rate by four (docs/guides/schedules.md).")
-KEPT = {"sgd": 8, "adamw": 16}  # bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too
+# Waits as a share of all steps, and what the nearest that was measured cost at 99.9 %
+# (docs/results/accuracy.md).
+LOST = (
+    (0.02, "Where it was such a share, the paper lost nothing."),
+    (0.11, "Where it was a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
+    (
+        0.6,
+        "Where it was half, ResNet-20 lost 3.5 points of accuracy on CIFAR-10: train longer, or send more.",
+    ),
+    (
+        1.0,
+        "Where it was eight tenths, ResNet-20 lost 5.9 points of accuracy on CIFAR-10: train longer, or send "
+        "more.",
+    ),
+)
+LOST_AT_ALL = (
+    "ResNet-20 lost 0.4 points of accuracy on CIFAR-10 in 9,750 steps, and 3.5 in 1,755 (of your training: "
+    "--steps N)."
+)
+LOST_UNMASKED = (
+    "In 1,755 steps without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 at 90 % and 1.4 at "
+    "99 %, give or take a point, among 4 workers; among 32, in 1,225 steps, 2.9 at 99 %."
+)
+LOST_ADAMW = (
+    "With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity at "
+    f"{100 * ADAMW:g} % (docs/results/accuracy.md)."
+)
+SMALLER_RATE = (
+    "If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "
+    "rate by four (docs/guides/schedules.md)."
+)
+KEPT = {
+    "sgd": 8,
+    "adamw": 16,
+}  # bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too
 Optimizer = Literal["sgd", "adamw"]
 
 
@@ -69,9 +97,16 @@ class Advice:
         return self.dense.step_seconds / self.dgc.step_seconds
 
 
-def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: Config | None = None,
-           local: Local = CPU, overlap: Overlap = True, steps: int | None = None, optimizer: Optimizer = "sgd",
-           ) -> Advice:
+def advise(
+    shapes: tuple[Shape, ...],
+    cluster: Cluster,
+    compute: float,
+    config: Config | None = None,
+    local: Local = CPU,
+    overlap: Overlap = True,
+    steps: int | None = None,
+    optimizer: Optimizer = "sgd",
+) -> Advice:
     """Whether DGC pays here, up to which bandwidth, and with which exchange and sparsity.
 
     It is compared with the dense exchanges that Horovod and DistributedDataParallel offer.
@@ -95,38 +130,62 @@ def advise(shapes: tuple[Shape, ...], cluster: Cluster, compute: float, config: 
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
 
     def best(on: Cluster) -> tuple[Prediction, Prediction, float]:
-        """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its sparsity."""
+        """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its
+        sparsity.
+        """
         dense = [step(on, m) for m in methods(on) if m.kind in ("float32", "float16")]
-        made = [(step(on, m, replace(base, sparsity=s)), s) for s in sparsities for m in methods(on) if m.kind == "dgc"]
+        made = [
+            (step(on, m, replace(base, sparsity=s)), s)
+            for s in sparsities
+            for m in methods(on)
+            if m.kind == "dgc"
+        ]
         fastest = min(p.step_seconds for p, _ in made)
         dgc, sparsity = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
         return min(dense, key=lambda p: p.step_seconds), dgc, sparsity
 
     def pays(bandwidth: float) -> bool:
-        dense, dgc, _ = best(replace(cluster, between=replace(cluster.between, bandwidth=bandwidth)))
+        dense, dgc, _ = best(
+            replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
+        )
         return dense.step_seconds >= WORTH * dgc.step_seconds
 
     dense, dgc, sparsity = best(cluster)
     chosen, whole = replace(base, sparsity=sparsity), None
     text, schedule = _schedule(sparsity, steps, optimizer)
     if steps:
-        total = sum(times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
-                    for s, times in Counter(map(schedule, range(steps))).items())
+        total = sum(
+            times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
+            for s, times in Counter(map(schedule, range(steps))).items()
+        )
         whole = dense.step_seconds * steps / total
     return Advice(
-        cluster, compute, local, steps, optimizer, pays(cluster.between.bandwidth), dense, dgc, sparsity, chosen,
+        cluster,
+        compute,
+        local,
+        steps,
+        optimizer,
+        pays(cluster.between.bandwidth),
+        dense,
+        dgc,
+        sparsity,
+        chosen,
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
         whole=whole,
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
-        line=_line(text, chosen, dgc.method, optimizer))
+        line=_line(text, chosen, dgc.method, optimizer),
+    )
 
 
 def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ...]:
     """The sparsities that a training of so many steps bears; at least the smallest."""
     most = ADAMW if optimizer == "adamw" else 1.0
-    return tuple(s for s in SPARSITIES if s == SPARSITIES[0] or (
-        s <= most and (steps is None or 1 / (1 - s) <= MOST_WAIT * steps)))
+    return tuple(
+        s
+        for s in SPARSITIES
+        if s == SPARSITIES[0] or (s <= most and (steps is None or 1 / (1 - s) <= MOST_WAIT * steps))
+    )
 
 
 def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Schedule]:
@@ -161,8 +220,8 @@ def _line(schedule: str, config: Config, method: Method, optimizer: Optimizer) -
 
 
 def _pays_up_to(pays: Callable[[float], bool], here: float) -> float | None:
-    """The bandwidth in bytes a second, within 2 %, up to which it pays: the next one from ``here``, up to ``FASTEST``.
-    None: it pays neither here nor at any lower one, down to 1 Mbit/s.
+    """The bandwidth in bytes a second, within 2 %, up to which it pays: the next one from ``here``,
+    up to ``FASTEST``. None: it pays neither here nor at any lower one, down to 1 Mbit/s.
     """
     grid = [1.25e5 * 10 ** (i / 4) for i in range(29)]
     low = high = here
@@ -188,15 +247,18 @@ def _pays_up_to(pays: Callable[[float], bool], here: float) -> float | None:
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
+
 def verdict(advice: Advice) -> str:
     """Whether it pays, and by how much a step, in a sentence."""
     if advice.cluster.workers == 1:
         return "One worker exchanges nothing, so there is nothing to compress."
     does = "pays" if advice.faster >= MUCH else "pays a little" if advice.pays else "does not pay"
     wanted = "" if advice.pays else f" (it pays from {WORTH} times on)"
-    return (f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)} instead of "
-            f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best of Horovod and DDP: "
-            f"{advice.faster:.3g} times as fast{wanted}.")
+    return (
+        f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)} instead of "
+        f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best of Horovod and DDP: "
+        f"{advice.faster:.3g} times as fast{wanted}."
+    )
 
 
 def fits(advice: Advice) -> str:
@@ -210,14 +272,23 @@ def fits(advice: Advice) -> str:
 
 def notes(advice: Advice) -> dict[str, str]:
     """What else there is to say, by headings."""
-    device = "CPU core (--worker gpu: on a GPU)" if advice.local == CPU else "GPU (its cost is an estimate)"
+    device = (
+        "CPU core (--worker gpu: on a GPU)"
+        if advice.local == CPU
+        else "GPU (its cost is an estimate)"
+    )
     assumes = f"{duration(advice.compute)} of computing a step, and compressing on a {device}."
     if not advice.pays:
         return {"Network": _network(advice), "Assumes": assumes}
-    return {"Saves": _saves(advice), "Network": _network(advice),
-            "Memory": f"{advice.memory / 1e9:.3g} GB on each worker, beside the optimizer's own: "
-                      f"{KEPT[advice.optimizer]} bytes for each compressed entry.",
-            "Assumes": assumes, "Accuracy": _accuracy(advice), "Untried": _untried(advice)}
+    return {
+        "Saves": _saves(advice),
+        "Network": _network(advice),
+        "Memory": f"{advice.memory / 1e9:.3g} GB on each worker, beside the optimizer's own: "
+        f"{KEPT[advice.optimizer]} bytes for each compressed entry.",
+        "Assumes": assumes,
+        "Accuracy": _accuracy(advice),
+        "Untried": _untried(advice),
+    }
 
 
 def _saves(advice: Advice) -> str:
@@ -225,8 +296,10 @@ def _saves(advice: Advice) -> str:
     if advice.steps is None or advice.whole is None:
         return f"{duration(dense - advice.dgc.step_seconds)} in each step after the warm-up (of all steps: --steps N)."
     poor = "" if advice.whole >= WORTH else " For this training it is not worth it."
-    return (f"{duration(advice.steps * dense * (1 - 1 / advice.whole))} of {duration(advice.steps * dense)} over all "
-            f"{advice.steps:,} steps, the warm-up among them: {advice.whole:.3g} times as fast.{poor}")
+    return (
+        f"{duration(advice.steps * dense * (1 - 1 / advice.whole))} of {duration(advice.steps * dense)} over all "
+        f"{advice.steps:,} steps, the warm-up among them: {advice.whole:.3g} times as fast.{poor}"
+    )
 
 
 def _network(advice: Advice) -> str:
@@ -252,28 +325,44 @@ def _accuracy(advice: Advice) -> str:
     else:
         said.append(next(cost for most, cost in LOST if share <= most) if share else LOST_AT_ALL)
     if advice.dgc.method.exchange.exchange == "reduce":
-        said.append('exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn '
-                    "less: compare (docs/tuning.md).")
+        said.append(
+            'exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn '
+            "less: compare (docs/tuning.md)."
+        )
     return " ".join(said)
 
 
 def _untried(advice: Advice) -> str:
     """What of the advice nobody has measured (docs/limits.md)."""
     cluster, exchange = advice.cluster, advice.dgc.method.exchange
-    adamw, crowd = advice.optimizer == "adamw", exchange.contributors(cluster.nodes, cluster.gpus) > CROWD
+    adamw, crowd = (
+        advice.optimizer == "adamw",
+        exchange.contributors(cluster.nodes, cluster.gpus) > CROWD,
+    )
     untried = {
         "NCCL between several GPUs": advice.local != CPU,
         f"more than {HOSTS} hosts": cluster.nodes > HOSTS,
         f"a network above {bits(GIGABIT)}": cluster.between.bandwidth > GIGABIT,
         f"AdamW above {100 * ADAMW:g} %, or beyond that transformer and 4 workers": adamw,
-        f'exchange="reduce" with AdamW, with hierarchical=True, or with more than {CROWD} workers':
-            exchange.exchange == "reduce" and (adamw or exchange.hierarchical or crowd)}
-    return ", ".join(["This model on this cluster", *(what for what, applies in untried.items() if applies)]) + "."
+        f'exchange="reduce" with AdamW, with hierarchical=True, or with more than {CROWD} workers': exchange.exchange
+        == "reduce"
+        and (adamw or exchange.hierarchical or crowd),
+    }
+    return (
+        ", ".join(
+            ["This model on this cluster", *(what for what, applies in untried.items() if applies)]
+        )
+        + "."
+    )
 
 
 def bits(bandwidth: float) -> str:
     """A bandwidth in bytes a second, in words."""
-    return f"{bandwidth / 1.25e8:.3g} Gbit/s" if bandwidth >= 1.25e8 else f"{bandwidth / 1.25e5:.3g} Mbit/s"
+    return (
+        f"{bandwidth / 1.25e8:.3g} Gbit/s"
+        if bandwidth >= 1.25e8
+        else f"{bandwidth / 1.25e5:.3g} Mbit/s"
+    )
 
 
 def duration(seconds: float) -> str:

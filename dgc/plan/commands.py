@@ -21,47 +21,95 @@ from dgc.plan.advise import SPARSITIES, Advice, advise, bits, fits, notes, verdi
 from dgc.plan.cost import Cluster, Link
 from dgc.plan.models import MODELS, Shape, load
 from dgc.plan.models import measure as timed
-from dgc.plan.predict import GATHER, INSIDE, LOCAL, MAIN, NETWORKS, Overlap, Prediction, by_workers, predict
+from dgc.plan.predict import (
+    GATHER,
+    INSIDE,
+    LOCAL,
+    MAIN,
+    NETWORKS,
+    Overlap,
+    Prediction,
+    by_workers,
+    predict,
+)
 from dgc.terminal import Json, aside, console, importable, usage
 from dgc.terminal import size as size_of
 
 ROWS = 24  # at most, of a schedule's table
 EPOCHS = 10  # of a schedule, if nothing is said
 MOST_STEPS = 5_000_000  # of a schedule: these take some 2 GB
-RATE = re.compile(r"(\d+\.?\d*|\.\d+) ?([mgMG])(?:bit|Bit|BIT|bps)(?:, ?(\d+\.?\d*|\.\d+) ?([um])s)?")
+RATE = re.compile(
+    r"(\d+\.?\d*|\.\d+) ?([mgMG])(?:bit|Bit|BIT|bps)(?:, ?(\d+\.?\d*|\.\d+) ?([um])s)?"
+)
 UNITS = {"m": 1.25e5, "g": 1.25e8}  # bytes a second
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 
+
 def plan(
-        model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a module:callable.")],
-        nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 4,
-        gpus: Annotated[int, typer.Option(min=1, help="Workers in each of them.")] = 1,
-        network: Annotated[str, typer.Option(
+    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a module:callable.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 4,
+    gpus: Annotated[int, typer.Option(min=1, help="Workers in each of them.")] = 1,
+    network: Annotated[
+        str,
+        typer.Option(
             help=f"Between nodes: {', '.join(NETWORKS)}, or a rate such as 2.5gbit, and a latency if it is "
-                 "not 50us: 40gbit,15us.")] = "1gbit",
-        inside: Annotated[str, typer.Option(
-            help=f"Inside a node: {', '.join(INSIDE)}, or a rate and a latency.")] = "pcie",
-        compute: Annotated[float | None, typer.Option(
-            help="Seconds of a worker's forward and backward pass. Or --measure.")] = None,
-        measure: Annotated[bool, typer.Option(
-            "--measure", help="Time it here; MODEL is a module:callable that returns (module, inputs).")] = False,
-        worker: Annotated[Literal["cpu", "gpu"] | None, typer.Option(
-            help="Where DGC compresses. Default: cpu; with --measure, where the model was timed.")] = None,
-        steps: Annotated[int | None, typer.Option(
-            min=1, max=10_000_000, help="Of your training: the line is then for so many.")] = None,
-        optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Of your training.")] = "sgd",
-        sparsity: Annotated[float | None, typer.Option(
+            "not 50us: 40gbit,15us."
+        ),
+    ] = "1gbit",
+    inside: Annotated[
+        str, typer.Option(help=f"Inside a node: {', '.join(INSIDE)}, or a rate and a latency.")
+    ] = "pcie",
+    compute: Annotated[
+        float | None,
+        typer.Option(help="Seconds of a worker's forward and backward pass. Or --measure."),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Time it here; MODEL is a module:callable that returns (module, inputs).",
+        ),
+    ] = False,
+    worker: Annotated[
+        Literal["cpu", "gpu"] | None,
+        typer.Option(
+            help="Where DGC compresses. Default: cpu; with --measure, where the model was timed."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000_000, help="Of your training: the line is then for so many."),
+    ] = None,
+    optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Of your training.")] = "sgd",
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
             help=f"Share of entries kept back. Default: the best of {', '.join(map(str, SPARSITIES))} that your "
-                 "training bears.")] = None,
-        clips: Annotated[bool, typer.Option("--clips", help=(
-            "Gradients are clipped by their norm, or scaled by a GradScaler: then DGC's exchanges begin after the "
-            "backward pass."))] = False,
-        every: Annotated[bool, typer.Option("--all", help="The table has all methods, not five.")] = False,
-        scaling: Annotated[bool, typer.Option("--scaling", help="Also a table by the number of workers.")] = False,
-        as_json: Json = False) -> None:
-    """Says whether DGC pays for a model on a cluster, and the line of code to use. It predicts and measures nothing.
+            "training bears."
+        ),
+    ] = None,
+    clips: Annotated[
+        bool,
+        typer.Option(
+            "--clips",
+            help=(
+                "Gradients are clipped by their norm, or scaled by a GradScaler: then DGC's exchanges begin after the "
+                "backward pass."
+            ),
+        ),
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="The table has all methods, not five.")
+    ] = False,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Also a table by the number of workers.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Says whether DGC pays for a model on a cluster, and the line of code to use. It predicts and
+    measures nothing.
 
     [bold]ResNet-50 on 4 machines and Gigabit Ethernet, at 0.25 s a step:[/bold]
 
@@ -71,7 +119,8 @@ def plan(
 
       dgc plan bert-large --nodes 64 --gpus 4 --worker gpu --network 10gbit --compute 0.36
 
-    [bold]Your own model, timed on this machine (resnet.py has def build(): return model, (batch,)):[/bold]
+    [bold]Your own model, timed on this machine (resnet.py has def build(): return model,
+    (batch,)):[/bold]
 
       dgc plan resnet:build --measure --network 40gbit,15us
 
@@ -89,8 +138,10 @@ def plan(
     with usage("--sparsity"):
         config = None if sparsity is None else Config(sparsity)
     if (compute is None) != measure:
-        raise typer.BadParameter("one of --compute SECONDS and --measure must be given, got "
-                                 f"{'neither' if compute is None else 'both'}")
+        raise typer.BadParameter(
+            "one of --compute SECONDS and --measure must be given, got "
+            f"{'neither' if compute is None else 'both'}"
+        )
     if compute is None:
         with usage("--measure"), aside(as_json):
             compute = timed(loaded)
@@ -100,11 +151,25 @@ def plan(
     with usage("--compute"):
         advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
     said = notes(advice)
-    rows = {on.workers: [predict(loaded.shapes, on, m, compute, advice.config, local, overlap) for m in MAIN]
-            for on in by_workers(cluster)} if scaling else {}
+    rows = (
+        {
+            on.workers: [
+                predict(loaded.shapes, on, m, compute, advice.config, local, overlap) for m in MAIN
+            ]
+            for on in by_workers(cluster)
+        }
+        if scaling
+        else {}
+    )
     if as_json:
-        told = {"model": model, "parameters": loaded.numel, "verdict": verdict(advice), "notes": said,
-                "advice": asdict(advice), "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()}}
+        told = {
+            "model": model,
+            "parameters": loaded.numel,
+            "verdict": verdict(advice),
+            "notes": said,
+            "advice": asdict(advice),
+            "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
+        }
         print(json.dumps(told, indent=1, default=str))
         return
     _say(verdict(advice))
@@ -115,8 +180,10 @@ def plan(
     for heading, text in said.items():
         _say(text, f"{heading:<10}", " " * 10)
     print()
-    _say(f"{model}, {loaded.numel:,} parameters in float32, {nodes} x {gpus} workers, "
-         f"{bits(between.bandwidth)} between nodes, DGC at {100 * advice.sparsity:g} %:")
+    _say(
+        f"{model}, {loaded.numel:,} parameters in float32, {nodes} x {gpus} workers, "
+        f"{bits(between.bandwidth)} between nodes, DGC at {100 * advice.sparsity:g} %:"
+    )
     console().print(_methods(advice, every))
     if scaling:
         _say("\nScaling efficiency in % by the number of workers:")
@@ -124,11 +191,18 @@ def plan(
 
 
 def _say(text: str, first: str = "", indent: str = "") -> None:
-    """Prints a paragraph, broken at the terminal's width; a number and its unit, an option and its value stay together.
+    """Prints a paragraph, broken at the terminal's width; a number and its unit, an option and its
+    value stay together.
     """
     whole = re.sub(r"(\d|--\w+) (?=\w|%)", "\\1\N{NO-BREAK SPACE}", text)
-    lines = textwrap.fill(whole, console().width - 1, initial_indent=first, subsequent_indent=indent,
-                          break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.fill(
+        whole,
+        console().width - 1,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     print(lines.replace("\N{NO-BREAK SPACE}", " "))
 
 
@@ -136,13 +210,25 @@ def _methods(advice: Advice, every: bool) -> Table:
     best = (advice.dense.method, advice.dgc.method)
     table = Table(box=None, pad_edge=False)
     table.add_column("method")
-    for column in ("step\n(ms)", "efficiency\n(%)", "exchange\n(ms)", "node's\nport", "worker's\nmessage"):
+    for column in (
+        "step\n(ms)",
+        "efficiency\n(%)",
+        "exchange\n(ms)",
+        "node's\nport",
+        "worker's\nmessage",
+    ):
         table.add_column(column, justify="right", overflow="fold")
     for p in advice.here:
         if every or p.method in MAIN or p.method in best:
-            table.add_row(str(p.method), f"{1e3 * p.step_seconds:,.1f}", f"{100 * p.efficiency:.1f}",
-                          f"{1e3 * p.exchange_seconds:,.1f}", size_of(p.port_bytes), size_of(p.message_bytes),
-                          style="bold" if p.method in best else "")
+            table.add_row(
+                str(p.method),
+                f"{1e3 * p.step_seconds:,.1f}",
+                f"{100 * p.efficiency:.1f}",
+                f"{1e3 * p.exchange_seconds:,.1f}",
+                size_of(p.port_bytes),
+                size_of(p.message_bytes),
+                style="bold" if p.method in best else "",
+            )
     return table
 
 
@@ -156,7 +242,8 @@ def _by_workers(rows: dict[int, list[Prediction]]) -> Table:
 
 
 def link(text: str, presets: dict[str, Link]) -> Link:
-    """A preset's, or that of ``40gbit,15us``: bits a second and microseconds; 50 of them if none are given.
+    """A preset's, or that of ``40gbit,15us``: bits a second and microseconds; 50 of them if none
+    are given.
 
     Raises:
         ValueError: it is neither.
@@ -166,22 +253,34 @@ def link(text: str, presets: dict[str, Link]) -> Link:
         return presets[name.lower()]
     found = RATE.fullmatch(name)
     if not found or not float(found[1]):
-        raise ValueError(f"a link must be {', '.join(presets)}, or a rate in bits a second such as 2.5gbit or 300mbit, "
-                         f"and a latency if it is not 50us, as in 40gbit,15us; got {text!r}")
+        raise ValueError(
+            f"a link must be {', '.join(presets)}, or a rate in bits a second such as 2.5gbit or 300mbit, "
+            f"and a latency if it is not 50us, as in 40gbit,15us; got {text!r}"
+        )
     rate, unit, latency, small = found.groups()
-    return Link(float(latency or 50) / (1e3 if small == "m" else 1e6), float(rate) * UNITS[unit.lower()])
+    return Link(
+        float(latency or 50) / (1e3 if small == "m" else 1e6), float(rate) * UNITS[unit.lower()]
+    )
 
 
 # -- schedule ----------------------------------------------------------------------------------------------------------
 
+
 def schedule(
-        expression: Annotated[str, typer.Argument(metavar="EXPR", help="See the examples.")],
-        steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps in one epoch.")] = 100,
-        epochs: Annotated[int | None, typer.Option(
-            min=1, help=f"To look at. Default: {EPOCHS}, or more if it changes later.")] = None,
-        model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
-        workers: Annotated[int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")] = 4,
-        as_json: Json = False) -> None:
+    expression: Annotated[str, typer.Argument(metavar="EXPR", help="See the examples.")],
+    steps_per_epoch: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps in one epoch.")
+    ] = 100,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"To look at. Default: {EPOCHS}, or more if it changes later."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
+    workers: Annotated[
+        int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")
+    ] = 4,
+    as_json: Json = False,
+) -> None:
     """Shows what a schedule sends: sparsity, bytes a step, and bytes so far against dense.
 
     [bold]The paper's warm-up:[/bold]
@@ -200,14 +299,16 @@ def schedule(
 
       dgc schedule dense_until:1000,then=0.99
 
-    Bytes are those of one worker over all-gather, as optimizer.report() counts them. What an adaptive schedule sends
-    the network decides; those of its bounds can be shown.
+    Bytes are those of one worker over all-gather, as optimizer.report() counts them. What an
+    adaptive schedule sends the network decides; those of its bounds can be shown.
     """
     with usage("EXPR"):
         chosen = schedules.parse(expression, steps_per_epoch)
         if isinstance(chosen, schedules.Adaptive):
-            raise ValueError(f"the schedule must be known beforehand, got {expression!r}, which goes by the network's "
-                             f"speed (show one of its bounds, {chosen.least:g} and {chosen.most:g})")
+            raise ValueError(
+                f"the schedule must be known beforehand, got {expression!r}, which goes by the network's "
+                f"speed (show one of its bounds, {chosen.least:g} and {chosen.most:g})"
+            )
     importable(model)
     with usage("--model"), aside(as_json):
         loaded = load(model)
@@ -216,22 +317,45 @@ def schedule(
         epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
     steps = epochs * steps_per_epoch
     if steps > MOST_STEPS:
-        raise typer.BadParameter(f"--epochs times --steps-per-epoch must be at most {MOST_STEPS:,}, got {steps:,} "
-                                 "(give a smaller --epochs)")
+        raise typer.BadParameter(
+            f"--epochs times --steps-per-epoch must be at most {MOST_STEPS:,}, got {steps:,} "
+            "(give a smaller --epochs)"
+        )
     values = [chosen(step) for step in range(steps)]
     sent = {value: _sent(loaded.shapes, value, workers) for value in set(values)}
     dense, totals = dense_bytes(loaded.numel, workers), accumulate(sent[value] for value in values)
-    rows = [{"step": step, "sparsity": values[step], "bytes": sent[values[step]], "total_bytes": total,
-             "of_dense": total / (dense * (step + 1))} for step, total in enumerate(totals)]
+    rows = [
+        {
+            "step": step,
+            "sparsity": values[step],
+            "bytes": sent[values[step]],
+            "total_bytes": total,
+            "of_dense": total / (dense * (step + 1)),
+        }
+        for step, total in enumerate(totals)
+    ]
     if as_json:
-        print(json.dumps({"expression": expression, "schedule": repr(chosen), "model": model, "workers": workers,
-                          "dense_bytes": dense, "steps": rows}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "expression": expression,
+                    "schedule": repr(chosen),
+                    "model": model,
+                    "workers": workers,
+                    "dense_bytes": dense,
+                    "steps": rows,
+                },
+                indent=1,
+            )
+        )
         return
     _say(f"{expression}: {model} in float32, {workers} workers, {steps:,} steps")
     console().print(_schedule_table(rows, dense))
     total = rows[-1]["total_bytes"]
-    _say(f"{size_of(total)} in all, {dense * steps / total:,.1f} times fewer than {size_of(dense * steps)} of dense "
-         "float32.")
+    _say(
+        f"{size_of(total)} in all, {dense * steps / total:,.1f} times fewer than {size_of(dense * steps)} of dense "
+        "float32."
+    )
 
 
 def _sent(shapes: tuple[Shape, ...], sparsity: float, workers: int) -> float:
@@ -241,17 +365,32 @@ def _sent(shapes: tuple[Shape, ...], sparsity: float, workers: int) -> float:
 
 
 def _schedule_table(rows: list[dict[str, Any]], dense: float) -> Table:
-    shown = [row for row in rows if row["step"] == 0 or row["sparsity"] != rows[row["step"] - 1]["sparsity"]]
+    shown = [
+        row
+        for row in rows
+        if row["step"] == 0 or row["sparsity"] != rows[row["step"] - 1]["sparsity"]
+    ]
     if len(shown) > ROWS:
         shown = [shown[i * (len(shown) - 1) // (ROWS - 1)] for i in range(ROWS)]
     if shown[-1] is not rows[-1]:
         shown.append(rows[-1])
     table = Table(box=None, pad_edge=False)
-    for column in ("from step", "sparsity", "bytes\na step", "fewer\nthan dense", "so far,\nof dense"):
+    for column in (
+        "from step",
+        "sparsity",
+        "bytes\na step",
+        "fewer\nthan dense",
+        "so far,\nof dense",
+    ):
         table.add_column(column, justify="right")
     table.add_column("a step, of dense")
     for row in shown:
-        table.add_row(f"{row['step']:,}", f"{100 * row['sparsity']:.6g} %", size_of(row["bytes"]),
-                      f"{dense / row['bytes']:,.1f} x", f"{100 * row['of_dense']:.3g} %",
-                      "█" * max(1, round(24 * row["bytes"] / dense)))
+        table.add_row(
+            f"{row['step']:,}",
+            f"{100 * row['sparsity']:.6g} %",
+            size_of(row["bytes"]),
+            f"{dense / row['bytes']:,.1f} x",
+            f"{100 * row['of_dense']:.3g} %",
+            "█" * max(1, round(24 * row["bytes"] / dense)),
+        )
     return table

@@ -51,7 +51,18 @@ def gpt2() -> list[Shape]:
     """The small one, tied: 124,439,808 parameters."""
     d = 768
     norm: list[Shape] = [(d,), (d,)]
-    layer = [*norm, (d, 3 * d), (3 * d,), (d, d), (d,), *norm, (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    layer = [
+        *norm,
+        (d, 3 * d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        *norm,
+        (d, 4 * d),
+        (4 * d,),
+        (4 * d, d),
+        (d,),
+    ]
     return [(50_257, d), (1024, d), *layer * 12, *norm]
 
 
@@ -63,6 +74,7 @@ def _biased(weights: Iterable[Shape]) -> list[Shape]:
 
 
 # -- the user's own ----------------------------------------------------------------------------------------------------
+
 
 class Loaded(NamedTuple):
     """A model: its parameters' shapes in forward order, and itself if it is at hand."""
@@ -81,8 +93,8 @@ def load(model: str) -> Loaded:
     """Finds a model.
 
     Args:
-        model: a name in ``MODELS``; or ``module:callable``, which returns a ``torch.nn.Module``, or that and a tuple
-            of what to call it with.
+        model: a name in ``MODELS``; or ``module:callable``, which returns a ``torch.nn.Module``, or
+            that and a tuple of what to call it with.
 
     Raises:
         ValueError: it is none of them, or has no parameters to train.
@@ -97,25 +109,31 @@ def load(model: str) -> Loaded:
         made = found()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (inputs is None or isinstance(inputs, tuple)):
-        raise ValueError(f"model {model!r} must return a torch.nn.Module, or a module and a tuple of its inputs "
-                         f"(return model, (inputs,)), got {type(module).__name__} and {type(inputs).__name__}")
-    loaded = Loaded(model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs)
+        raise ValueError(
+            f"model {model!r} must return a torch.nn.Module, or a module and a tuple of its inputs "
+            f"(return model, (inputs,)), got {type(module).__name__} and {type(inputs).__name__}"
+        )
+    loaded = Loaded(
+        model, tuple(tuple(p.shape) for p in module.parameters() if p.requires_grad), module, inputs
+    )
     if not loaded.numel:
         raise ValueError(f"model must have parameters to train, got {model!r}, which has none")
     return loaded
 
 
 def measure(loaded: Loaded, steps: int = 5) -> float:
-    """Seconds of a forward and a backward pass of the model here, on its GPU if there is one: the median of ``steps``,
-    after two.
+    """Seconds of a forward and a backward pass of the model here, on its GPU if there is one: the
+    median of ``steps``, after two.
 
     Raises:
         ValueError: there is nothing to call, or what it returns is nothing to go back from.
         TheirError: by the model.
     """
     if loaded.module is None or loaded.inputs is None:
-        raise ValueError("model must be a module:callable that returns the module and a tuple of what to call it with, "
-                         f"to be measured, got {loaded.name!r}")
+        raise ValueError(
+            "model must be a module:callable that returns the module and a tuple of what to call it with, "
+            f"to be measured, got {loaded.name!r}"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = loaded.module.to(device)
     inputs = [x.to(device) if isinstance(x, torch.Tensor) else x for x in loaded.inputs]
@@ -127,8 +145,10 @@ def measure(loaded: Loaded, steps: int = 5) -> float:
             output = module(*inputs)
         parts = [tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad]
         if not parts:
-            raise ValueError("the model must return a tensor that has a gradient, or a dict, tuple or list with one, "
-                             f"got a {type(output).__name__} without one")
+            raise ValueError(
+                "the model must return a tensor that has a gradient, or a dict, tuple or list with one, "
+                f"got a {type(output).__name__} without one"
+            )
         with theirs():
             torch.stack(parts).sum().backward()
         if device.type == "cuda":
@@ -149,19 +169,24 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 # -- what travels together ---------------------------------------------------------------------------------------------
 
+
 class PlannedBucket(NamedTuple):
     """Parameters that travel together."""
 
     ready: float  # share of the backward pass after which their gradients are complete
     numel: int
     sizes: Sizes | None  # None: always dense
-    low_rank: tuple[int, int, int] = (0, 0, 0)  # entries that PowerSGD sends of dense ones: P, Q, and uncompressed
+    low_rank: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # entries that PowerSGD sends of dense ones: P, Q, and uncompressed
 
 
 @cache
 def buckets(shapes: tuple[Shape, ...], config: Config) -> tuple[PlannedBucket, ...]:
-    """How :func:`dgc.DistributedOptimizer` packs float32 parameters of these shapes, and the bytes of each message: at
-    the schedule's first step those of :class:`dgc.compression.wire.Layout`.
+    """How :func:`dgc.DistributedOptimizer` packs float32 parameters of these shapes, and the bytes
+    of each message: at the schedule's first step those of :class:`dgc.compression.wire.Layout`.
 
     Args:
         shapes: of the parameters, in forward order.
@@ -187,21 +212,27 @@ def dense_buckets(shapes: tuple[Shape, ...]) -> tuple[PlannedBucket, ...]:
 
 @cache
 def _departing(shapes: tuple[Shape, ...], min_numel: int) -> list[tuple[float, list[torch.Tensor]]]:
-    """Buckets in the order in which they leave, and the share of the backward pass after which they can."""
+    """Buckets in the order in which they leave, and the share of the backward pass after which they
+    can.
+    """
     parameters = [torch.empty(shape, device="meta") for shape in shapes]
     done, weights = {}, 0
     for parameter in reversed(parameters):
         done[parameter] = weights = weights + (parameter.dim() > 1)
     latest, packed = 0.0, []
-    for _, together in pack(parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel):
-        latest = max(latest, *(done[p] / max(1, weights) for p in together))  # none overtakes another
+    for _, together in pack(
+        parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel
+    ):
+        latest = max(
+            latest, *(done[p] / max(1, weights) for p in together)
+        )  # none overtakes another
         packed.append((latest, together))
     return packed
 
 
 def _low_rank(together: list[torch.Tensor]) -> tuple[int, int, int]:
-    """Entries of PowerSGD's P and Q at rank ``RANK``, and of what its hook in torch leaves uncompressed: vectors, and
-    matrices of which it would not save half.
+    """Entries of PowerSGD's P and Q at rank ``RANK``, and of what its hook in torch leaves
+    uncompressed: vectors, and matrices of which it would not save half.
     """
     p = q = whole = 0
     for parameter in together:

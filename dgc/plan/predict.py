@@ -1,12 +1,14 @@
 """How long a step takes, for a model on a cluster, by every way to add up gradients.
 
-The predictions combine the compute time of one worker with a model of the exchange (``cost.py``), as the paper's
-section 5 does after Wen et al., "TernGrad" (2017): compute is measured or given, and communication is computed.
+The predictions combine the compute time of one worker with a model of the exchange (``cost.py``),
+as the paper's section 5 does after Wen et al., "TernGrad" (2017): compute is measured or given, and
+communication is computed.
 
-A step is a forward pass, of a third of the compute time, and a backward pass that completes the gradients of the last
-layers first; a bucket's exchange begins when its gradients are complete, its entries have been selected, and the bucket
-before it has been exchanged. Every weight is assumed to take an equal share of the backward pass: near the truth where
-layers are made to cost alike, as in residual networks and transformers.
+A step is a forward pass, of a third of the compute time, and a backward pass that completes the
+gradients of the last layers first; a bucket's exchange begins when its gradients are complete, its
+entries have been selected, and the bucket before it has been exchanged. Every weight is assumed to
+take an equal share of the backward pass: near the truth where layers are made to cost alike, as in
+residual networks and transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +24,19 @@ from dgc.plan.models import RANK, PlannedBucket, Shape, buckets, dense_buckets
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
 LARGEST = 65_536  # workers
-Overlap = bool | Literal["dense"]  # what is exchanged during the backward pass: all, nothing, or by dense methods alone
+Overlap = (
+    bool | Literal["dense"]
+)  # what is exchanged during the backward pass: all, nothing, or by dense methods alone
 
-# Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude. Measure yours.
-NETWORKS = {"1gbit": Link(50e-6, 0.125e9), "10gbit": Link(30e-6, 1.25e9), "25gbit": Link(20e-6, 3.125e9),
-            "100gbit": Link(10e-6, 12.5e9), "infiniband": Link(2e-6, 25e9)}
+# Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude.
+# Measure yours.
+NETWORKS = {
+    "1gbit": Link(50e-6, 0.125e9),
+    "10gbit": Link(30e-6, 1.25e9),
+    "25gbit": Link(20e-6, 3.125e9),
+    "100gbit": Link(10e-6, 12.5e9),
+    "infiniband": Link(2e-6, 25e9),
+}
 INSIDE = {"pcie": Link(10e-6, 12e9), "nvlink": Link(5e-6, 300e9)}  # PCIe 3.0 x16; NVLink 3
 
 
@@ -35,19 +45,22 @@ class Local:
     """A worker's own work, in seconds.
 
     Args:
-        compress: for each entry of a compressed parameter: accumulate, select, take, encode, write the update.
-            Default: the fused loops on a CPU core (benchmarks/results/compress-1core.json, through p.grad).
+        compress: for each entry of a compressed parameter: accumulate, select, take, encode, write
+            the update. Default: the fused loops on a CPU core
+            (benchmarks/results/compress-1core.json, through p.grad).
         receive: for each entry that it receives, its own among them: check, decode, add.
             Default: on a CPU core (benchmarks/results/receive.json).
-        convert: for each entry of a dense sum in float16: to round and to add. 0 on GPUs.
-            Default: DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s; "convert"
-            in benchmarks/results/plan.json). Horovod's takes forty times as long there ("horovod_convert").
+        convert: for each entry of a dense sum in float16: to round and to add. 0 on GPUs. Default:
+            DistributedDataParallel's over gloo, of a CPU core (fitted to a ResNet-50's at 1 Gbit/s;
+            "convert" in benchmarks/results/plan.json). Horovod's takes forty times as long there
+            ("horovod_convert").
         start: for each bucket, until its exchange begins: what the library needs to agree on it.
-        round: for each entry of a dense sum that DGC rounds (``Config(value_bits=...)``): to round and to add.
-            Default: on a CPU core (benchmarks/results/rounded.json).
+        round: for each entry of a dense sum that DGC rounds (``Config(value_bits=...)``): to round
+            and to add. Default: on a CPU core (benchmarks/results/rounded.json).
         low_rank: for each entry of PowerSGD, rank 4: two products, and to make P orthogonal.
-            Default: torch's hook on a CPU core (benchmarks/results/network-1gbit.json: a ResNet-50's exchange of 566 ms
-            without its 19 ms on the wire, by four workers on two cores).
+            Default: torch's hook on a CPU core (benchmarks/results/network-1gbit.json: a
+            ResNet-50's exchange of 566 ms without its 19 ms on the wire, by four workers on two
+            cores).
     """
 
     compress: float = 1e-9
@@ -59,13 +72,17 @@ class Local:
 
 
 DGC, CPU = Config(), Local()
-# What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each entry of the gradient,
-# and for each of its own region. On a CPU core, 4 to 64 workers (benchmarks/results/owners.json).
+# What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each
+# entry of the gradient, and for each of its own region. On a CPU core, 4 to 64 workers
+# (benchmarks/results/owners.json).
 REDUCE, OWNED = 0.2, 3.7
-# A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100 takes as long for a
-# ResNet-50's tensors, and a quarter of it for one large one (benchmarks/results/gpu.json). To round moves some 160,
-# PowerSGD some 44.
-LOCAL = {"cpu": CPU, "gpu": Local(compress=0.05e-9, receive=0.5e-9, round=0.2e-9, convert=0.0, low_rank=0.05e-9)}
+# A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100
+# takes as long for a ResNet-50's tensors, and a quarter of it for one large one
+# (benchmarks/results/gpu.json). To round moves some 160, PowerSGD some 44.
+LOCAL = {
+    "cpu": CPU,
+    "gpu": Local(compress=0.05e-9, receive=0.5e-9, round=0.2e-9, convert=0.0, low_rank=0.05e-9),
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,13 @@ class Method:
 
 
 GATHER = Method("allgather", "dgc")
-MAIN = (Method("ring", "float32"), Method("ring", "float16"), Method("ring", "powersgd"), GATHER,
-        Method("reduce", "dgc"))
+MAIN = (
+    Method("ring", "float32"),
+    Method("ring", "float16"),
+    Method("ring", "powersgd"),
+    GATHER,
+    Method("reduce", "dgc"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,12 +131,24 @@ def methods(cluster: Cluster) -> list[Method]:
     """The methods that differ on this cluster, those of ``MAIN`` first."""
     if cluster.gpus == 1 or cluster.nodes == 1:
         return list(MAIN)
-    return [*MAIN, Method("hierarchical ring", "float32"), Method("hierarchical ring", "float16"),
-            Method("hierarchical", "dgc"), Method("hierarchical reduce", "dgc")]
+    return [
+        *MAIN,
+        Method("hierarchical ring", "float32"),
+        Method("hierarchical ring", "float16"),
+        Method("hierarchical", "dgc"),
+        Method("hierarchical reduce", "dgc"),
+    ]
 
 
-def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute: float, config: Config = DGC,
-            local: Local = CPU, overlap: Overlap = True) -> Prediction:
+def predict(
+    shapes: tuple[Shape, ...],
+    cluster: Cluster,
+    method: Method,
+    compute: float,
+    config: Config = DGC,
+    local: Local = CPU,
+    overlap: Overlap = True,
+) -> Prediction:
     """The time of one step.
 
     Args:
@@ -124,8 +158,8 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         compute: seconds of a worker's forward and backward pass.
         config: of DGC.
         local: what a worker does beside it.
-        overlap: whether exchanges begin during the backward pass; "dense": only those of dense methods do, as where
-            gradients are clipped by their norm or scaled by a GradScaler.
+        overlap: whether exchanges begin during the backward pass; "dense": only those of dense
+            methods do, as where gradients are clipped by their norm or scaled by a GradScaler.
     """
     if cluster.workers == 1:
         return Prediction(method, compute, 1.0, 0.0, 0.0, 0)
@@ -143,7 +177,9 @@ def predict(shapes: tuple[Shape, ...], cluster: Cluster, method: Method, compute
         message += part.own
         sent += part.rounds
     step = max(idle, compute + worked) + received
-    return Prediction(method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message)
+    return Prediction(
+        method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message
+    )
 
 
 class _Part(NamedTuple):
@@ -156,7 +192,9 @@ class _Part(NamedTuple):
     received: float = 0.0  # seconds of decoding
 
 
-def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Config, local: Local) -> _Part:
+def _part(
+    bucket: PlannedBucket, cluster: Cluster, method: Method, config: Config, local: Local
+) -> _Part:
     n, g, numel, sizes = cluster.nodes, cluster.gpus, bucket.numel, bucket.sizes
     worked = received = added = 0.0  # added: to the seconds on the wire
     if method.kind == "powersgd":
@@ -170,7 +208,9 @@ def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Confi
         added = local.convert * numel * (method.kind == "float16")
     elif sizes is None:
         exact = config.sparsity_at(0) == 0  # as before the first compressed step
-        summed = messages.Sizes(messages.FLOAT32 * numel, numel, bits=16 if exact else config.value_bits)
+        summed = messages.Sizes(
+            messages.FLOAT32 * numel, numel, bits=16 if exact else config.value_bits
+        )
         own = messages.summed_bytes(summed, n * g)
         rounds = cost.dense_sum(summed, n, g)
         added = local.round * numel * messages.rounds(summed, n * g)
@@ -194,6 +234,8 @@ def _part(bucket: PlannedBucket, cluster: Cluster, method: Method, config: Confi
 
 
 def by_workers(cluster: Cluster) -> list[Cluster]:
-    """Clusters of the same kind, with powers of two of nodes, up to 65,536 workers; and the cluster itself."""
+    """Clusters of the same kind, with powers of two of nodes, up to 65,536 workers; and the cluster
+    itself.
+    """
     nodes = {1 << i for i in range((LARGEST // cluster.gpus).bit_length())}
     return [replace(cluster, nodes=n) for n in sorted({*nodes, cluster.nodes})]

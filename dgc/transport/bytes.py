@@ -10,7 +10,9 @@ from dgc.collective import Collective
 from dgc.transport.run import Transport
 
 
-def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.device) -> list[bytes]:
+def gather_bytes(
+    transport: Transport, content: bytes, name: str, device: torch.device
+) -> list[bytes]:
     """Every rank's bytes, in the order of ranks; they may be of different lengths.
 
     Args:
@@ -21,7 +23,9 @@ def gather_bytes(transport: Transport, content: bytes, name: str, device: torch.
     """
     own = torch.tensor([len(content)], device=device)
     lengths = transport.start(Collective("gather", own), f"{name}.lengths")().flatten().tolist()
-    padded = torch.tensor(list(content.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=device)
+    padded = torch.tensor(
+        list(content.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=device
+    )
     rows = transport.start(Collective("gather", padded), name)().tolist()
     return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
@@ -35,15 +39,20 @@ def node_size(transport: Transport, machine: str, device: torch.device) -> int:
         device: of the tensors that travel.
 
     Raises:
-        ValueError: some machines have more than others, or ranks are not numbered machine by machine.
+        ValueError: some machines have more than others, or ranks are not numbered machine by
+            machine.
     """
     machines = gather_bytes(transport, machine.encode(), "dgc.machines", device)
     runs = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
     if len(runs) > len(set(machines)):
-        raise ValueError("the ranks must be numbered machine by machine where hierarchical is True, got "
-                         f"{', '.join(name.decode(errors='replace') for name in machines[:8])} ... (horovodrun and "
-                         "torchrun number them so, and mpirun --map-by slot)")
+        raise ValueError(
+            "the ranks must be numbered machine by machine where hierarchical is True, got "
+            f"{', '.join(name.decode(errors='replace') for name in machines[:8])} ... (horovodrun and "
+            "torchrun number them so, and mpirun --map-by slot)"
+        )
     if len(set(runs)) > 1:
-        raise ValueError("the machines must have the same number of ranks each where hierarchical is True, got "
-                         f"{', '.join(map(str, runs))} (give hierarchical='auto' or False)")
+        raise ValueError(
+            "the machines must have the same number of ranks each where hierarchical is True, got "
+            f"{', '.join(map(str, runs))} (give hierarchical='auto' or False)"
+        )
     return runs[0]

@@ -1,8 +1,8 @@
 """N ranks in one process: for tests, and for studying N workers on one device.
 
-Each rank is a thread that runs the same script, but only one of them runs at a time: a rank runs until it has to wait
-for the others, then the next one does. So results do not depend on the scheduler, and random numbers drawn from
-torch's global generator come in the same order each time.
+Each rank is a thread that runs the same script, but only one of them runs at a time: a rank runs
+until it has to wait for the others, then the next one does. So results do not depend on the
+scheduler, and random numbers drawn from torch's global generator come in the same order each time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def current() -> Lockstep | None:
 
 
 def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
-    """Runs ``worker`` as each of ``size`` ranks, in lockstep, and returns what they returned, in rank order.
+    """Runs ``worker`` as each of ``size`` ranks, in lockstep, and returns what they returned, in
+    rank order.
 
-    Inside, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and :func:`current` tells the rank.
+    Inside, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and :func:`current` tells
+    the rank.
 
     Args:
         worker: takes no arguments.
         size: how many ranks, at least 1.
-        node_size: how many of them count as being on one machine, for ``Config(hierarchical=True)``; divides ``size``.
+        node_size: how many of them count as being on one machine, for
+            ``Config(hierarchical=True)``; divides ``size``.
 
     Raises:
         ValueError: ``size`` < 1, or ``node_size`` does not divide it.
@@ -52,7 +55,8 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
             if device is not None:
                 torch.cuda.set_device(device)  # which each thread has for itself
             stage.await_turn(rank)
-            # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for one another.
+            # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for
+            # one another.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = worker()
         except _Ended:
@@ -62,7 +66,10 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         finally:
             stage.leave(rank)
 
-    threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -80,7 +87,9 @@ def _check_sizes(size: int, node_size: int) -> None:
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"lockstep.run: size must be an integer >= 1, got {size!r}")
     if not isinstance(node_size, int) or node_size < 1 or size % node_size:
-        raise ValueError(f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}")
+        raise ValueError(
+            f"lockstep.run: node_size must be a divisor of size, which is {size}, got {node_size!r}"
+        )
 
 
 class Lockstep:
@@ -120,10 +129,14 @@ class _Stage:
         self.size = size
         self.error: BaseException | None = None
         lock = threading.Lock()
-        self._called = [threading.Condition(lock) for _ in range(size)]  # each rank is woken only when it is to go on
+        self._called = [
+            threading.Condition(lock) for _ in range(size)
+        ]  # each rank is woken only when it is to go on
         self._turn = 0
         self._left: set[int] = set()
-        self._waiting: dict[int, Any] = {}  # rank -> what it found missing since anything last happened
+        self._waiting: dict[
+            int, Any
+        ] = {}  # rank -> what it found missing since anything last happened
         self._boxes: dict[Any, dict[int, Collective]] = {}
         self._results: dict[Any, Any] = {}  # a tensor; of an all-to-all one for each rank
 
@@ -146,7 +159,9 @@ class _Stage:
         while key not in self._results:
             self._waiting[rank] = key
             if len(self._waiting) == self.size - len(self._left):
-                waits = ", ".join(f"rank {r} for {name!r}" for r, (name, *_) in sorted(self._waiting.items()))
+                waits = ", ".join(
+                    f"rank {r} for {name!r}" for r, (name, *_) in sorted(self._waiting.items())
+                )
                 gone = f"; {sorted(self._left)} returned" if self._left else ""
                 raise RuntimeError(f"no rank can go on: waiting are {waits}{gone}")
             self._pass_on(rank)
@@ -182,7 +197,9 @@ class _Stage:
 def _perform(collectives: list[Collective], name: str) -> Tensor | list[Tensor]:
     kinds = {(c.op, c.tensor.shape, c.tensor.dtype, c.root) for c in collectives}
     if len(kinds) > 1:
-        raise RuntimeError(f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}")
+        raise RuntimeError(
+            f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}"
+        )
     tensors, op = [c.tensor for c in collectives], collectives[0].op
     if op == "gather":
         return torch.stack(tensors)

@@ -1,5 +1,5 @@
-"""What a transport is, and how a path runs over one: its collectives are started and waited for in turn, on CUDA in a
-stream of our own.
+"""What a transport is, and how a path runs over one: its collectives are started and waited for in
+turn, on CUDA in a stream of our own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dgc.collective import AbandonedError, Collective, Path, World
 from dgc.trace import stage
 
 T = TypeVar("T")
-HOROVODS_MODULE = "horovod.torch.optimizer"  # by which hvd.broadcast_optimizer_state tells distributed optimizers
+HOROVODS_MODULE = (
+    "horovod.torch.optimizer"  # by which hvd.broadcast_optimizer_state tells distributed optimizers
+)
 
 
 class HorovodProcessSet(Protocol):
@@ -32,7 +34,9 @@ class HorovodProcessSet(Protocol):
     def size(self) -> int: ...
 
 
-ProcessSet: TypeAlias = "HorovodProcessSet | torch.distributed.ProcessGroup | None"  # None: all processes
+ProcessSet: TypeAlias = (
+    "HorovodProcessSet | torch.distributed.ProcessGroup | None"  # None: all processes
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Wait:
 
     Args:
         result: blocks until the result is there, and returns it.
-        ready: whether to go on during a backward pass: True where each rank must do so at the same place, even if it
-            has to wait; over Horovod, which negotiates by name, when it need not.
+        ready: whether to go on during a backward pass: True where each rank must do so at the same
+            place, even if it has to wait; over Horovod, which negotiates by name, when it need not.
     """
 
     result: Callable[[], Tensor]
@@ -64,15 +68,18 @@ class Transport(Protocol):
 
     @property
     def broadcasts_beyond(self) -> bool:
-        """Whether the optimizer's state is broadcast to processes outside this world too, which need the same one."""
+        """Whether the optimizer's state is broadcast to processes outside this world too, which
+        need the same one.
+        """
 
     def start(self, collective: Collective, name: str) -> Wait:
-        """Begins a collective. Every rank of its group begins the same ones, under the same names, in the same order.
+        """Begins a collective. Every rank of its group begins the same ones, under the same names,
+        in the same order.
         """
 
     def by_node(self, device: torch.device) -> int:
-        """Groups the ranks by machine, after which collectives within a node and across nodes can be started. All ranks
-        call it.
+        """Groups the ranks by machine, after which collectives within a node and across nodes can
+        be started. All ranks call it.
 
         Args:
             device: of tensors that can travel.
@@ -93,12 +100,18 @@ class PathRun(Generic[T]):
         transport: what performs its collectives.
         name: of the collectives, alike on every rank.
         on_start: is told each collective that begins.
-        device: of the tensors that travel. Given a GPU, all runs in our own stream there, and what is launched next
-            waits for that.
+        device: of the tensors that travel. Given a GPU, all runs in our own stream there, and what
+            is launched next waits for that.
     """
 
-    def __init__(self, path: Path[T], transport: Transport, name: str, on_start: Callable[[Collective], None],
-                 device: torch.device | None = None):
+    def __init__(
+        self,
+        path: Path[T],
+        transport: Transport,
+        name: str,
+        on_start: Callable[[Collective], None],
+        device: torch.device | None = None,
+    ):
         self._path, self._transport, self._name, self._on_start = path, transport, name, on_start
         self._device = device
         self._rounds = 0
@@ -172,7 +185,9 @@ def _stream(device: torch.device) -> Any:
 
 @contextmanager
 def own_stream(device: torch.device | None) -> Iterator[None]:
-    """Launches what is within after all that has been launched so far, and beside what is launched next."""
+    """Launches what is within after all that has been launched so far, and beside what is launched
+    next.
+    """
     if device is None or device.type != "cuda":
         yield
         return
@@ -181,14 +196,16 @@ def own_stream(device: torch.device | None) -> Iterator[None]:
     try:
         with torch.cuda.stream(stream):
             yield
-    except BaseException:  # whoever catches it finds what was put back, and may free gradients that were being read
+    except (
+        BaseException
+    ):  # whoever catches it finds what was put back, and may free gradients that were being read
         wait_for_own_stream(device)
         raise
 
 
 def join_streams(streams: Iterable[Any]) -> None:
-    """Launches what comes next, also within :func:`own_stream`, after what was launched so far in these streams: a
-    model's branches may have streams of their own, and their gradients too.
+    """Launches what comes next, also within :func:`own_stream`, after what was launched so far in
+    these streams: a model's branches may have streams of their own, and their gradients too.
     """
     for stream in streams:
         torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -1,4 +1,6 @@
-"""Collectives over torch.distributed (gloo, NCCL), which pairs them up by the order in which they begin."""
+"""Collectives over torch.distributed (gloo, NCCL), which pairs them up by the order in which they
+begin.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from dgc.transport.run import Wait
 
 @atexit.register
 def _let_go() -> None:
-    """Waits, a second at most, until no other thread is running. After a collective a thread of gloo's lets go of its
-    tensors, for which it needs the interpreter's lock. If it still waits for that when the interpreter ends, it aborts
-    the process: "terminate called without an active exception".
+    """Waits, a second at most, until no other thread is running. After a collective a thread of
+    gloo's lets go of its tensors, for which it needs the interpreter's lock. If it still waits for
+    that when the interpreter ends, it aborts the process: "terminate called without an active
+    exception".
     """
     end = time.monotonic() + 1.0
     time.sleep(0.05)
@@ -34,16 +37,23 @@ def _let_go() -> None:
 
 
 def _others_run() -> bool:
-    """Whether another thread of this process is running, or would be if there were a processor. Known on Linux."""
+    """Whether another thread of this process is running, or would be if there were a processor.
+    Known on Linux.
+    """
     own = threading.get_native_id()
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
-            if int(stat.parent.name) != own and stat.read_text().rpartition(")")[2].split()[0] == "R":
+            if (
+                int(stat.parent.name) != own
+                and stat.read_text().rpartition(")")[2].split()[0] == "R"
+            ):
                 return True
     return False
 
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+_all_gather: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before 2.13
 
 
 class TorchDistributed:
@@ -55,7 +65,9 @@ class TorchDistributed:
     def __init__(self, group: Any = None):
         self.process_set = group
         self._groups = {"world": group}
-        self._last: tuple[Any, Any] | None = None  # the group of the last collective, and what waits for that
+        self._last: tuple[Any, Any] | None = (
+            None  # the group of the last collective, and what waits for that
+        )
 
     @property
     def world(self) -> World | None:
@@ -66,28 +78,42 @@ class TorchDistributed:
     def by_node(self, device: torch.device) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
         ranks = _ranks(self.process_set)
-        if ranks != list(range(dist.get_world_size())):  # the others would have to take part in making groups
-            raise ValueError(f"the process group must have all ranks where hierarchical is True, got {ranks}")
+        if ranks != list(
+            range(dist.get_world_size())
+        ):  # the others would have to take part in making groups
+            raise ValueError(
+                f"the process group must have all ranks where hierarchical is True, got {ranks}"
+            )
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         size = node_size(self, machine, device)
         world = World(dist.get_rank(self.process_set), dist.get_world_size(self.process_set), size)
         if 1 < size < world.size:
             for group in ("node", "across"):
-                # All ranks make all groups. Where each makes its own alone, torch names these by how many groups a
-                # rank knows: ranks that know of different ones would wait for each other for ever.
-                made = [_part(_known(self.process_set), members, device.type) for members in world.partition(group)]
-                self._groups[group], = [one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER]
+                # All ranks make all groups. Where each makes its own alone, torch names these by
+                # how many groups a rank knows: ranks that know of different ones would wait for
+                # each other for ever.
+                made = [
+                    _part(_known(self.process_set), members, device.type)
+                    for members in world.partition(group)
+                ]
+                (self._groups[group],) = [
+                    one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER
+                ]
         return size
 
     def start(self, collective: Collective, name: str) -> Wait:
         """``name`` is not used: the order decides."""
         tensor, group = collective.tensor.contiguous(), self._groups[collective.group]
-        if not _carries(group, tensor.device):  # NCCL, and a tensor of the CPU: by way of this process's GPU
+        if not _carries(
+            group, tensor.device
+        ):  # NCCL, and a tensor of the CPU: by way of this process's GPU
             bound = getattr(_known(group), "bound_device_id", None)  # or the current one
             by_gpu = self.start(replace(collective, tensor=tensor.to(bound or "cuda")), name)
             return Wait(lambda: by_gpu().to(tensor.device))
         if self._last is not None and self._last[0] is not group:
-            self._last[1].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere
+            self._last[
+                1
+            ].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere
         result = tensor
         if collective.op == "gather":
             size = dist.get_world_size(group)
@@ -101,7 +127,9 @@ class TorchDistributed:
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
-        if tensor.is_cuda and len(self._groups) > 1:  # a default group that was given no backend tells of none
+        if (
+            tensor.is_cuda and len(self._groups) > 1
+        ):  # a default group that was given no backend tells of none
             self._last = group, work
 
         def wait() -> torch.Tensor:
@@ -124,7 +152,9 @@ def _carries(group: Any, device: torch.device) -> bool:
 
 @cache
 def _part(group: Any, members: range, kind: str) -> Any:
-    """A group of some of the ranks of another one, which waits as long. Made once: torch keeps it until the end."""
+    """A group of some of the ranks of another one, which waits as long. Made once: torch keeps it
+    until the end.
+    """
     timeout = None
     with suppress(AttributeError, RuntimeError):  # not every backend tells
         timeout = group._get_backend(torch.device(kind)).options._timeout

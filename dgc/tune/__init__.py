@@ -1,8 +1,9 @@
 """A search for a schedule and a clipping, over trainings by somebody's own script.
 
-A script calls :func:`report` after each epoch. One that is not Python appends lines such as ``{"epoch": 1, "metric":
-63.5, "bytes": 201234}`` to the file that the environment variable ``DGC_TUNE_REPORTS`` names. The last report is the
-trial's result. docs/guides/search.md says what is searched, and what it is compared with.
+A script calls :func:`report` after each epoch. One that is not Python appends lines such as
+``{"epoch": 1, "metric": 63.5, "bytes": 201234}`` to the file that the environment variable
+``DGC_TUNE_REPORTS`` names. The last report is the trial's result. docs/guides/search.md says what
+is searched, and what it is compared with.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ REPORTS = "DGC_TUNE_REPORTS"  # the environment variable that names a trial's fi
 
 
 def report(epoch: int, metric: float, bytes_sent: float) -> None:
-    """Tells ``dgc tune`` how far training is. Call it after each epoch. Without a search it does nothing.
+    """Tells ``dgc tune`` how far training is. Call it after each epoch. Without a search it does
+    nothing.
 
-    Every rank may call it. Only rank 0 of Horovod, torch.distributed or :mod:`dgc.lockstep` is heard.
+    Every rank may call it. Only rank 0 of Horovod, torch.distributed or :mod:`dgc.lockstep` is
+    heard.
 
     Args:
         epoch: from 1.

@@ -38,37 +38,46 @@ Task = dict[str, Any]  # command, metric, maximize, epochs, clip_norm
 
 
 def search(task: Task, folder: Path, trials: int, jobs: int, tolerance: float) -> dict[str, Any]:
-    """Searches until the study has so many trials. Calling it again, after whatever ended it, goes on.
+    """Searches until the study has so many trials. Calling it again, after whatever ended it, goes
+    on.
 
     Trials that were running when it ended are run again. Finished trials are kept.
 
     Args:
-        task: ``command``, words with placeholders; ``epochs`` of a trial; the name of the ``metric``; ``maximize``; and
-            ``clip_norm``, the bound that the script has today, 0 for none, or None where clipping is not searched.
+        task: ``command``, words with placeholders; ``epochs`` of a trial; the name of the
+            ``metric``; ``maximize``; and ``clip_norm``, the bound that the script has today, 0 for
+            none, or None where clipping is not searched.
         folder: of the study, and of what commands print and report.
-        trials: of the study in all, complete and failed ones. The paper's and the dense one always run.
+        trials: of the study in all, complete and failed ones. The paper's and the dense one always
+            run.
         jobs: trials at a time.
         tolerance: how much worse than the paper's the metric of what is recommended may be.
 
     Returns:
-        The ``trials``; the numbers of those on the ``front``, and of ``paper``, ``dense`` and ``recommended``; and the
-        ``line`` of the last.
+        The ``trials``; the numbers of those on the ``front``, and of ``paper``, ``dense`` and
+        ``recommended``; and the ``line`` of the last.
 
     Raises:
         ValueError: a command without what is said above, or a study of something else.
         RuntimeError: the paper's trial failed, or sent as much as dense training.
     """
     found = set(PLACEHOLDER.findall(" ".join(task["command"])))
-    if not {"sparsity"} <= found <= PLACEHOLDERS or ("clip_norm" in found) != (task["clip_norm"] is not None):
-        raise ValueError("the command must have {sparsity}, also {clip_norm} where --clip-norm is given, and no other "
-                         f"placeholders than {', '.join(sorted(PLACEHOLDERS))}, got {shlex.join(task['command'])}")
+    if not {"sparsity"} <= found <= PLACEHOLDERS or ("clip_norm" in found) != (
+        task["clip_norm"] is not None
+    ):
+        raise ValueError(
+            "the command must have {sparsity}, also {clip_norm} where --clip-norm is given, and no other "
+            f"placeholders than {', '.join(sorted(PLACEHOLDERS))}, got {shlex.join(task['command'])}"
+        )
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "study.journal").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"study must be searched by one process at a time, got {folder}") from None
+            raise ValueError(
+                f"study must be searched by one process at a time, got {folder}"
+            ) from None
         study = open_study(file.name, task)
         run(study, task, folder, trials, jobs)
         return answer(study, task, tolerance)
@@ -78,18 +87,28 @@ def open_study(file: str, task: Task) -> Study:
     """The study of this task in a file, in which the trials that must run wait."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(file)), study_name="dgc tune", load_if_exists=True,
-        directions=["maximize" if task["maximize"] else "minimize", "minimize"])
+        storage=JournalStorage(JournalFileBackend(file)),
+        study_name="dgc tune",
+        load_if_exists=True,
+        directions=["maximize" if task["maximize"] else "minimize", "minimize"],
+    )
     has = study.user_attrs.get("task", task)
     if has != task:
-        raise ValueError(f"study must be of the same search, {task}, got {file} of {has} (name another folder, or "
-                         "delete this one)")
+        raise ValueError(
+            f"study must be of the same search, {task}, got {file} of {has} (name another folder, or "
+            "delete this one)"
+        )
     study.set_user_attr("task", task)
     # Another seed when it is resumed, so that it does not draw again what it drew before.
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), n_startup_trials=STARTUP)
 
-    first = {"density": 1e-3, "warmup": "stages=4", "warmup_length": 1.0, "clips": bool(task["clip_norm"]),
-             "clip_norm": task["clip_norm"] or 1.0}
+    first = {
+        "density": 1e-3,
+        "warmup": "stages=4",
+        "warmup_length": 1.0,
+        "clips": bool(task["clip_norm"]),
+        "clip_norm": task["clip_norm"] or 1.0,
+    }
     if not study.trials:
         study.enqueue_trial(first, {"kind": "paper"})
         study.enqueue_trial(first, {"kind": "dense"})
@@ -118,10 +137,16 @@ def suggest(trial: Trial, task: Task, folder: Path) -> Entry:
         # Not a plain number, after which a script may have a warm-up of its own, as the recipes do.
         sparsity = f"constant:{end:.6g}"
     home = folder / f"{trial.number:04}"
-    return {"trial": trial.number, "kind": kind, "sparsity": sparsity, "epochs": task["epochs"],
-            "clip_norm": bound,
-            "factor_masking": "--factor-masking" if end > UNMASKED else "--no-factor-masking",
-            "folder": str(home), "out": str(home / "out.json")}
+    return {
+        "trial": trial.number,
+        "kind": kind,
+        "sparsity": sparsity,
+        "epochs": task["epochs"],
+        "clip_norm": bound,
+        "factor_masking": "--factor-masking" if end > UNMASKED else "--no-factor-masking",
+        "folder": str(home),
+        "out": str(home / "out.json"),
+    }
 
 
 def run(study: Study, task: Task, folder: Path, trials: int, jobs: int) -> None:
@@ -137,13 +162,21 @@ def run(study: Study, task: Task, folder: Path, trials: int, jobs: int) -> None:
                     entry = suggest(trial, task, folder)
                     command = fill(task["command"], entry)
                     say(entry, shlex.join(command))
-                    running[place] = trial, entry, start(command, entry["folder"], share_of_machine(place, jobs))
+                    running[place] = (
+                        trial,
+                        entry,
+                        start(command, entry["folder"], share_of_machine(place, jobs)),
+                    )
 
             time.sleep(POLL_S)
             for place, (trial, entry, process) in list(running.items()):
                 if process.poll() is not None:
                     end(process)
-                    keep(study, trial, entry | result(entry["folder"], task["epochs"], process.returncode))
+                    keep(
+                        study,
+                        trial,
+                        entry | result(entry["folder"], task["epochs"], process.returncode),
+                    )
                     del running[place]
     finally:
         for _, _, process in running.values():
@@ -154,13 +187,21 @@ def keep(study: Study, trial: Trial, entry: Entry) -> None:
     """Keeps the settings and the result of a trial that has ended.
 
     Raises:
-        RuntimeError: the paper's trial failed, so it is the script; or it sent as much as the dense one.
+        RuntimeError: the paper's trial failed, so it is the script; or it sent as much as the dense
+            one.
     """
     failed = "why" in entry
-    say(entry, f"failed, {entry['why']}" if failed else f"{entry['metric']:.6g}, {entry['bytes_sent']:,.0f} bytes")
+    say(
+        entry,
+        f"failed, {entry['why']}"
+        if failed
+        else f"{entry['metric']:.6g}, {entry['bytes_sent']:,.0f} bytes",
+    )
     if failed and entry["kind"] == "paper":
-        raise RuntimeError("the trial of the paper's schedule failed, and it is what others are compared with (the "
-                           "same line again repeats it)")
+        raise RuntimeError(
+            "the trial of the paper's schedule failed, and it is what others are compared with (the "
+            "same line again repeats it)"
+        )
     trial.set_user_attr("entry", entry)
     if failed:
         study.tell(trial, state=TrialState.FAIL)
@@ -169,9 +210,11 @@ def keep(study: Study, trial: Trial, entry: Entry) -> None:
 
     sent = {each["kind"]: each.get("bytes_sent") for each in finished(study)}
     if sent.get("paper", 0) == sent.get("dense"):
-        raise RuntimeError(f"the schedule must change what is sent, got {sent['dense']:,.0f} bytes with the paper's "
-                           "and with dense training (does the script use {sparsity}? AdamW's first 1,000 steps are "
-                           "dense: give --epochs more)")
+        raise RuntimeError(
+            f"the schedule must change what is sent, got {sent['dense']:,.0f} bytes with the paper's "
+            "and with dense training (does the script use {sparsity}? AdamW's first 1,000 steps are "
+            "dense: give --epochs more)"
+        )
 
 
 def say(entry: Entry, text: str) -> None:
@@ -180,32 +223,62 @@ def say(entry: Entry, text: str) -> None:
 
 def finished(study: Study) -> list[Entry]:
     """The settings and results of finished trials."""
-    return [trial.user_attrs["entry"] for trial in study.get_trials(deepcopy=False) if "entry" in trial.user_attrs]
+    return [
+        trial.user_attrs["entry"]
+        for trial in study.get_trials(deepcopy=False)
+        if "entry" in trial.user_attrs
+    ]
 
 
 def answer(study: Study, task: Task, tolerance: float) -> dict[str, Any]:
-    """The front, and the fewest bytes whose metric is no worse than the paper's, less the tolerance."""
+    """The front, and the fewest bytes whose metric is no worse than the paper's, less the
+    tolerance.
+    """
     trials = finished(study)
     complete = [each for each in trials if "why" not in each]
     named = {each["kind"]: each for each in complete}
     sign = 1 if task["maximize"] else -1
     least = sign * named["paper"]["metric"] - tolerance
-    best = min((each for each in complete if sign * each["metric"] >= least), key=lambda each: each["bytes_sent"])
+    best = min(
+        (each for each in complete if sign * each["metric"] >= least),
+        key=lambda each: each["bytes_sent"],
+    )
     front = sorted(study.best_trials, key=lambda trial: trial.values[1])
-    return {"task": task, "trials": trials, "front": [trial.number for trial in front],
-            "paper": named["paper"]["trial"], "dense": named["dense"]["trial"] if "dense" in named else None,
-            "recommended": best["trial"], "line": shlex.join(fill(task["command"], best))}
+    return {
+        "task": task,
+        "trials": trials,
+        "front": [trial.number for trial in front],
+        "paper": named["paper"]["trial"],
+        "dense": named["dense"]["trial"] if "dense" in named else None,
+        "recommended": best["trial"],
+        "line": shlex.join(fill(task["command"], best)),
+    }
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
-    """The metric against the bytes of complete trials, their front, and the names of those that the answer names."""
+    """The metric against the bytes of complete trials, their front, and the names of those that the
+    answer names.
+    """
     figure, axes = drawing.panels(height=4.6)
-    points = {each["trial"]: (each["bytes_sent"], each["metric"]) for each in found["trials"] if "why" not in each}
+    points = {
+        each["trial"]: (each["bytes_sent"], each["metric"])
+        for each in found["trials"]
+        if "why" not in each
+    }
     for numbers, line, colour in ((points, "", drawing.DENSE), (found["front"], "-", drawing.DGC)):
-        axes.plot([points[n][0] for n in numbers], [points[n][1] for n in numbers], linestyle=line, marker="o",
-                  color=colour)
-    axes.set(xlabel="sent by one worker", ylabel=found["task"]["metric"], xscale="log",
-             title="a dot is a trial, the line is the front: no trial is better and sends less")
+        axes.plot(
+            [points[n][0] for n in numbers],
+            [points[n][1] for n in numbers],
+            linestyle=line,
+            marker="o",
+            color=colour,
+        )
+    axes.set(
+        xlabel="sent by one worker",
+        ylabel=found["task"]["metric"],
+        xscale="log",
+        title="a dot is a trial, the line is the front: no trial is better and sends less",
+    )
     drawing.byte_axis(axes, "x")
     for number in {found[name] for name in NAMED} - {None}:
         text = ", ".join(name for name in NAMED if found[name] == number)

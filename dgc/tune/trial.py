@@ -18,7 +18,9 @@ from dgc.tune import REPORTS
 PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 TAIL_BYTES = 8192  # of the output of a trial that failed
 
-Entry = dict[str, Any]  # of a trial: what each placeholder becomes, its folder, and in the end its result
+Entry = dict[
+    str, Any
+]  # of a trial: what each placeholder becomes, its folder, and in the end its result
 
 
 def fill(command: list[str], entry: Entry) -> list[str]:
@@ -27,11 +29,19 @@ def fill(command: list[str], entry: Entry) -> list[str]:
 
 
 def start(command: list[str], folder: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a trial's command in a process group of its own. Its folder gets what it prints and reports."""
+    """Starts a trial's command in a process group of its own. Its folder gets what it prints and
+    reports.
+    """
     os.mkdir(folder)
     with open(f"{folder}/log", "wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                                env={**os.environ, **environment, REPORTS: f"{folder}/reports.jsonl"})
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, **environment, REPORTS: f"{folder}/reports.jsonl"},
+        )
 
 
 def share_of_machine(place: int, jobs: int) -> dict[str, str]:
@@ -39,10 +49,14 @@ def share_of_machine(place: int, jobs: int) -> dict[str, str]:
     if jobs == 1:
         return {}
     threads = str(max(1, torch.get_num_threads() // jobs))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
     devices = visible.split(",")
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-            "CUDA_VISIBLE_DEVICES": ",".join(devices[place % len(devices)::jobs])}
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices[place % len(devices) :: jobs]),
+    }
 
 
 def result(folder: str, epochs: int, status: int) -> Entry:
@@ -59,5 +73,7 @@ def result(folder: str, epochs: int, status: int) -> Entry:
         metric, bytes_sent = float(found["metric"]), float(found["bytes"])
         if found["epoch"] == epochs and math.isfinite(metric) and 0 < bytes_sent < math.inf:
             return {"metric": metric, "bytes_sent": bytes_sent}
-    return {"why": f"its last report must be of epoch {epochs}, with a finite metric and bytes > 0, got {last} (call "
-                   "dgc.tune.report(epoch, metric, bytes_sent) after each epoch; one worker alone sends nothing)"}
+    return {
+        "why": f"its last report must be of epoch {epochs}, with a finite metric and bytes > 0, got {last} (call "
+        "dgc.tune.report(epoch, metric, bytes_sent) after each epoch; one worker alone sends nothing)"
+    }

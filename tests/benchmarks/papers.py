@@ -27,7 +27,10 @@ def ef_signsgd(g, lr):
     for ranks in g:
         sent = []
         for rank, tensors in enumerate(ranks):
-            p = [lr * np.asarray(t, np.float64) + old for t, old in zip(tensors, e[rank], strict=True)]
+            p = [
+                lr * np.asarray(t, np.float64) + old
+                for t, old in zip(tensors, e[rank], strict=True)
+            ]
             d = [np.abs(x).sum() / x.size * np.where(x >= 0, 1, -1) for x in p]
             e[rank] = [x - y for x, y in zip(p, d, strict=True)]
             sent.append(flat(d))
@@ -63,13 +66,17 @@ def atomo_probabilities(atoms, s):
 
 def demo(g, lr, b, k, chunk):
     """Peng et al. 2024 with SciPy's transform, chunk after chunk; a coefficient's mean is over those who send it."""
+
     def side(n):
         return next(d for d in range(min(n, chunk), 0, -1) if n % d == 0)
 
     def chunks(x):
         rows, columns = side(x.shape[0]), side(x.shape[1])
-        return [(slice(i, i + rows), slice(j, j + columns))
-                for i in range(0, x.shape[0], rows) for j in range(0, x.shape[1], columns)]
+        return [
+            (slice(i, i + rows), slice(j, j + columns))
+            for i in range(0, x.shape[0], rows)
+            for j in range(0, x.shape[1], columns)
+        ]
 
     def matrix(t):
         t = np.asarray(t, np.float64)
@@ -90,13 +97,16 @@ def demo(g, lr, b, k, chunk):
                     count[place] += q != 0
         for total, count in zip(totals, senders, strict=True):
             for place in chunks(total):
-                total[place] = scipy.fft.idctn(total[place] / np.maximum(count[place], 1), norm="ortho")
+                total[place] = scipy.fft.idctn(
+                    total[place] / np.maximum(count[place], 1), norm="ortho"
+                )
         steps.append(lr * np.sign(flat(totals)))
     return steps, [flat(own) for own in m]
 
 
 def power_iteration(g, lr, rank, q, matrices):
     """Vogels et al. 2019, algorithm 1 with the error of algorithm 2; Gram-Schmidt, and the mean of other tensors."""
+
     def orthogonal(x):
         done = []
         for column in x.T:
@@ -106,7 +116,10 @@ def power_iteration(g, lr, rank, q, matrices):
         return np.stack(done, 1)
 
     n, steps = len(g[0]), []
-    e = [[np.zeros((len(t), t[0].size)) if i in matrices else None for i, t in enumerate(ranks)] for ranks in g[0]]
+    e = [
+        [np.zeros((len(t), t[0].size)) if i in matrices else None for i, t in enumerate(ranks)]
+        for ranks in g[0]
+    ]
     for ranks in g:
         update = []
         for i in range(len(ranks[0])):
@@ -141,12 +154,19 @@ def one_step_late(oracle, steps):
 
 def pushes(weights, gradient, workers, steps, lr, m, decay):
     """Update t is worker t mod N's, at what it pulled N - 1 updates ago; torch's Nesterov momentum, of lr / N."""
-    x, momentum, pulled = [np.array(w, np.float64) for w in weights], [np.zeros_like(w) for w in weights], {}
+    x, momentum, pulled = (
+        [np.array(w, np.float64) for w in weights],
+        [np.zeros_like(w) for w in weights],
+        {},
+    )
     history = [x]
     for t in range(workers * steps):
         at = history[pulled.get(t % workers, 0)]
         assert t < workers or pulled[t % workers] == t - (workers - 1)
-        g = [own + decay * now for own, now in zip(gradient(at, t % workers, t // workers), x, strict=True)]
+        g = [
+            own + decay * now
+            for own, now in zip(gradient(at, t % workers, t // workers), x, strict=True)
+        ]
         momentum = [m * old + own for old, own in zip(momentum, g, strict=True)]
         x = [now - lr / workers * (own + m * v) for now, own, v in zip(x, g, momentum, strict=True)]
         history.append(x)

@@ -49,21 +49,33 @@ def test_each_worker_has_its_own_gradient():
 
 
 @pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize(("exchange", "wide", "workers", "sparsity"), [
-    ("allgather", 3, 4, 0.99), ("allgather", 3, 4, 0.05), ("reduce", 3, 4, 0.98), ("reduce", 1, 3, 0.95),
-    ("reduce", 4, 8, 0.98)])
+@pytest.mark.parametrize(
+    ("exchange", "wide", "workers", "sparsity"),
+    [
+        ("allgather", 3, 4, 0.99),
+        ("allgather", 3, 4, 0.05),
+        ("reduce", 3, 4, 0.98),
+        ("reduce", 1, 3, 0.95),
+        ("reduce", 4, 8, 0.98),
+    ],
+)
 def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking, monkeypatch):
     """Also where a dense sum is fewer bytes, at 5 %, and where slots are few: step after step the same weights."""
     monkeypatch.setattr(messages, "WIDE", wide)
     monkeypatch.setattr(messages, "SLACK", 0 if workers == 8 else messages.SLACK)
     generator = torch.Generator().manual_seed(0)
-    given = {name: torch.randn(6, workers, *shape, generator=generator) ** 3 for name, shape in SHAPES.items()}
+    given = {
+        name: torch.randn(6, workers, *shape, generator=generator) ** 3
+        for name, shape in SHAPES.items()
+    }
 
     def worker():
         weights = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
         optimizer = dgc.DistributedOptimizer(
-            torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, nesterov=True), list(weights.items()),
-            dgc.Config(sparsity, factor_masking=masking, exchange=exchange, min_numel=0))
+            torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, nesterov=True),
+            list(weights.items()),
+            dgc.Config(sparsity, factor_masking=masking, exchange=exchange, min_numel=0),
+        )
         ends = []
         for step in range(6):
             for name, p in weights.items():
@@ -74,7 +86,10 @@ def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking,
 
     ranks = dgc.lockstep.run(worker, workers)
     bucket = Bucket("bucket 0", {name: torch.empty(SHAPES[name]) for name in "ca"}, False)
-    residuals, weights = Residuals(bucket, workers, Momentum(0.9, masking)), torch.zeros(bucket.numel)
+    residuals, weights = (
+        Residuals(bucket, workers, Momentum(0.9, masking)),
+        torch.zeros(bucket.numel),
+    )
     ours = Exchange(bucket, workers, exchange, sparsity, wide)
     assert ours.dense == (sparsity == 0.05) and ranks[0][1] == (workers == 8)
     for step in range(6):
@@ -113,7 +128,9 @@ def test_a_training_is_the_recipes(exchange, tmp_path, double, monkeypatch):
     few = dataset, (images[:320], labels[:320]), (test_images[:10], test_labels[:10])
     monkeypatch.setattr(cifar10, "loaded", lambda data, cache: few)
     common = {"data": "digits", "batch_size": 16, "seed": 3, "epochs": 1}
-    cifar10.main(**common, **method, warmup_epochs=4, virtual_workers=4, out=tmp_path / "recipe.json")
+    cifar10.main(
+        **common, **method, warmup_epochs=4, virtual_workers=4, out=tmp_path / "recipe.json"
+    )
     recipe = json.loads((tmp_path / "recipe.json").read_text())["history"][0]["losses"]
     a = Namespace(**common, workers=4, exchange=exchange, wide=3, factor_masking=True)
     trainer = train.Trainer(a, batches := train.Batches(*few[1], 4, 16, False), torch.device("cpu"))
@@ -127,20 +144,32 @@ def test_a_training_is_the_recipes(exchange, tmp_path, double, monkeypatch):
 
 
 def result(accuracy, **settings):
-    return {"settings": vars(train.options({"data": "", **settings})), "accuracy": accuracy, "steps_per_epoch": 10}
+    return {
+        "settings": vars(train.options({"data": "", **settings})),
+        "accuracy": accuracy,
+        "steps_per_epoch": 10,
+    }
 
 
 def test_the_table_of_exchanges_compares_seed_by_seed():
     """A seed without an all-gather of its own is shown, and in no difference."""
-    shown = table.of_exchanges([
-        result(80.0, seed=0), result(82.0, seed=1), result(81.0, exchange="reduce", wide=4, seed=1),
-        result(80.5, exchange="reduce", wide=4, seed=0), result(70.0, exchange="mean", seed=2),
-        result(75.0, factor_masking=False, workers=4)])
+    shown = table.of_exchanges(
+        [
+            result(80.0, seed=0),
+            result(82.0, seed=1),
+            result(81.0, exchange="reduce", wide=4, seed=1),
+            result(80.5, exchange="reduce", wide=4, seed=0),
+            result(70.0, exchange="mean", seed=2),
+            result(75.0, factor_masking=False, workers=4),
+        ]
+    )
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()]
-    assert rows[2:] == [["all-gather", "", "80.00, 82.00 %", "15.0"],
-                        ["all-gather, without masking", "75.00 %", "", "15.0"],
-                        ["reduce, 4 k and 4 k", "", "80.50, 81.00 %, -0.25", rows[4][3]],
-                        ["the bound: the mean's largest 3 k", "", "70.00 %", ""]]
+    assert rows[2:] == [
+        ["all-gather", "", "80.00, 82.00 %", "15.0"],
+        ["all-gather, without masking", "75.00 %", "", "15.0"],
+        ["reduce, 4 k and 4 k", "", "80.50, 81.00 %, -0.25", rows[4][3]],
+        ["the bound: the mean's largest 3 k", "", "70.00 %", ""],
+    ]
     assert 8 < float(rows[4][3]) < 11  # 2 x 4 messages, slack and positions
 
 
@@ -164,5 +193,7 @@ def test_results_are_of_the_runs_that_their_names_say():
     runs = queue.all_runs()
     for path in queue.RESULTS.glob("*.json"):
         expected = vars(train.options({"data": "", **runs[path.stem]}))
-        settings = {k: v for k, v in json.loads(path.read_text())["settings"].items() if k in expected}  # of today
+        settings = {
+            k: v for k, v in json.loads(path.read_text())["settings"].items() if k in expected
+        }  # of today
         assert settings == {name: expected[name] for name in settings} and len(settings) == 10

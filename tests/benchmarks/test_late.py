@@ -45,15 +45,22 @@ def assert_close(found, expected):
 
 # -- one step late -----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind, sparsity", [("dense", 0.0), ("dgc", 0.9)])
 def test_stale_is_the_algorithm_one_step_late(kind, sparsity, momentum):
     """The second tensor, of 390 entries, travels dense. An oracle compresses all of them, or none: so there are two."""
     network = Network()
-    oracles = [Oracle(network.start, network.gradient, 3, LR, momentum, share, momentum > 0, masking=share > 0)
-               for share in (sparsity, 0.0)]
+    oracles = [
+        Oracle(
+            network.start, network.gradient, 3, LR, momentum, share, momentum > 0, masking=share > 0
+        )
+        for share in (sparsity, 0.0)
+    ]
     expected = papers.one_step_late(Mixed(*oracles), STEPS)
-    for found, _ in dgc.lockstep.run(lambda: trained(lambda sgd, named: Stale(sgd, named, CONFIGS[kind]), momentum), 3):
+    for found, _ in dgc.lockstep.run(
+        lambda: trained(lambda sgd, named: Stale(sgd, named, CONFIGS[kind]), momentum), 3
+    ):
         assert_close(found, expected)
 
 
@@ -72,9 +79,14 @@ class Mixed:
 
 def test_decay_of_what_is_compressed_has_torchs_momentum():
     """Without gradients, STEPS late steps are STEPS steps of torch's SGD."""
+
     def worker():
         p = torch.nn.Parameter(torch.ones(40, 50))
-        peer = Stale(torch.optim.SGD([p], LR, 0.9, weight_decay=0.1, nesterov=True), [("p", p)], CONFIGS["dgc"])
+        peer = Stale(
+            torch.optim.SGD([p], LR, 0.9, weight_decay=0.1, nesterov=True),
+            [("p", p)],
+            CONFIGS["dgc"],
+        )
         for t in range(STEPS):
             p.grad = torch.zeros_like(p)
             peer.step(last=t + 1 == STEPS)
@@ -93,9 +105,12 @@ def test_decay_of_what_is_compressed_has_torchs_momentum():
 def test_the_exchange_is_under_way_until_the_next_step(config):
     def worker():
         p, large = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(40, 50))
-        peer, moved = Stale(torch.optim.SGD([p, large], 1.0), [("p", p), ("large", large)], config), []
+        peer, moved = (
+            Stale(torch.optim.SGD([p, large], 1.0), [("p", p), ("large", large)], config),
+            [],
+        )
         for t in range(3):
-            p.grad, large.grad = torch.full((3,), 10.0 ** t), torch.zeros(40, 50)
+            p.grad, large.grad = torch.full((3,), 10.0**t), torch.zeros(40, 50)
             now = p.grad, large.grad
             peer.step()
             assert peer._under_way
@@ -109,7 +124,9 @@ def test_the_exchange_is_under_way_until_the_next_step(config):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_stale_bytes_are_those_of_the_exchange(kind):
-    _, peer = dgc.lockstep.run(lambda: trained(lambda sgd, named: Stale(sgd, named, CONFIGS[kind]), 0.9), 3)[0]
+    _, peer = dgc.lockstep.run(
+        lambda: trained(lambda sgd, named: Stale(sgd, named, CONFIGS[kind]), 0.9), 3
+    )[0]
     if kind == "dense":
         assert peer.bytes_sent == pytest.approx(STEPS * 2 * 2 / 3 * 4 * (2700 + 390))
     else:  # 270 entries of a float32 and 2 to 4.5 bytes of position, to two others; and the small tensor
@@ -119,6 +136,7 @@ def test_stale_bytes_are_those_of_the_exchange(kind):
 
 # -- the parameter server ----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.9, 0.01)])
 def test_updates_come_in_turn_at_what_was_pulled_n_minus_1_updates_ago(momentum, decay):
     network = Network()
@@ -127,7 +145,9 @@ def test_updates_come_in_turn_at_what_was_pulled_n_minus_1_updates_ago(momentum,
     for (found, _), expected in zip(results, workers, strict=True):
         assert_close(found, expected)
     assert not np.array_equal(results[0][0][0], results[1][0][0])  # each where it has pulled
-    for found, _ in dgc.lockstep.run(lambda: trained(lambda sgd, named: ParameterServer(sgd), momentum, decay), 3):
+    for found, _ in dgc.lockstep.run(
+        lambda: trained(lambda sgd, named: ParameterServer(sgd), momentum, decay), 3
+    ):
         assert_close(found, last)
 
 
@@ -145,6 +165,7 @@ def test_the_servers_host_sends_what_all_others_pull():
 
 
 # -- checkpoints, and over processes -----------------------------------------------------------------------------------
+
 
 def over_processes(saved=True):
     """Parameters after a training late by one step with a checkpoint in it, and after one with a server whose gradients
@@ -175,7 +196,9 @@ def over_processes(saved=True):
 
 def test_a_checkpoint_changes_nothing():
     """Of what is under way, and what DGC keeps; the server's is tested in a whole training (test_peers.py)."""
-    with_one, without = (dgc.lockstep.run(lambda saved=saved: over_processes(saved), 2) for saved in (True, False))
+    with_one, without = (
+        dgc.lockstep.run(lambda saved=saved: over_processes(saved), 2) for saved in (True, False)
+    )
     for own, other in zip(with_one, without, strict=True):
         for name in ("stale", "stale-dgc"):
             assert torch.equal(own[name][0], other[name][0]) and own[name][1] == other[name][1]

@@ -16,9 +16,15 @@ RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "stiff.json"
 WARM_UPS = tuple(f"warm-up of 8 % to {end} %" for end in (90, 99, 99.9))
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("dense", "trained"), ("99.9 % from the first step on", "blew up"), ("warm-up of 8 % to 90 %", "trained"),
-    ("warm-up of 8 % to 90 %, no masking", "blew up")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dense", "trained"),
+        ("99.9 % from the first step on", "blew up"),
+        ("warm-up of 8 % to 90 %", "trained"),
+        ("warm-up of 8 % to 90 %, no masking", "blew up"),
+    ],
+)
 def test_it_tells_what_bears_a_learning_rate(name, said):
     assert stiff.outcome(stiff.schedules(SHORT)[name], 0.02, SHORT, 0) == said
 
@@ -31,5 +37,8 @@ def test_what_the_pages_say_is_what_was_measured():
     assert rows["99.9 % from the first step on"]["0.02"] == ["blew up"] * 3
     for end, largest in ((90, "0.01"), (99, "0.005")):
         row = rows[f"warm-up of 8 % to {end} %, no masking"]
-        assert all(said == (every if float(rate) <= float(largest) else ["blew up"] * 3) for rate, said in row.items())
+        assert all(
+            said == (every if float(rate) <= float(largest) else ["blew up"] * 3)
+            for rate, said in row.items()
+        )
     assert rows["99.9 % from the first step on"]["0.005"] == every

@@ -34,7 +34,9 @@ def made(fill=0.0):
     network = nn.Linear(32, 32)
     nn.init.constant_(network.bias, fill)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.9))
+    return network, dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.9)
+    )
 
 
 def step(network, optimizer):
@@ -46,7 +48,9 @@ def step(network, optimizer):
 
 def state(network, optimizer):
     residuals = optimizer.residual_state_dict()
-    return copy.deepcopy([network.state_dict(), optimizer.state_dict(), residuals["u"], residuals["v"]])
+    return copy.deepcopy(
+        [network.state_dict(), optimizer.state_dict(), residuals["u"], residuals["v"]]
+    )
 
 
 def same(a, b):
@@ -61,16 +65,19 @@ def same(a, b):
 
 def save(folder, fill):
     """On all ranks: what was saved."""
+
     def worker():
         network, optimizer = made(fill)
         for _ in range(2):
             step(network, optimizer)
         dgc.save_checkpoint(folder, network, optimizer, {"fill": fill})
         return state(network, optimizer)
+
     return dgc.lockstep.run(worker, SIZE)
 
 
 # -- killed ------------------------------------------------------------------------------------------------------------
+
 
 def traced(act, at=None):
     """Counts the lines that an action executes in the checkpoint's and torch's writing; kills the process at one."""
@@ -84,7 +91,9 @@ def traced(act, at=None):
 
     def calls(frame, *_):
         name = frame.f_code.co_filename
-        return lines if "/dgc/checkpoint/" in name or name.endswith("torch/serialization.py") else None
+        return (
+            lines if "/dgc/checkpoint/" in name or name.endswith("torch/serialization.py") else None
+        )
 
     threading.settrace(calls)
     try:
@@ -98,6 +107,7 @@ def load(folder):
     """On all ranks: what was loaded and saved as ``fill``; or the error, when nothing may have changed; and how a step
     went on from there.
     """
+
     def worker():
         network, optimizer = made(-1.0)
         before = state(network, optimizer)
@@ -113,6 +123,7 @@ def load(folder):
         except Exception as error:
             return None, fill, loaded, type(error).__name__
         return None, fill, loaded, ""
+
     return dgc.lockstep.run(worker, SIZE)
 
 
@@ -120,8 +131,12 @@ def kill(places, folder):
     save(folder, 0.0)
     lines = traced(lambda: save(folder, 0.0))
     current, outcomes = 0.0, collections.Counter(lines=lines)
-    half = places // 2  # one half evenly, one at the end, where the new one takes the old one's place
-    for i, at in enumerate(sorted({*(1 + j * lines // half for j in range(half)), *range(lines - half, lines)})):
+    half = (
+        places // 2
+    )  # one half evenly, one at the end, where the new one takes the old one's place
+    for i, at in enumerate(
+        sorted({*(1 + j * lines // half for j in range(half)), *range(lines - half, lines)})
+    ):
         fill = float(i + 1)
         child = os.fork()
         if child == 0:
@@ -134,15 +149,18 @@ def kill(places, folder):
         filled = {fill for _, fill, *_ in ranks}
         assert filled in ({current}, {fill}), (filled, current, fill)
         outcomes["new" if filled == {fill} else "old"] += 1
-        current, = filled
+        (current,) = filled
         expected = save(folder.with_name("whole"), current)
-        assert all(same(rank[2], e) for rank, e in zip(ranks, expected, strict=True)), f"killed at line {at}"
+        assert all(same(rank[2], e) for rank, e in zip(ranks, expected, strict=True)), (
+            f"killed at line {at}"
+        )
     save(folder, 0.0)
     outcomes["files"] = len(list(folder.iterdir()))
     return outcomes
 
 
 # -- damaged -----------------------------------------------------------------------------------------------------------
+
 
 def mutated(data, draw, other):
     """Bytes changed in one of the ways that bytes get damaged."""
@@ -158,9 +176,9 @@ def mutated(data, draw, other):
     elif way == 3:
         data += draw.randbytes(draw.randrange(1, 100))
     elif way == 4:
-        data[i:i + draw.randrange(1, 512)] = bytes(draw.randrange(1, 512))
+        data[i : i + draw.randrange(1, 512)] = bytes(draw.randrange(1, 512))
     elif way == 5:
-        del data[i:i + draw.randrange(1, 64)]
+        del data[i : i + draw.randrange(1, 64)]
     else:
         return bytes(other)
     return bytes(data)
@@ -182,11 +200,17 @@ def with_another_record(data, draw):
     """A file whose archive is sound, checksums included, around a record that is not: mostly the pickle."""
     source, target = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
     names = source.namelist()
-    chosen = next(n for n in names if n.endswith("data.pkl")) if draw.random() < 0.9 else draw.choice(names)
+    chosen = (
+        next(n for n in names if n.endswith("data.pkl"))
+        if draw.random() < 0.9
+        else draw.choice(names)
+    )
     with zipfile.ZipFile(target, "w") as archive:
         for name in names:
             record = source.read(name)
-            archive.writestr(name, mutated(record, draw, b"") if name == chosen and record else record)
+            archive.writestr(
+                name, mutated(record, draw, b"") if name == chosen and record else record
+            )
     return target.getvalue()
 
 
@@ -204,10 +228,30 @@ def with_another_leaf(data, draw):
     walk(tree, ())
     node, key = draw.choice(places)
     value = node[key]
-    junk = [None, -1, 2 ** 70, 1.5, float("nan"), "x", [], {}, {"a": 1}, (1, 2), torch.zeros(0), torch.zeros(3, 5),
-            torch.ones(32, 32, dtype=torch.complex64), torch.ones(32, 32).char(), torch.ones(1).expand(32, 32),
-            torch.ones(32, 32).t(), torch.eye(32).to_sparse(), torch.eye(32).to_sparse_csr(), torch.ones(64, 64),
-            torch.ones(32, 32, dtype=torch.float64), torch.ones(32, 32, device="meta"), torch.zeros(5056).byte()]
+    junk = [
+        None,
+        -1,
+        2**70,
+        1.5,
+        float("nan"),
+        "x",
+        [],
+        {},
+        {"a": 1},
+        (1, 2),
+        torch.zeros(0),
+        torch.zeros(3, 5),
+        torch.ones(32, 32, dtype=torch.complex64),
+        torch.ones(32, 32).char(),
+        torch.ones(1).expand(32, 32),
+        torch.ones(32, 32).t(),
+        torch.eye(32).to_sparse(),
+        torch.eye(32).to_sparse_csr(),
+        torch.ones(64, 64),
+        torch.ones(32, 32, dtype=torch.float64),
+        torch.ones(32, 32, device="meta"),
+        torch.zeros(5056).byte(),
+    ]
     way = draw.randrange(5)
     if way == 0 and isinstance(node, dict):
         del node[key]
@@ -228,7 +272,10 @@ def mutate(count, folder, seed):
     draw, outcomes = random.Random(seed), collections.Counter()
     expected = save(folder, 0.0)
     manifest = json.loads((folder / "manifest.json").read_text())
-    contents = {name: (folder / f"{name}-{sha[:16]}.pt").read_bytes() for name, (_, sha) in manifest["files"].items()}
+    contents = {
+        name: (folder / f"{name}-{sha[:16]}.pt").read_bytes()
+        for name, (_, sha) in manifest["files"].items()
+    }
     for i in range(count):
         place = folder.with_name("damaged")
         shutil.rmtree(place, ignore_errors=True)
@@ -236,8 +283,11 @@ def mutate(count, folder, seed):
         name = draw.choice(list(contents))
         kind = ("file", "file", "manifest", "sealed file", "record", "leaf", "leaf")[i % 7]
         data, other = contents[name], contents[draw.choice([n for n in contents if n != name])]
-        damaged = {"record": with_another_record, "leaf": with_another_leaf}[kind](
-            data, draw) if kind in ("record", "leaf") else mutated(data, draw, other)
+        damaged = (
+            {"record": with_another_record, "leaf": with_another_leaf}[kind](data, draw)
+            if kind in ("record", "leaf")
+            else mutated(data, draw, other)
+        )
         seal(place, manifest, {**contents, name: data if kind in ("file", "manifest") else damaged})
         if kind == "file":
             next(place.glob(f"{name}-*")).write_bytes(damaged)
@@ -250,7 +300,10 @@ def mutate(count, folder, seed):
             outcomes[f"{kind}: error"] += 1
             continue
         right = all(same(rank[2], e) for rank, e in zip(ranks, expected, strict=True))
-        assert right or kind not in ("file", "manifest"), (kind, name)  # a checksum that is right vouches for values
+        assert right or kind not in ("file", "manifest"), (
+            kind,
+            name,
+        )  # a checksum that is right vouches for values
         outcomes[f"{kind}: {'right' if right else 'another value'}"] += 1
         for *_, error in ranks:
             if error:
@@ -261,4 +314,8 @@ def mutate(count, folder, seed):
 if __name__ == "__main__":
     what, count, folder, *seed = sys.argv[1:]
     place = Path(folder) / "checkpoint"
-    print(json.dumps(kill(int(count), place) if what == "kill" else mutate(int(count), place, int(seed[0]))))
+    print(
+        json.dumps(
+            kill(int(count), place) if what == "kill" else mutate(int(count), place, int(seed[0]))
+        )
+    )

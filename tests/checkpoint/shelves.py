@@ -18,7 +18,11 @@ SCHEDULE = dgc.piecewise({0: 0.95, 4: 0.0})
 
 def made(op=dgc.Average, network=None, kind=torch.optim.SGD, config=None, **changed):
     network = model(dtype=DOUBLE) if network is None else network
-    usual = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2} if kind is torch.optim.SGD else {"lr": 1e-3}
+    usual = (
+        {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}
+        if kind is torch.optim.SGD
+        else {"lr": 1e-3}
+    )
     optimizer = kind(network.parameters(), **{**usual, **changed})
     config = dgc.Config(sparsity=SCHEDULE) if config is None else config
     return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, op=op)
@@ -45,6 +49,7 @@ def saved(size, op, folder, **changed):
     """Four sparse steps, saved; what each rank had pending; and the parameters when all of it is applied, and after
     four dense steps.
     """
+
     def worker():
         network, optimizer = made(op, **changed)
         trained(range(4), network, optimizer)
@@ -55,14 +60,23 @@ def saved(size, op, folder, **changed):
         dgc.save_checkpoint(Path(folder) / "flushed", network, optimizer)
         after_flush = trained(range(4, 8), network, optimizer, common=True)
         dgc.load_checkpoint(folder, network, optimizer)
-        return residuals, before, flushed, trained(range(4, 8), network, optimizer, common=True), after_flush
+        return (
+            residuals,
+            before,
+            flushed,
+            trained(range(4, 8), network, optimizer, common=True),
+            after_flush,
+        )
+
     return in_lockstep(worker, size)
 
 
 def pending(residuals, letter, average):
     """What counts in the update, float64."""
     total = {k: sum(r[letter][k].double() for r in residuals) for k in residuals[0][letter]}
-    return torch.cat([x.flatten() for x in total.values()] or [torch.zeros(0)]) / (len(residuals) if average else 1)
+    return torch.cat([x.flatten() for x in total.values()] or [torch.zeros(0)]) / (
+        len(residuals) if average else 1
+    )
 
 
 OPS = pytest.mark.parametrize("op", [dgc.Average, dgc.Sum], ids=["average", "sum"])

@@ -23,7 +23,9 @@ def test_what_is_pending_in_an_added_group_is_conserved_on_one_process(tmp_path)
         network = model(dtype=DOUBLE)
         first, *others = network.parameters()
         optimizer = torch.optim.SGD([first], 0.05, 0.9, weight_decay=1e-2)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=SCHEDULE))
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, network.named_parameters(), dgc.Config(sparsity=SCHEDULE)
+        )
         optimizer.add_param_group({"params": others})
         return network, optimizer
 
@@ -68,6 +70,7 @@ def test_what_waits_at_owners_is_conserved(tmp_path, new):
 
 def test_a_frozen_parameter_is_not_moved_on_one_process(tmp_path):
     """As flush() does not; all others are."""
+
     def save():
         network, optimizer = made()
         trained(range(4), network, optimizer)
@@ -110,7 +113,10 @@ def test_what_is_pending_is_conserved(shelf, old, new, op):
         assert difference(before[0][2], before[0][1]) > 1e-6  # something was
     if old > 1 and new > 1:
         for letter in "uv":
-            a, b = (pending([rank[0] for rank in ranks], letter, op == dgc.Average) for ranks in (after, before))
+            a, b = (
+                pending([rank[0] for rank in ranks], letter, op == dgc.Average)
+                for ranks in (after, before)
+            )
             assert difference(a, b) < 1e-14 and b.norm() > 0
         assert torch.equal(after[0][1], before[0][1])
         assert difference(after[0][3], before[0][3]) < 1e-12
@@ -121,8 +127,11 @@ def test_what_is_pending_is_conserved(shelf, old, new, op):
 def test_adamw_goes_on_in_one_process_from_its_dense_steps(tmp_path):
     def worker(steps, load):
         network = model(dtype=torch.float64)
-        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(network.parameters(), lr=0.01),
-                                             network.named_parameters(), dgc.Config(dgc.dense_until(9, 0.9)))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.AdamW(network.parameters(), lr=0.01),
+            network.named_parameters(),
+            dgc.Config(dgc.dense_until(9, 0.9)),
+        )
         if load:
             dgc.load_checkpoint(tmp_path, network, optimizer)
         for step in steps:
@@ -134,7 +143,7 @@ def test_adamw_goes_on_in_one_process_from_its_dense_steps(tmp_path):
         return flat(network)
 
     straight = in_lockstep(lambda: worker(range(6), False), 2)[0]
-    alone, = in_lockstep(lambda: worker(range(3, 6), True), 1)
+    (alone,) = in_lockstep(lambda: worker(range(3, 6), True), 1)
     assert difference(alone, straight) < 1e-12
 
 
@@ -167,6 +176,7 @@ def test_momentum_goes_on_from_one_process(shelf, op):
 
 def test_momentum_of_sparse_gradients_goes_on_in_one_process(tmp_path):
     """It is torch's own, not in u."""
+
     def run(network, optimizer, steps):
         for step in steps:
             optimizer.zero_grad()
@@ -205,17 +215,30 @@ def test_maximize(tmp_path):
         dgc.load_checkpoint(tmp_path / "flushed", network, optimizer)
         return flushed, trained(range(4, 8), network, optimizer, common=True)
 
-    (flushed, after), = in_lockstep(worker, 1)
+    ((flushed, after),) = in_lockstep(worker, 1)
     assert difference(flushed, before[0][2]) < 1e-14 and difference(after, before[0][4]) < 1e-12
 
 
 def test_ranks_that_order_their_sets_otherwise_are_alike():
     """A module's extra state may hold one. Python draws the order of strings in each process."""
-    code = ("from dgc.checkpoint.save import tree_hash; "
-            "print(*(letters := {'a', 'b', 'c', 'd', 'e'})); print(tree_hash({'_extra_state': letters, 'x': 1}))")
-    orders, hashes = zip(*(subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONHASHSEED": seed}).stdout.splitlines() for seed in "12"), strict=True)
+    code = (
+        "from dgc.checkpoint.save import tree_hash; "
+        "print(*(letters := {'a', 'b', 'c', 'd', 'e'})); print(tree_hash({'_extra_state': letters, 'x': 1}))"
+    )
+    orders, hashes = zip(
+        *(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, "PYTHONHASHSEED": seed},
+            ).stdout.splitlines()
+            for seed in "12"
+        ),
+        strict=True,
+    )
     assert orders[0] != orders[1] and hashes[0] == hashes[1]
 
 
@@ -226,11 +249,20 @@ def test_an_elastic_job_of_one_keeps_its_residuals(shelf, monkeypatch):
     def worker():
         network, optimizer = made()
         dgc.load_checkpoint(f"{shelf}/3-{dgc.Average}", network, optimizer)
-        return optimizer.residual_state_dict(), flat(network), trained(range(4, 8), network, optimizer, common=True)
+        return (
+            optimizer.residual_state_dict(),
+            flat(network),
+            trained(range(4, 8), network, optimizer, common=True),
+        )
 
-    (residuals, loaded, after), = in_lockstep(worker, 1)
+    ((residuals, loaded, after),) = in_lockstep(worker, 1)
     for letter in "uv":
-        assert difference(pending([residuals], letter, True), pending([r[0] for r in before], letter, True)) < 1e-14
+        assert (
+            difference(
+                pending([residuals], letter, True), pending([r[0] for r in before], letter, True)
+            )
+            < 1e-14
+        )
     assert torch.equal(loaded, before[0][1]) and difference(after, before[0][3]) < 1e-12
 
 
@@ -261,7 +293,9 @@ def test_every_old_residual_counts_as_before(old, new, average, new_average):
         assert weights == [{rank: 1.0} for rank in range(new)]
     if average and new_average:  # means
         assert all(sum(some.values()) == pytest.approx(1, rel=1e-12) for some in weights)
-    assert weights_of(old, average, None, new, new_average) == {rank: float(Fraction(f)) for rank in range(old)}
+    assert weights_of(old, average, None, new, new_average) == {
+        rank: float(Fraction(f)) for rank in range(old)
+    }
 
 
 def test_small_parameters_that_travel_rounded_and_float32(tmp_path):

@@ -21,15 +21,29 @@ from dgc.transport import find
 def normalised():
     """With a batch norm, whose running statistics are each rank's own."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Dropout(0.2), nn.Flatten(),
-                         nn.Linear(16 * 36, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(16 * 36, 10),
+    )
 
 
 def drawing(steps, network, optimizer):
     """Steps that draw from every generator; what was drawn."""
     rank, draws = find().world.rank, []
     for step in steps:
-        draws.append([torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()])
+        draws.append(
+            [
+                torch.rand(()).item(),
+                random.random(),
+                random.gauss(0, 1),
+                np.random.rand(),
+                np.random.randn(),
+            ]
+        )
         optimizer.zero_grad()
         (loss(network, rank, step) * sum(draws[-1])).backward()
         optimizer.step()
@@ -38,9 +52,16 @@ def drawing(steps, network, optimizer):
 
 def made(network=None, **config):
     network = normalised() if network is None else network
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True)
-    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
-        **{"sparsity": dgc.warmup(2, steps_per_epoch=4, end=0.99), "value_bits": 8, **config}))
+    optimizer = torch.optim.SGD(
+        network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=True
+    )
+    return network, dgc.DistributedOptimizer(
+        optimizer,
+        network.named_parameters(),
+        dgc.Config(
+            **{"sparsity": dgc.warmup(2, steps_per_epoch=4, end=0.99), "value_bits": 8, **config}
+        ),
+    )
 
 
 def seeded(rank):
@@ -66,9 +87,16 @@ def checkpoint_resume(separate=False):
     network, optimizer = made()
     extras = dgc.load_checkpoint(folder, network, optimizer)
     drawn = drawing(range(6, 12), network, optimizer)
-    return {"same": alike(everything(network, optimizer), expected), "draws": draws == drawn, "extras": extras,
-            "residual": optimizer.report().residual_norm, "buffers": network[1].running_mean,
-            "files": sorted(file.name.split("-")[0] for file in folder.iterdir()) if folder.exists() else []}
+    return {
+        "same": alike(everything(network, optimizer), expected),
+        "draws": draws == drawn,
+        "extras": extras,
+        "residual": optimizer.report().residual_norm,
+        "buffers": network[1].running_mean,
+        "files": sorted(file.name.split("-")[0] for file in folder.iterdir())
+        if folder.exists()
+        else [],
+    }
 
 
 def checkpoint_separate():
@@ -79,6 +107,7 @@ def checkpoint_separate():
 def checkpoint_failure():
     """Rank 1's disk is full."""
     import resource
+
     rank, folder = find().world.rank, Path(sys.argv[2]) / "full"
     network, optimizer = made()
     drawing(range(3), network, optimizer)
@@ -129,6 +158,7 @@ def checkpoint_damage():
 def stateful():
     """With ``torch.distributed.checkpoint``, against never having stopped."""
     import torch.distributed.checkpoint as dcp
+
     folder, rank = Path(sys.argv[2]) / "dcp", find().world.rank
 
     def steps(some):
@@ -140,8 +170,11 @@ def stateful():
         return everything(network, optimizer)
 
     def states():
-        return {"model": network.state_dict(), "optimizer": optimizer.state_dict(),
-                "residuals": dgc.Residuals(optimizer)}
+        return {
+            "model": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "residuals": dgc.Residuals(optimizer),
+        }
 
     torch.manual_seed(0)
     network, optimizer = made(nn.Linear(500, 10))
@@ -188,6 +221,7 @@ def checkpoint_ddp():
 def checkpoint_stock():
     """From compressed to Horovod's own optimizer and back, after ``flush()``: how far from compressed at density 1."""
     import horovod.torch as hvd
+
     folder, rank = Path(sys.argv[2]) / "stock", hvd.rank()
     config = dgc.Config(sparsity=dgc.piecewise({0: 0.95, 4: 0.0}))
 
@@ -247,7 +281,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(results):
 
 def test_a_damaged_file_of_one_rank_is_an_error_on_all(results):
     for message, untouched in results[checkpoint_damage]:
-        assert "rank-1-" in message and "its SHA-256 must be" in message and "(on rank 1)" in message
+        assert (
+            "rank-1-" in message and "its SHA-256 must be" in message and "(on rank 1)" in message
+        )
         assert untouched
 
 

@@ -13,18 +13,34 @@ from dgc.checkpoint import save
 
 def test_one_process_goes_on_to_the_bit(tmp_path):
     """A plain optimizer, of any kind."""
+
     def worker():
         import numpy as np
+
         results = []
         for kind in (torch.optim.SGD, torch.optim.RMSprop):
             network, optimizer = made(kind=kind, config=dgc.Config(momentum_correction=False))
             trained(range(3), network, optimizer)
             dgc.save_checkpoint(tmp_path, network, optimizer)
-            expected = trained(range(3, 6), network, optimizer), torch.rand(3), random.random(), np.random.rand()
+            expected = (
+                trained(range(3, 6), network, optimizer),
+                torch.rand(3),
+                random.random(),
+                np.random.rand(),
+            )
             network, optimizer = made(kind=kind, config=dgc.Config(momentum_correction=False))
             assert dgc.load_checkpoint(tmp_path, network, optimizer) == {}
-            got = trained(range(3, 6), network, optimizer), torch.rand(3), random.random(), np.random.rand()
-            results += [torch.equal(got[0], expected[0]), torch.equal(got[1], expected[1]), got[2:] == expected[2:]]
+            got = (
+                trained(range(3, 6), network, optimizer),
+                torch.rand(3),
+                random.random(),
+                np.random.rand(),
+            )
+            results += [
+                torch.equal(got[0], expected[0]),
+                torch.equal(got[1], expected[1]),
+                got[2:] == expected[2:],
+            ]
         return results
 
     assert in_lockstep(worker, 1) == [[True] * 6]
@@ -46,8 +62,10 @@ def test_rmsprop_keeps_its_residuals_on_other_numbers_of_ranks_and_says_where_it
 
     before, after = in_lockstep(first, 2), in_lockstep(second, 3)
     assert difference(pending(after, "v", True), pending(before, "v", True)) < 1e-14
-    with pytest.raises(ValueError,
-                       match=r"pending gradients must have an optimizer that keeps residuals, got RMSprop, .*two or"):
+    with pytest.raises(
+        ValueError,
+        match=r"pending gradients must have an optimizer that keeps residuals, got RMSprop, .*two or",
+    ):
         in_lockstep(second, 1)
 
 
@@ -86,18 +104,23 @@ def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(
             (tmp_path / "new" / "folder" / "rank-9-0123456789abcdef.pt").touch()  # of a larger job
             (tmp_path / "new" / "folder" / "rank-9.part").touch()
             (tmp_path / "new" / "folder" / "common-notes.pt").touch()
-        dgc.save_checkpoint(tmp_path / "new" / "folder", network, optimizer, {"step": step})  # the same once more
+        dgc.save_checkpoint(
+            tmp_path / "new" / "folder", network, optimizer, {"step": step}
+        )  # the same once more
         return dgc.load_checkpoint(str(tmp_path / "new" / "folder"), network, optimizer)
 
     assert in_lockstep(worker, 2) == [{"step": 2}] * 2
     names = sorted(file.name.split("-")[0] for file in (tmp_path / "new" / "folder").iterdir())
     assert names == ["common", "common", "manifest.json", "rank", "rank"]
-    common = torch.load(next((tmp_path / "new" / "folder").glob("common-?*[0-9a-f].pt")), weights_only=True)
+    common = torch.load(
+        next((tmp_path / "new" / "folder").glob("common-?*[0-9a-f].pt")), weights_only=True
+    )
     model(dtype=DOUBLE).load_state_dict(common["model"])  # as the module says
 
 
 def test_a_rank_that_fails_when_the_new_one_is_published_leaves_its_file(tmp_path, monkeypatch):
     """As by Ctrl-C, after the last exchange that rank 0 waits for before it publishes."""
+
     def worker(number):
         network, optimizer = made()
         trained(range(number), network, optimizer)
@@ -143,8 +166,9 @@ class Signs(torch.optim.Optimizer):
                 p.sub_(p.grad.sign() * group["lr"])
 
 
-@pytest.mark.parametrize(("kind", "sparsity", "error"), [
-    (Lars, 0.95, "got Lars, which keeps none"), (Signs, 0.0, None)])
+@pytest.mark.parametrize(
+    ("kind", "sparsity", "error"), [(Lars, 0.95, "got Lars, which keeps none"), (Signs, 0.0, None)]
+)
 def test_one_process_applies_what_is_pending_where_it_is_an_update(kind, sparsity, error, tmp_path):
     """Of an optimizer with another step it is a gradient; where nothing is pending, nothing is asked of it."""
     config = dgc.Config(sparsity=sparsity, momentum_correction=False)
@@ -170,10 +194,14 @@ def test_one_process_applies_what_is_pending_where_it_is_an_update(kind, sparsit
 
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     """A scheduler that computes with NumPy gives such learning rates."""
+
     def worker():
         import numpy as np
+
         network, optimizer = made()
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(np.pi * step / 90))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: np.cos(np.pi * step / 90)
+        )
         trained(range(2), network, optimizer)
         scheduler.step()
         assert isinstance(optimizer.param_groups[0]["lr"], np.generic)
@@ -182,7 +210,10 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
         expected = float(optimizer.param_groups[0]["lr"])
         network, optimizer = made()
         extras = dgc.load_checkpoint(tmp_path, network, optimizer)
-        assert type(optimizer.param_groups[0]["lr"]) is float and optimizer.param_groups[0]["lr"] == expected
+        assert (
+            type(optimizer.param_groups[0]["lr"]) is float
+            and optimizer.param_groups[0]["lr"] == expected
+        )
         assert extras["best"] == 0.5 and extras["scheduler"]["_last_lr"] == [expected]
 
     in_lockstep(worker, 2)
@@ -191,9 +222,12 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
 @pytest.mark.parametrize("kinds", [(list, tuple), (tuple, list)])
 def test_a_list_of_coefficients_is_as_good_as_a_tuple(kinds, tmp_path):
     """From YAML comes a list, of which some schedulers make a tuple."""
+
     def worker():
         for kind in kinds:
-            network, optimizer = made(kind=torch.optim.AdamW, config=dgc.Config(0.0), betas=kind((0.9, 0.98)))
+            network, optimizer = made(
+                kind=torch.optim.AdamW, config=dgc.Config(0.0), betas=kind((0.9, 0.98))
+            )
             if kind is kinds[0]:
                 trained(range(2), network, optimizer)
                 dgc.save_checkpoint(tmp_path, network, optimizer)

@@ -18,31 +18,60 @@ def pointers(**types):
 DOORS = {"cuda": "sample accumulate narrow tally choose decay", "denominator_cuda": "count follow"}
 NAMES = {  # each kernel's pointers by what they point to; the others are numbers
     "cuda": pointers(
-        i16="places", i64="table parameters tiles state blocks index used",
-        i32="histogram above crowded found larger equal flags", real="u v p w scale like squares", mark="marks"),
-    "denominator_cuda": pointers(i32="received total", real="x square largest factor deficits weights rates")}
-FLOATS = {"_decay": "m decay lr", "_follow": "grown top scale inverse eps"}  # numbers with a fraction, in float32
+        i16="places",
+        i64="table parameters tiles state blocks index used",
+        i32="histogram above crowded found larger equal flags",
+        real="u v p w scale like squares",
+        mark="marks",
+    ),
+    "denominator_cuda": pointers(
+        i32="received total", real="x square largest factor deficits weights rates"
+    ),
+}
+FLOATS = {
+    "_decay": "m decay lr",
+    "_follow": "grown top scale inverse eps",
+}  # numbers with a fraction, in float32
 
 
 def compile_all(module):
     kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
     for bits, yes in WIDTHS:
-        constants = {"SCALED": 1 + yes, "ROUNDS": 4, "SELECT": True, "ROOM": 64, "ALIGNED": True,
-                     **dict.fromkeys(("VELOCITY", "LOOKS_AHEAD", "LARGEST"), yes)}
+        constants = {
+            "SCALED": 1 + yes,
+            "ROUNDS": 4,
+            "SELECT": True,
+            "ROOM": 64,
+            "ALIGNED": True,
+            **dict.fromkeys(("VELOCITY", "LOOKS_AHEAD", "LARGEST"), yes),
+        }
         for door in DOORS[module].split():
             if bits == 64 and f"_{door}" in FLOATS:
                 continue
             kernel = getattr(kernels, f"_{door}")
             here = {n: c for n, c in constants.items() if n in kernel.arg_names}
-            types = {n: "*" + {"real": f"fp{bits}", "mark": f"i{bits}"}.get(k, k) for n, k in NAMES[module].items()}
+            types = {
+                n: "*" + {"real": f"fp{bits}", "mark": f"i{bits}"}.get(k, k)
+                for n, k in NAMES[module].items()
+            }
             types |= dict.fromkeys(FLOATS.get(f"_{door}", "").split(), "fp32")
-            signature = {n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                       if signature[n][0] == "*"}
-            compiled = triton.compile(ASTSource(kernel, signature, here, aligned), target=GPUTarget("cuda", 90, 32),
-                                      options={"enable_fp_fusion": False, "num_warps": 8})
+            signature = {
+                n: "constexpr" if n in here else types.get(n, "i32") for n in kernel.arg_names
+            }
+            aligned = {
+                (i,): [["tt.divisibility", 16]]
+                for i, n in enumerate(kernel.arg_names)
+                if signature[n][0] == "*"
+            }
+            compiled = triton.compile(
+                ASTSource(kernel, signature, here, aligned),
+                target=GPUTarget("cuda", 90, 32),
+                options={"enable_fp_fusion": False, "num_warps": 8},
+            )
             ptx = compiled.asm["ptx"]
-            assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", ptx), kernel
+            assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", ptx), (
+                kernel
+            )
             if door == "accumulate":  # 16 bytes at once
                 assert re.search(r"ld.global[.\w]*v[24]", ptx)
             count += 1

@@ -11,7 +11,11 @@ LARGEST = (2 - 2.0**-23) * 2.0**127  # of float32
 
 def single(x):
     """The nearest float32, or the largest."""
-    return math.copysign(LARGEST, x) if abs(x) > LARGEST else struct.unpack("<f", struct.pack("<f", x))[0]
+    return (
+        math.copysign(LARGEST, x)
+        if abs(x) > LARGEST
+        else struct.unpack("<f", struct.pack("<f", x))[0]
+    )
 
 
 def half(x):
@@ -57,7 +61,9 @@ def levels_of(sizes, b):
     whole = [math.floor(single(single(x / largest) * 2.0**24)) for x in sizes]
     upper = [w for w in whole if b == 1 or w * len(whole) >= sum(whole)]
     lower = [w for w in whole if b == 2 and w * len(whole) < sum(whole)]
-    last, first = (single(sum(part) / max(1, len(part)) / 2.0**24 * largest) for part in (upper, lower))
+    last, first = (
+        single(sum(part) / max(1, len(part)) / 2.0**24 * largest) for part in (upper, lower)
+    )
     first = first if lower else last
     return (0.0 if smallest == 0 and b > 1 else first), last
 
@@ -74,7 +80,9 @@ def encode_group(values, b):
     first, last = levels_of(sizes, b)
     top = 2 ** (b - 1) - 1
     a, a_bits = cut(single(math.sqrt(first)))
-    d, d_bits = cut(single(single(max(0.0, single(math.sqrt(last)) - a)) / top)) if top else (0.0, 0)
+    d, d_bits = (
+        cut(single(single(max(0.0, single(math.sqrt(last)) - a)) / top)) if top else (0.0, 0)
+    )
     codes = []
     for x, size in zip(values, sizes, strict=True):
         j = math.floor(single(single(single(single(math.sqrt(size)) - a) / d) + 0.5)) if d else 0
@@ -91,7 +99,7 @@ def encode(k, n, b, places, values, all_entries=False):
         return body + checksum(body)
     scales, codes = [], []
     for first in range(0, len(values), GROUP):
-        scale, some = encode_group(values[first:first + GROUP], b)
+        scale, some = encode_group(values[first : first + GROUP], b)
         scales.append(scale)
         codes += some
     numbers = [0, packed(scales, 16 if b > 8 else 32), packed(codes, b), 0, 0]
@@ -107,7 +115,9 @@ def value(code, scale, b):
         kind = ("<f", "<I") if b == 32 else ("<e", "<H")
         e = scale - 0x10000 if scale & 0x8000 else scale
         return struct.unpack(kind[0], struct.pack(kind[1], code))[0] * 2.0**e
-    a, d = (struct.unpack("<f", struct.pack("<I", x << 16))[0] for x in (scale & 0xFFFF, scale >> 16))
+    a, d = (
+        struct.unpack("<f", struct.pack("<I", x << 16))[0] for x in (scale & 0xFFFF, scale >> 16)
+    )
     root = single(a + single((code & 2 ** (b - 1) - 1) * d))
     size = single(root * root)
     return -size if code >> (b - 1) else size
@@ -132,6 +142,12 @@ def decode(row, k, n, b, all_entries=False):
             slot = len(places)
             places.append(at - slot << low | numbers[3] >> slot * low & (1 << low) - 1)
     width = 16 if b > 8 else 32
-    values = [value(numbers[2] >> slot * b & (1 << b) - 1, numbers[1] >> slot // GROUP * width & (1 << width) - 1, b)
-              for slot in range(len(places))]
+    values = [
+        value(
+            numbers[2] >> slot * b & (1 << b) - 1,
+            numbers[1] >> slot // GROUP * width & (1 << width) - 1,
+            b,
+        )
+        for slot in range(len(places))
+    ]
     return 0, places, values

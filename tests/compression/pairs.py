@@ -8,7 +8,9 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import Layout
 
-cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+cuda = pytest.importorskip(
+    "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
+)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,19 +20,41 @@ SHAPES = {"a": (30, 41), "b": (66_000,), "c": (5,), "d": (0, 3), "e": (100, 121)
 class Pair:
     """The same bucket twice: for the Triton kernels, and for their twin."""
 
-    def __init__(self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, bits=16, counts=None):
-        self.buckets = [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype, device=device) for k, s in shapes.items()},
-                               velocity) for device in (DEVICE, "cpu")]
-        counts = [select.count(sparsity, n) for n in self.buckets[0].numels] if counts is None else counts
+    def __init__(
+        self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, bits=16, counts=None
+    ):
+        self.buckets = [
+            Bucket(
+                "bucket 0",
+                {k: torch.empty(s, dtype=dtype, device=device) for k, s in shapes.items()},
+                velocity,
+            )
+            for device in (DEVICE, "cpu")
+        ]
+        counts = (
+            [select.count(sparsity, n) for n in self.buckets[0].numels]
+            if counts is None
+            else counts
+        )
         self.layouts = [Layout(bucket, counts, bits) for bucket in self.buckets]
 
     def step(self, gradients, step=0, scale=None, masking=True):
         """Returns the message of either, which is the same."""
         results = []
-        there = {name: Gradient(moved(g.g), g.momentum, g.nesterov) for name, g in gradients.items()}
-        scales = {name: s.to(DEVICE) for name, s in scale.items()} if isinstance(scale, dict) else scale
-        for kernel, bucket, layout, some, clip in zip((cuda, plain), self.buckets, self.layouts, (there, gradients),
-                                                      (scales, scale), strict=True):
+        there = {
+            name: Gradient(moved(g.g), g.momentum, g.nesterov) for name, g in gradients.items()
+        }
+        scales = (
+            {name: s.to(DEVICE) for name, s in scale.items()} if isinstance(scale, dict) else scale
+        )
+        for kernel, bucket, layout, some, clip in zip(
+            (cuda, plain),
+            self.buckets,
+            self.layouts,
+            (there, gradients),
+            (scales, scale),
+            strict=True,
+        ):
             bad, index, used = kernel.select(bucket, some, clip, layout, step)
             chosen = index[layout.uses(used)].tolist()
             refused = torch.tensor(bool(bad)) if kernel is plain else bucket.marked.any()
@@ -44,13 +68,21 @@ class Pair:
 
     def agree(self):
         ours, theirs = self.buckets
-        assert torch.equal(ours.v.cpu(), theirs.v) and (ours.u is None or torch.equal(ours.u.cpu(), theirs.u))
-        torch.testing.assert_close(ours.gradient_square.cpu(), theirs.gradient_square, rtol=1e-4, atol=0)
+        assert torch.equal(ours.v.cpu(), theirs.v) and (
+            ours.u is None or torch.equal(ours.u.cpu(), theirs.u)
+        )
+        torch.testing.assert_close(
+            ours.gradient_square.cpu(), theirs.gradient_square, rtol=1e-4, atol=0
+        )
 
     def received(self, messages, divisor):
         """What either makes of the messages."""
-        updates = [kernel.Received(layout, layout.rows, torch.cat(messages).to(device), divisor)
-                   for kernel, layout, device in zip((cuda, plain), self.layouts, (DEVICE, "cpu"), strict=True)]
+        updates = [
+            kernel.Received(layout, layout.rows, torch.cat(messages).to(device), divisor)
+            for kernel, layout, device in zip(
+                (cuda, plain), self.layouts, (DEVICE, "cpu"), strict=True
+            )
+        ]
         assert torch.equal(updates[0].status.cpu(), updates[1].status)
         return updates
 
@@ -64,10 +96,21 @@ def moved(g):
 
 def gradients(step, dtype=torch.float32, nesterov=False, shapes=SHAPES):
     generator = torch.Generator().manual_seed(step)
-    return {k: Gradient((10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
-                        0.0 if k == "e" else 0.9, nesterov) for i, (k, s) in enumerate(shapes.items())}
+    return {
+        k: Gradient(
+            (10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
+            0.0 if k == "e" else 0.9,
+            nesterov,
+        )
+        for i, (k, s) in enumerate(shapes.items())
+    }
 
 
 def targets(dtype, without=None, shapes=SHAPES):
-    return [[None if name == without else torch.ones(shape, dtype=dtype, device=device)
-             for name, shape in shapes.items()] for device in (DEVICE, "cpu")]
+    return [
+        [
+            None if name == without else torch.ones(shape, dtype=dtype, device=device)
+            for name, shape in shapes.items()
+        ]
+        for device in (DEVICE, "cpu")
+    ]

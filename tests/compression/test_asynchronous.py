@@ -20,23 +20,37 @@ from dgc.engine import step as steps
 from dgc.engine.engine import engine_of
 from dgc.paths.compressed import reduce
 
-cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+cuda = pytest.importorskip(
+    "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
+)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)  # NumPy's
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "reduce"])
 @pytest.mark.parametrize("wrong", ["damaged", "not finite"])
-def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(exchange, wrong, monkeypatch):
+def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(
+    exchange, wrong, monkeypatch
+):
     """The verdict comes with it; and all that was taken out of v, or added to it, is undone."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
     shapes = {"a": (30, 41), "b": (60, 1100), "d": (5, 1)}
-    mine = [Bucket("bucket 0", {k: torch.empty(s, device=DEVICE) for k, s in shapes.items()}) for _ in range(3)]
-    given = [{k: Gradient(g.g.to(DEVICE), 0.9) for k, g in gradients(r, shapes=shapes).items()} for r in range(3)]
+    mine = [
+        Bucket("bucket 0", {k: torch.empty(s, device=DEVICE) for k, s in shapes.items()})
+        for _ in range(3)
+    ]
+    given = [
+        {k: Gradient(g.g.to(DEVICE), 0.9) for k, g in gradients(r, shapes=shapes).items()}
+        for r in range(3)
+    ]
     if wrong == "not finite":
         given[1]["b"].g[7, 7] = torch.nan
-    paths = [reduce(b, g, Config(0.99, exchange=exchange), 0, w)
-             for b, g, w in zip(mine, given, worlds(3), strict=True)]
+    paths = [
+        reduce(b, g, Config(0.99, exchange=exchange), 0, w)
+        for b, g, w in zip(mine, given, worlds(3), strict=True)
+    ]
     requests, ends = [next(path) for path in paths], []
     while not ends:
         results, requests = performed(requests), []
@@ -58,14 +72,31 @@ def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(excha
 
 
 ROUNDED = {"value_bits": 8}
-SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)  # a layout of its own in each step
+SHRINKS = dgc.warmup(
+    1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True
+)  # a layout of its own in each step
 
 
-@pytest.mark.parametrize(("where", "sparsity", "options"), [
-    ("ab", 0.9, {}), ("ab", 0.0, {}), ("ab", 0.3, ROUNDED), ("c", 0.9, ROUNDED),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        ("ab", 0.0, ROUNDED), ("ab", SHRINKS, {}), ("ab", 0.1, {}), ("ac", 0.9, {}), ("c", 0.9, {}),
-        ("ac", 0.9, ROUNDED)))])
+@pytest.mark.parametrize(
+    ("where", "sparsity", "options"),
+    [
+        ("ab", 0.9, {}),
+        ("ab", 0.0, {}),
+        ("ab", 0.3, ROUNDED),
+        ("c", 0.9, ROUNDED),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("ab", 0.0, ROUNDED),
+                ("ab", SHRINKS, {}),
+                ("ab", 0.1, {}),
+                ("ac", 0.9, {}),
+                ("c", 0.9, {}),
+                ("ac", 0.9, ROUNDED),
+            )
+        ),
+    ],
+)
 def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, monkeypatch):
     """Where devices run ahead: the next one, whatever a rank asks for by itself meanwhile. Nothing finite is lost of
     what is compressed, in two buckets. The dense one is delivered after the first. At 0.1 and 0.3 a dense sum is fewer
@@ -77,12 +108,20 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
 
     def worker():
         rank = dgc.lockstep.current().world.rank
-        weights = {name: torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in shapes.items()}
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights.values(), lr=1.0), list(weights.items()),
-                                             Config(sparsity, min_numel=0, **options),
-                                             groups=[[p] for p in weights.values()])
-        order = [[optimizer._parameter_names[p] for p in bucket.parameters]
-                 for bucket in engine_of(optimizer)._parameters.buckets]
+        weights = {
+            name: torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
+            for name, shape in shapes.items()
+        }
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(weights.values(), lr=1.0),
+            list(weights.items()),
+            Config(sparsity, min_numel=0, **options),
+            groups=[[p] for p in weights.values()],
+        )
+        order = [
+            [optimizer._parameter_names[p] for p in bucket.parameters]
+            for bucket in engine_of(optimizer)._parameters.buckets
+        ]
         assert order == [["a"], ["c"], ["b"]]
         total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
         for step in range(5):
@@ -103,7 +142,9 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
             if rank == 0:
                 optimizer.report()
                 optimizer.residual_state_dict()
-        sent = {name: total[name] - v.cpu() for name, v in optimizer.residual_state_dict()["v"].items()}
+        sent = {
+            name: total[name] - v.cpu() for name, v in optimizer.residual_state_dict()["v"].items()
+        }
         return ends, {name: p.detach().cpu() for name, p in weights.items()}, sent
 
     ranks = dgc.lockstep.run(worker, 3)
@@ -115,15 +156,18 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
     assert all(torch.equal(p, same[name]) for _, same, _ in ranks for name, p in weights.items())
     for name in "ab":
         assert weights[name].any()
-        assert torch.allclose(-weights[name], sum(sent[name] for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            -weights[name], sum(sent[name] for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5
+        )
 
 
 def owned(steps):
     """A training whose sums have owners: what each step raised, the weight, and what was sent of all gradients."""
     rank, total, ends = dgc.lockstep.current().world.rank, torch.zeros(40, 30), []
     weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
-    optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
-                                         Config(0.9, exchange="reduce"))
+    optimizer = dgc.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9, exchange="reduce")
+    )
     for step in range(steps):
         g = gradients(3 * step + rank, shapes={"a": (40, 30)})["a"].g
         total += g
@@ -152,11 +196,17 @@ def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
 
     def adding(bucket, plan, rows):
         turns[plan.own] += 1
-        return add(bucket, plan, damaged(rows, 1, turns[plan.own] - 1 if phase == "to owners" and plan.own == 2 else 0))
+        return add(
+            bucket,
+            plan,
+            damaged(rows, 1, turns[plan.own] - 1 if phase == "to owners" and plan.own == 2 else 0),
+        )
 
     def receiving(layout, rows, messages, divisor, regions):
         turn = turns[dgc.lockstep.current().world.rank] - 1
-        return received(layout, rows, damaged(messages, 1, turn if phase == "to all" else 0), divisor, regions)
+        return received(
+            layout, rows, damaged(messages, 1, turn if phase == "to all" else 0), divisor, regions
+        )
 
     monkeypatch.setattr(owners_plain, "add", adding)
     monkeypatch.setattr(cuda, "Received", receiving)
@@ -165,7 +215,9 @@ def test_a_corrupt_row_is_told_as_corrupt(phase, monkeypatch):
     for ends, weight, _ in ranks:
         assert [bool(end) for end in ends] == [False, False, True, False] and ends == ranks[0][0]
         assert ends[2].startswith("the message of rank 1 for ") and "is corrupt" in ends[2]
-        assert weight.any() and torch.allclose(-weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+        assert weight.any() and torch.allclose(
+            -weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5
+        )
 
 
 aten = torch.ops.aten
@@ -189,8 +241,12 @@ class Unasked(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        counted = func.overloadpacket is aten.repeat_interleave and "output_size" not in (kwargs or {})
-        chosen = func.overloadpacket is aten.index and any(i is not None and i.dtype == torch.bool for i in args[1])
+        counted = func.overloadpacket is aten.repeat_interleave and "output_size" not in (
+            kwargs or {}
+        )
+        chosen = func.overloadpacket is aten.index and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         looks = func.overloadpacket is aten.segment_reduce and not (kwargs or {}).get("unsafe")
         if counted or chosen or looks or func.overloadpacket in OPERATIONS:
             self.refuse(func, args[0])
@@ -218,10 +274,20 @@ class Unasked(TorchDispatchMode):
         return heard
 
 
-@pytest.mark.parametrize(("sparsity", "options"), [
-    (0.99, {"clip_norm": 1.0}), (0.9, {"exchange": "reduce"}), (0.0, {}), (0.3, ROUNDED),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (0.99, {}), (SHRINKS, {"exchange": "reduce"}), (0.1, {})))], ids=str)
+@pytest.mark.parametrize(
+    ("sparsity", "options"),
+    [
+        (0.99, {"clip_norm": 1.0}),
+        (0.9, {"exchange": "reduce"}),
+        (0.0, {}),
+        (0.3, ROUNDED),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((0.99, {}), (SHRINKS, {"exchange": "reduce"}), (0.1, {}))
+        ),
+    ],
+    ids=str,
+)
 def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
     """Backward pass, exchange and step, of parameters that travel compressed and dense. At 0.1 and 0.3 a dense sum is
     fewer bytes.
@@ -234,11 +300,15 @@ def test_a_whole_step_asks_the_device_nothing(sparsity, options, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, unasked.refusing(name))
 
     def worker():
-        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 20))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 20)
+        )
         dgc.broadcast_parameters((model := model.to(DEVICE)).state_dict())
         optimizer = dgc.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4), model.named_parameters(),
-            Config(sparsity, min_numel=100, **options))
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4),
+            model.named_parameters(),
+            Config(sparsity, min_numel=100, **options),
+        )
         for step in range(3):
             optimizer.zero_grad()
             loss = model(torch.randn(8, 20, device=DEVICE)).square().mean()
@@ -266,9 +336,14 @@ def test_what_is_put_back_belongs_to_the_residual_that_it_was_taken_from(monkeyp
 
     def worker():
         weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9)
+        )
         state = optimizer.state_dict(), optimizer.residual_state_dict()
-        for load in (lambda: optimizer.load_residual_state_dict(state[1]), lambda: optimizer.load_state_dict(state[0])):
+        for load in (
+            lambda: optimizer.load_residual_state_dict(state[1]),
+            lambda: optimizer.load_state_dict(state[0]),
+        ):
             weight.grad = torch.ones_like(weight)
             weight.grad[3, 3] = torch.nan if dgc.lockstep.current().world.rank == 1 else 1.0
             optimizer.step()
@@ -284,12 +359,15 @@ def test_an_elastic_restore_undoes_the_step_with_what_it_would_tell(monkeypatch)
     """A rank that has joined since would not raise it, and go on alone."""
     pytest.importorskip("horovod.torch")
     from dgc.elastic import _Handler
+
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
 
     def worker():
         weight = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("a", weight)], Config(0.9)
+        )
         state = _Handler(optimizer)
         weight.grad = torch.ones_like(weight)
         weight.grad[3, 3] = torch.nan if dgc.lockstep.current().world.rank == 1 else 1.0
@@ -301,10 +379,14 @@ def test_an_elastic_restore_undoes_the_step_with_what_it_would_tell(monkeypatch)
         optimizer.flush()
         return weight.detach()
 
-    assert all(torch.equal(weight, torch.full_like(weight, -1.0)) for weight in dgc.lockstep.run(worker, 2))
+    assert all(
+        torch.equal(weight, torch.full_like(weight, -1.0)) for weight in dgc.lockstep.run(worker, 2)
+    )
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="needs a CUDA device: only there is a host that could wait for one"
+)
 def test_a_step_asks_the_device_nothing():
     both = Pair()
     bucket, layout = both.buckets[0], both.layouts[0]
@@ -324,8 +406,7 @@ def test_a_step_asks_the_device_nothing():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"exchange": "reduce"}, {"sparsity": 0.3, **ROUNDED}])
+@pytest.mark.parametrize("options", [{}, {"exchange": "reduce"}, {"sparsity": 0.3, **ROUNDED}])
 def test_without_triton_a_bad_gradient_is_told_at_once(options, monkeypatch):
     """There torch operations compress on a GPU, and they have no flags."""
     monkeypatch.setattr(devices, "is_asynchronous", lambda device: True)
@@ -333,10 +414,15 @@ def test_without_triton_a_bad_gradient_is_told_at_once(options, monkeypatch):
 
     def worker():
         weight, ends = torch.nn.Parameter(torch.zeros(40, 30, device=DEVICE)), []
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("a", weight)],
-                                             Config(**{"sparsity": 0.9, "min_numel": 0, **options}))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            [("a", weight)],
+            Config(**{"sparsity": 0.9, "min_numel": 0, **options}),
+        )
         for step in range(4):
-            g = gradients(3 * step + dgc.lockstep.current().world.rank, shapes={"a": (40, 30)})["a"].g
+            g = gradients(3 * step + dgc.lockstep.current().world.rank, shapes={"a": (40, 30)})[
+                "a"
+            ].g
             if step == 2 and dgc.lockstep.current().world.rank == 1:
                 g[3, 3] = float("nan")
             weight.grad = g.to(DEVICE)
@@ -370,7 +456,9 @@ def test_owners_lose_nothing_where_the_update_cannot_be_written(monkeypatch):
     ranks = dgc.lockstep.run(lambda: owned(3), 3)
     for ends, weight, _ in ranks:
         assert ends == ["", "no room", ""]
-        assert weight.any() and torch.allclose(-weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5)
+        assert weight.any() and torch.allclose(
+            -weight, sum(sent for _, _, sent in ranks) / 3, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_step_that_is_being_captured_is_refused(monkeypatch):
@@ -380,9 +468,14 @@ def test_a_step_that_is_being_captured_is_refused(monkeypatch):
         devices.refuse_capture(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "hierarchical": True}, {
-    "nonfinite": "skip"}], ids=str)
-def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(options, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "hierarchical": True}, {"nonfinite": "skip"}],
+    ids=str,
+)
+def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(
+    options, monkeypatch
+):
     """And no exchange begins within a graph. On a GPU; here that both are asked for, in backward passes and steps."""
     arrive, asked = steps.Step.arrive, []
 
@@ -393,16 +486,26 @@ def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(o
     monkeypatch.setattr(steps.Step, "arrive", arriving)
     monkeypatch.setattr(steps, "join_streams", lambda streams: asked.append("joined"))
     for module in (exchange, parameters):
-        monkeypatch.setattr(module, "refuse_capture", lambda device, name=module.__name__: asked.append(name))
+        monkeypatch.setattr(
+            module, "refuse_capture", lambda device, name=module.__name__: asked.append(name)
+        )
 
     def worker():
         weights = [torch.nn.Parameter(torch.ones(40, 30)) for _ in range(2)]
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), None, Config(0.9, **options),
-                                             groups=[[p] for p in weights])
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(weights, lr=1.0),
+            None,
+            Config(0.9, **options),
+            groups=[[p] for p in weights],
+        )
         sum(p.square().sum() for p in weights).backward()
         optimizer.step()
 
     dgc.lockstep.run(worker, 4, 2)
-    looks = "hierarchical" in options, "clip_norm" in options, "nonfinite" in options  # each at all gradients together
+    looks = (
+        "hierarchical" in options,
+        "clip_norm" in options,
+        "nonfinite" in options,
+    )  # each at all gradients together
     assert asked.count("joined") == 4 * (2 + sum(looks))
     assert asked.count(parameters.__name__) == asked.count(exchange.__name__) == 4

@@ -11,10 +11,14 @@ from dgc.compression import kernels
 from dgc.compression.denominator import Denominator
 from dgc.compression.kernels import denominator_plain
 
-cpu = pytest.importorskip("dgc.compression.kernels.denominator_cpu", reason="numba is not installed",
-                          exc_type=ImportError)
-cuda = pytest.importorskip("dgc.compression.kernels.denominator_cuda", reason="triton is not installed",
-                           exc_type=ImportError)
+cpu = pytest.importorskip(
+    "dgc.compression.kernels.denominator_cpu", reason="numba is not installed", exc_type=ImportError
+)
+cuda = pytest.importorskip(
+    "dgc.compression.kernels.denominator_cuda",
+    reason="triton is not installed",
+    exc_type=ImportError,
+)
 NOW = 400
 
 
@@ -24,20 +28,35 @@ def made(n, dtype, amsgrad=False, b1=0.9, b2=0.999, device="cpu"):
     square = torch.rand(n, generator=random, dtype=dtype)
     largest = square * torch.rand(n, generator=random, dtype=dtype).add_(1.0) if amsgrad else None
     received = NOW - torch.randint(0, 300, (n,), generator=random, dtype=torch.int32)
-    of = Denominator(square, largest, received, 1 / (square.sqrt() + 1e-8), 0.4, b1, b2, 1e-8, steps=100,
-                     rates=torch.rand(250, generator=random, dtype=dtype))
+    of = Denominator(
+        square,
+        largest,
+        received,
+        1 / (square.sqrt() + 1e-8),
+        0.4,
+        b1,
+        b2,
+        1e-8,
+        steps=100,
+        rates=torch.rand(250, generator=random, dtype=dtype),
+    )
     return on(of, device)
 
 
 def on(of, device):
-    tensors = {name: value.to(device, copy=True) for name, value in vars(of).items() if torch.is_tensor(value)}
+    tensors = {
+        name: value.to(device, copy=True)
+        for name, value in vars(of).items()
+        if torch.is_tensor(value)
+    }
     return replace(of, **tensors)
 
 
 def update(n, density, dtype, device="cpu"):
     random = torch.Generator().manual_seed(n + 1)
-    return (torch.randn(n, generator=random, dtype=dtype)
-            * (torch.rand(n, generator=random) < density)).to(device)
+    return (
+        torch.randn(n, generator=random, dtype=dtype) * (torch.rand(n, generator=random) < density)
+    ).to(device)
 
 
 def assert_same(one, other):
@@ -55,9 +74,16 @@ def three_threads(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pairwise(n=[1, 63, 64, 65, 5000], manner=[
-    (0.03, False, 0.9, 0.999), (0.5, True, 0.95, 0.99), (1.0, False, 0.0, 0.5), (0.0, True, 0.9, 0.0)],
-    dtype=[torch.float32, torch.float64])
+@pairwise(
+    n=[1, 63, 64, 65, 5000],
+    manner=[
+        (0.03, False, 0.9, 0.999),
+        (0.5, True, 0.95, 0.99),
+        (1.0, False, 0.0, 0.5),
+        (0.0, True, 0.9, 0.0),
+    ],
+    dtype=[torch.float32, torch.float64],
+)
 def test_compiled_for_the_cpu(n, manner, dtype, three_threads):
     density, amsgrad, b1, b2 = manner
     ours, twin = (made(n, dtype, amsgrad, b1, b2) for _ in range(2))
@@ -68,9 +94,13 @@ def test_compiled_for_the_cpu(n, manner, dtype, three_threads):
         assert_same(ours, twin)
 
 
-@pytest.mark.parametrize(("density", "amsgrad", "b1"), [(0.03, False, 0.9), (0.5, True, 0.95), (1.0, False, 0.0)])
+@pytest.mark.parametrize(
+    ("density", "amsgrad", "b1"), [(0.03, False, 0.9), (0.5, True, 0.95), (1.0, False, 0.0)]
+)
 def test_compiled_for_a_gpu(density, amsgrad, b1):
-    ours, twin = (made(9001, torch.float32, amsgrad, b1, device=device) for device in (DEVICE, "cpu"))
+    ours, twin = (
+        made(9001, torch.float32, amsgrad, b1, device=device) for device in (DEVICE, "cpu")
+    )
     for step in range(3):
         x = update(9001, density, torch.float32)
         cuda.follow(x.to(DEVICE), ours, 180, NOW + step)

@@ -68,8 +68,14 @@ print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)
 
 def train(folder):
     """With a copy of the package that lies in a folder."""
-    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=280, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -78,14 +84,21 @@ def train(folder):
 @pytest.mark.timeout(600)
 def test_processes_that_begin_together_have_one_fill_the_cache(tmp_path):
     """They train meanwhile, with workers that are forked, and to the bit what they train when it is full."""
-    shutil.copytree(Path(dgc.__file__).parent, tmp_path / "dgc", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(dgc.__file__).parent, tmp_path / "dgc", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with ThreadPoolExecutor(3) as pool:
         cold = list(pool.map(lambda _: train(tmp_path), range(3)))
     warm = train(tmp_path)
-    lock, = tmp_path.rglob("*.lock")
+    (lock,) = tmp_path.rglob("*.lock")
     assert len(lock.read_text().splitlines()) == 1
-    print("first step, cold:", [round(c["first"], 2) for c in cold], "warm:", round(warm["first"], 2))
-    assert any(c["chosen"] == ["dgc.compression.kernels.cpu", "dgc.compression.kernels.plain"] for c in cold)
+    print(
+        "first step, cold:", [round(c["first"], 2) for c in cold], "warm:", round(warm["first"], 2)
+    )
+    assert any(
+        c["chosen"] == ["dgc.compression.kernels.cpu", "dgc.compression.kernels.plain"]
+        for c in cold
+    )
     assert warm["chosen"] == ["dgc.compression.kernels.cpu"]
     assert all(c["values"] == warm["values"] for c in cold)
     assert all(c["misses"] == 0 for c in [*cold, warm])  # nothing was compiled but by the one

@@ -30,8 +30,13 @@ for dtype in sys.argv[2:]:
 
 def run(folder, *dtypes, **environment):
     """What a process of its own prints: of each dtype, half of 3, and how many signatures were loaded so far."""
-    done = subprocess.run([sys.executable, str(folder / "halves.py"), str(JIT), *dtypes], capture_output=True,
-                          text=True, timeout=100, env={**os.environ, **environment})
+    done = subprocess.run(
+        [sys.executable, str(folder / "halves.py"), str(JIT), *dtypes],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()], done.stderr
 
@@ -70,7 +75,9 @@ def test_what_is_damaged_is_compiled_again(folder):
     """Nothing is left of one, one is cut, one is garbage, and one is that of another signature."""
     dtypes = "float32", "float64", "int32", "int64"
     run(folder, *dtypes)
-    empty, cut, garbage, other = sorted(kept(folder), key=lambda path: path.stat().st_mtime_ns)  # as compiled
+    empty, cut, garbage, other = sorted(
+        kept(folder), key=lambda path: path.stat().st_mtime_ns
+    )  # as compiled
     shutil.copy(cut, other)
     empty.write_bytes(b"")
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -88,8 +95,11 @@ def test_changed_source_is_compiled_again(folder):
 @pytest.mark.long
 def test_a_constant_of_another_file_is_compiled_in_anew(folder):
     (folder / "two.py").write_text("TWO = 2")
-    (folder / "halves.py").write_text(MODULE.replace("import sys\n", "import sys\nimport two\n").replace(
-        "jit()", "jit((module.Path(two.__file__),))").replace("/ 2", "/ two.TWO"))
+    (folder / "halves.py").write_text(
+        MODULE.replace("import sys\n", "import sys\nimport two\n")
+        .replace("jit()", "jit((module.Path(two.__file__),))")
+        .replace("/ 2", "/ two.TWO")
+    )
     assert run(folder, "float32")[0] == [["1.5", "0"]]
     assert run(folder, "float32")[0] == [["1.5", "1"]]
     (folder / "two.py").write_text("TWO = 4.0")
@@ -99,13 +109,20 @@ def test_a_constant_of_another_file_is_compiled_in_anew(folder):
 def test_the_package_s_loops_know_where_their_constants_are():
     from dgc.compression import denominator, kernels, regions, residual, select, sizes, wire
     from dgc.compression.kernels import jit
-    needed = {Path(module.__file__) for module in (sizes, denominator, kernels, regions, residual, select, wire)}
+
+    needed = {
+        Path(module.__file__)
+        for module in (sizes, denominator, kernels, regions, residual, select, wire)
+    }
     assert needed <= set(jit.SOURCES)
 
 
 def test_nowhere_to_write(folder):
     (folder / "__pycache__").write_text("no folder")
-    nowhere = {"HOME": str(folder / "halves.py"), "XDG_CACHE_HOME": str(folder / "halves.py" / "cache")}
+    nowhere = {
+        "HOME": str(folder / "halves.py"),
+        "XDG_CACHE_HOME": str(folder / "halves.py" / "cache"),
+    }
     assert run(folder, "float32", "int32", **nowhere)[0] == [["1.5", "0"], ["1.5", "0"]]
 
 
@@ -122,7 +139,9 @@ caching.tempfile.TemporaryFile = refuse  # by which numba finds out, also for wh
 @pytest.mark.long
 def test_what_is_in_a_folder_that_cannot_be_written_is_loaded(folder):
     run(folder, "float32")
-    (folder / "halves.py").write_text(MODULE.replace("import numpy as np\n", "import numpy as np\n" + UNWRITABLE))
+    (folder / "halves.py").write_text(
+        MODULE.replace("import numpy as np\n", "import numpy as np\n" + UNWRITABLE)
+    )
     changed = run(folder, "float32", "int32")[0]  # another source, of which nothing is there
     assert changed == [["1.5", "0"], ["1.5", "0"]] and len(kept(folder)) == 3
     assert run(folder, "float32", "int32")[0] == [["1.5", "1"], ["1.5", "2"]]
@@ -139,9 +158,14 @@ def test_the_package_s_own_folder_is_read_where_another_one_is_written(folder, t
 
 def test_a_folder_that_can_be_written_no_more(folder):
     gone = folder / "__pycache__"
-    (folder / "halves.py").write_text(MODULE.replace("for dtype", f"""
+    (folder / "halves.py").write_text(
+        MODULE.replace(
+            "for dtype",
+            f"""
 import pathlib, shutil
 shutil.rmtree({str(gone)!r})
 pathlib.Path({str(gone)!r}).write_text("no folder")
-for dtype"""))
+for dtype""",
+        )
+    )
     assert run(folder, "float32", "int32") == ([["1.5", "0"], ["1.5", "0"]], "")

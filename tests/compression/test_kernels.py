@@ -17,7 +17,9 @@ from dgc.compression.kernels import plain
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import NONFINITE, Layout
 
-cpu = pytest.importorskip("dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
+cpu = pytest.importorskip(
+    "dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError
+)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (512, 512), "d": (5,), "e": (0, 3), "f": (40, 41)}
 BITS = [1, 2, 4, 8, 16, 32]
 
@@ -34,13 +36,22 @@ def two_threads(monkeypatch):
 
 
 def pair(dtype=torch.float32, velocity=True, shapes=SHAPES):
-    return [Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity) for _ in range(2)]
+    return [
+        Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity)
+        for _ in range(2)
+    ]
 
 
 def gradients(step, dtype=torch.float32, nesterov=False, shapes=SHAPES):
     generator = torch.Generator().manual_seed(step)
-    return {k: Gradient((10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
-                        0.0 if k == "b" else 0.9, nesterov) for i, (k, s) in enumerate(shapes.items())}
+    return {
+        k: Gradient(
+            (10.0 ** (i - 4) * torch.randn(s, generator=generator) ** 3).to(dtype),
+            0.0 if k == "b" else 0.9,
+            nesterov,
+        )
+        for i, (k, s) in enumerate(shapes.items())
+    }
 
 
 def agree(a, b):
@@ -52,8 +63,9 @@ def both(buckets, layout, **arguments):
     messages, chosen, no = [], [], torch.tensor(False)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         masking = arguments.get("masking", True)
-        bad, index, used = kernel.select(bucket, arguments["gradients"], arguments.get("scale"), layout,
-                                         arguments["step"])
+        bad, index, used = kernel.select(
+            bucket, arguments["gradients"], arguments.get("scale"), layout, arguments["step"]
+        )
         before = bucket.v.clone()
         message, taken = kernel.encode(bucket, layout, index, used, no, masking)
         assert torch.equal(bucket.v, before.index_add(0, taken.places, -taken.sent))
@@ -67,7 +79,12 @@ def both(buckets, layout, **arguments):
     return messages[0]
 
 
-@pairwise(bits=BITS, dtype=[torch.float32, torch.float64], sparsity=[0.5, 0.99, 0.999], nesterov=[False, True])
+@pairwise(
+    bits=BITS,
+    dtype=[torch.float32, torch.float64],
+    sparsity=[0.5, 0.99, 0.999],
+    nesterov=[False, True],
+)
 @pytest.mark.usefixtures("two_threads")
 def test_steps(bits, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
@@ -83,11 +100,16 @@ def test_steps(bits, dtype, sparsity, nesterov):
         if step == 4:
             scale = {name: torch.tensor(0.1 * i) for i, name in enumerate(some)}
         message = both(buckets, layout, gradients=some, scale=scale, step=step, masking=step != 5)
-        received = [kernel.Received(layout, layout.rows, message.expand(3, -1), 3) for kernel in (cpu, plain)]
+        received = [
+            kernel.Received(layout, layout.rows, message.expand(3, -1), 3)
+            for kernel in (cpu, plain)
+        ]
         assert not any(update.status.any() for update in received)
         for wanted in (None, "c"):
-            ours, theirs = ([None if n == wanted else torch.ones(s, dtype=dtype) for n, s in SHAPES.items()]
-                            for _ in range(2))
+            ours, theirs = (
+                [None if n == wanted else torch.ones(s, dtype=dtype) for n, s in SHAPES.items()]
+                for _ in range(2)
+            )
             for update, targets in zip(received, (ours, theirs), strict=True):
                 update.add(targets, [-0.1 * i for i in range(len(SHAPES))])
             assert all(x is y or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
@@ -125,7 +147,10 @@ def test_accumulate(velocity):
             assert kernel.accumulate(bucket, gradients(step), None, layout) == []
         agree(*buckets)
         norm = sum(g.g.double().norm() ** 2 for g in gradients(step).values())
-        assert all(float(bucket.gradient_square) == pytest.approx(float(norm), rel=1e-4) for bucket in buckets)
+        assert all(
+            float(bucket.gradient_square) == pytest.approx(float(norm), rel=1e-4)
+            for bucket in buckets
+        )
 
 
 @pytest.mark.parametrize("entries", [1, 300, 40_000])
@@ -136,7 +161,7 @@ def test_what_overflowed_to_no_number_is_chosen_within_bounds(entries):
     layout = Layout(bucket, [500], 16)
     zeros = {"a": Gradient(torch.zeros(200, 200), 0.0)}
     _, index, used = cpu.select(bucket, zeros, None, layout, 0)
-    chosen = index[:int(used[0])]
+    chosen = index[: int(used[0])]
     assert len(chosen) == 500 and chosen.diff().gt(0).all()
     assert chosen[0] >= 0 and chosen[-1] < bucket.numel
 
@@ -164,11 +189,19 @@ def test_a_residual_that_overflowed_is_told_and_kept(bad, at):
         bucket.v[:] = 1
         bucket.v[at] = bad
         before = bucket.v.clone()
-        message, taken = kernel.encode(bucket, layout, torch.tensor([1, 2, 3, 20, 21]), torch.tensor([3, 2]),
-                                       torch.tensor(False), True)
+        message, taken = kernel.encode(
+            bucket,
+            layout,
+            torch.tensor([1, 2, 3, 20, 21]),
+            torch.tensor([3, 2]),
+            torch.tensor(False),
+            True,
+        )
         messages.append(message)
         assert kernel.Received(layout, layout.rows, message, 1).status.tolist() == [NONFINITE]
-        assert torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0)) and not taken.sent.any()
+        assert (
+            torch.equal(bucket.v.nan_to_num(7.0), before.nan_to_num(7.0)) and not taken.sent.any()
+        )
     assert torch.equal(*messages)
 
 
@@ -193,8 +226,13 @@ def test_large_gradients_whose_squares_overflow():
 
 
 @settings(deadline=None, max_examples=80)
-@given(n=st.integers(1, 40_000), density=st.sampled_from([0.001, 0.01, 0.1, 0.4, 1.0]), step=st.integers(0, 10**6),
-       zeros=st.sampled_from([0.0, 0.5, 0.999]), pattern=st.sampled_from(["", "rows", "sorted", "few", "equal"]))
+@given(
+    n=st.integers(1, 40_000),
+    density=st.sampled_from([0.001, 0.01, 0.1, 0.4, 1.0]),
+    step=st.integers(0, 10**6),
+    zeros=st.sampled_from([0.0, 0.5, 0.999]),
+    pattern=st.sampled_from(["", "rows", "sorted", "few", "equal"]),
+)
 def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern):
     """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
     g = misleading(n, step % 100, zeros, pattern)
@@ -203,9 +241,9 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
     layout = Layout(buckets[0], [k], 32)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         _, index, used = kernel.select(bucket, {"a": Gradient(g, 0.5)}, None, layout, step)
-        chosen = index[:int(used)]
+        chosen = index[: int(used)]
         assert torch.equal(chosen, chosen.unique()) and int(used) == min(k, int(g.count_nonzero()))
-        assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used):])
+        assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used) :])
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -248,35 +286,69 @@ def test_decay(nesterov, dtype):
 
 
 def test_which_is_found():
-    assert kernels.module_for("cpu", torch.float32) is cpu and kernels.module_for("cpu", torch.float64) is cpu
-    assert kernels.module_for("cpu", torch.bfloat16) is plain and kernels.module_for("xpu", torch.float32) is plain
+    assert (
+        kernels.module_for("cpu", torch.float32) is cpu
+        and kernels.module_for("cpu", torch.float64) is cpu
+    )
+    assert (
+        kernels.module_for("cpu", torch.bfloat16) is plain
+        and kernels.module_for("xpu", torch.float32) is plain
+    )
 
 
-@pytest.mark.parametrize(("module", "disabled", "told"), [
-    ("raise ImportError('Numba needs NumPy 1.0 or less')", "0", "Numba needs NumPy 1.0 or less"),
-    ("raise OSError('Could not find/load libllvmlite.so')", "0", "Could not find/load libllvmlite.so"),
-    (None, "1", "NUMBA_DISABLE_JIT is set, and these loops run compiled only")])
+@pytest.mark.parametrize(
+    ("module", "disabled", "told"),
+    [
+        (
+            "raise ImportError('Numba needs NumPy 1.0 or less')",
+            "0",
+            "Numba needs NumPy 1.0 or less",
+        ),
+        (
+            "raise OSError('Could not find/load libllvmlite.so')",
+            "0",
+            "Could not find/load libllvmlite.so",
+        ),
+        (None, "1", "NUMBA_DISABLE_JIT is set, and these loops run compiled only"),
+    ],
+)
 def test_a_compiler_that_does_not_work_is_told(module, disabled, told, tmp_path):
     """A numba that refuses the NumPy beside it, say: a warning, and the torch operations."""
     if module:
         (tmp_path / "numba.py").write_text(module)
-    code = ("import torch; from dgc.compression.kernels import module_for; "
-            "print(*(module_for('cpu', torch.float32).__name__ for _ in range(2)))")
+    code = (
+        "import torch; from dgc.compression.kernels import module_for; "
+        "print(*(module_for('cpu', torch.float32).__name__ for _ in range(2)))"
+    )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-                             env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled})
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": disabled},
+    )
     assert process.stdout.split() == ["dgc.compression.kernels.plain"] * 2
     assert process.stderr.count(f"numba is installed but does not work ({told})") == 1
 
 
 def test_a_triton_that_cannot_compile_is_told():
     """As without a C compiler; here it finds no driver."""
-    code = ("import torch; torch.cuda.is_available = lambda: True; from dgc.compression.kernels import module_for; "
-            "print(module_for('cuda', torch.float32).__name__)")
+    code = (
+        "import torch; torch.cuda.is_available = lambda: True; from dgc.compression.kernels import module_for; "
+        "print(module_for('cuda', torch.float32).__name__)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         pytest.skip("it needs Triton, and no GPU")
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
-                             env=environment)
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=environment,
+    )
     assert process.stdout.split() == ["dgc.compression.kernels.plain"]
     assert "triton is installed but does not work" in process.stderr

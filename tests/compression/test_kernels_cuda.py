@@ -24,19 +24,36 @@ from dgc.compression.wire import NONFINITE
 from dgc.config import Config
 from dgc.paths.compressed import reduce
 
-cuda = pytest.importorskip("dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+cuda = pytest.importorskip(
+    "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
+)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)  # NumPy's
+
 
 def assert_same(ours, theirs):
     for x, y in zip(ours, theirs, strict=True):
         assert x is y or torch.equal(x.cpu(), y)
 
 
-@pytest.mark.parametrize(("bits", "dtype", "sparsity", "nesterov"), [
-    (16, torch.float32, 0.99, False), (4, torch.float64, 0.99, True),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (8, torch.float32, 0.8, True), (32, torch.float32, 0.99, True), (1, torch.float32, 0.99, False),
-        (2, torch.float64, 0.8, False), (32, torch.float64, 0.99, False)))])
+@pytest.mark.parametrize(
+    ("bits", "dtype", "sparsity", "nesterov"),
+    [
+        (16, torch.float32, 0.99, False),
+        (4, torch.float64, 0.99, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (8, torch.float32, 0.8, True),
+                (32, torch.float32, 0.99, True),
+                (1, torch.float32, 0.99, False),
+                (2, torch.float64, 0.8, False),
+                (32, torch.float64, 0.99, False),
+            )
+        ),
+    ],
+)
 def test_steps(bits, dtype, sparsity, nesterov):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and kept."""
     both, messages = Pair(dtype, sparsity=sparsity, bits=bits), []
@@ -63,10 +80,14 @@ def test_steps(bits, dtype, sparsity, nesterov):
 def test_the_order_of_programs_plays_no_part(monkeypatch):
     builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
     place = builder.set_grid_idx
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z))
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z)
+    )
     both = Pair()
     messages = [both.step(gradients(step), step) for step in range(2)]
-    for (update, some) in zip(both.received(messages, 2), results := targets(torch.float32), strict=True):
+    for update, some in zip(
+        both.received(messages, 2), results := targets(torch.float32), strict=True
+    ):
         update.write(some)
     assert_same(*results)
 
@@ -93,6 +114,7 @@ def test_the_compiler_is_promised_what_is_so(n, dtype, monkeypatch):
     """Of a multiple of 4 that is none of 8, compiled code took more float16 gradients than there are."""
     promised = []
     if DEVICE == "cpu":
+
         def set_attr(handle, key, divisors):
             promised.append(key)
             assert (handle.data % divisors[0] == 0).all()
@@ -118,13 +140,21 @@ def test_accumulate(velocity):
         both.agree()
 
 
-@pytest.mark.parametrize("bad", [
-    float("nan"), *(pytest.param(bad, marks=pytest.mark.long) for bad in (float("inf"), -float("inf")))])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        float("nan"),
+        *(pytest.param(bad, marks=pytest.mark.long) for bad in (float("inf"), -float("inf"))),
+    ],
+)
 def test_what_is_not_finite_is_confessed(bad):
     both, some = Pair(), gradients(0)
     some["a"].g[20, 13] = some["e"].g[0, 0] = some["e"].g[99, 120] = bad
     message = both.step(some)
-    assert both.received([both.step(gradients(1), 1), message], 2)[0].status.tolist() == [0, NONFINITE]
+    assert both.received([both.step(gradients(1), 1), message], 2)[0].status.tolist() == [
+        0,
+        NONFINITE,
+    ]
     assert both.buckets[0].not_finite() == []  # of the step after
 
 
@@ -136,7 +166,9 @@ def test_what_has_overflowed_in_v_is_confessed():
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
         _, index, used = kernel.select(bucket, there, None, layout, 0)
-        message, taken = kernel.encode(bucket, layout, index, used, torch.tensor(False, device=bucket.v.device), True)
+        message, taken = kernel.encode(
+            bucket, layout, index, used, torch.tensor(False, device=bucket.v.device), True
+        )
         assert torch.equal(message, layout.rows.telling(1, NONFINITE)) and not taken.sent.any()
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 
@@ -157,21 +189,46 @@ def test_a_sum_that_overflows_is_infinite():
     assert results[1][0][[3, 8999]].tolist() == [torch.inf, -torch.inf]
 
 
-@pytest.mark.parametrize(("n", "density", "zeros", "pattern"), [
-    (1, 1.0, 0.0, ""), (9000, 0.001, 0.999, ""), (9000, 0.4, 0.9, ""), (12_000, 0.01, 0.0, "rows"),
-    (12_000, 0.1, 0.5, "sorted"), (9000, 0.1, 0.0, "few"), (9000, 0.01, 0.3, "few"), (10_000, 0.01, 0.0, "equal"),
-    (10_000, 0.9, 0.5, "equal"), (9000, 1.0, 0.0, ""), (70_000, 0.001, 0.99, "")])
+@pytest.mark.parametrize(
+    ("n", "density", "zeros", "pattern"),
+    [
+        (1, 1.0, 0.0, ""),
+        (9000, 0.001, 0.999, ""),
+        (9000, 0.4, 0.9, ""),
+        (12_000, 0.01, 0.0, "rows"),
+        (12_000, 0.1, 0.5, "sorted"),
+        (9000, 0.1, 0.0, "few"),
+        (9000, 0.01, 0.3, "few"),
+        (10_000, 0.01, 0.0, "equal"),
+        (10_000, 0.9, 0.5, "equal"),
+        (9000, 1.0, 0.0, ""),
+        (70_000, 0.001, 0.99, ""),
+    ],
+)
 def test_the_same_entries_whatever_the_pattern(n, density, zeros, pattern):
     """Where the sample misleads: rows of other scales, order, few different magnitudes, many zeros."""
     g = misleading(n, n, zeros, pattern)
     Pair(shapes={"a": (n,)}, counts=[max(1, int(density * n))]).step({"a": Gradient(g, 0.5)}, n)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [
-    ((1, 1), torch.float32), ((5000, 5000), torch.float64), ((8192, 8192), torch.float32), ((1, 8192), torch.float64),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        ((1, 1), torch.float64), ((5000, 5000), torch.float32), ((8192, 8192), torch.float64),
-        ((1, 8192), torch.float32)))])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        ((1, 1), torch.float32),
+        ((5000, 5000), torch.float64),
+        ((8192, 8192), torch.float32),
+        ((1, 8192), torch.float64),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ((1, 1), torch.float64),
+                ((5000, 5000), torch.float32),
+                ((8192, 8192), torch.float64),
+                ((1, 8192), torch.float32),
+            )
+        ),
+    ],
+)
 def test_a_sample_that_misleads_changes_nothing(ranks, dtype, monkeypatch):
     monkeypatch.setattr(cuda, "_ranks", lambda numel, k: ranks)
     shapes = {"a": (9000,), "b": (66_000,)}
@@ -183,7 +240,9 @@ def test_a_message_that_was_changed_is_refused():
     both = Pair(shapes=shapes)
     message, draw = both.step(gradients(0, shapes=shapes)), torch.Generator().manual_seed(0)
     for _ in range(5):
-        at, by = (int(torch.randint(high, (1,), generator=draw)) for high in (message.shape[1], 254))
+        at, by = (
+            int(torch.randint(high, (1,), generator=draw)) for high in (message.shape[1], 254)
+        )
         changed = message.clone()
         changed[0, at] = (int(changed[0, at]) + 1 + by) % 256
         assert both.received([message, changed], 2)[0].status.tolist() == [0, 2]
@@ -195,21 +254,34 @@ def test_whole_steps_of_four_ranks(sparsity, bits, monkeypatch):
     shapes, results = {"a": (30, 41), "b": (7, 9)}, []
     for kernel, device in ((cuda, DEVICE), (plain, "cpu")):
         monkeypatch.setattr(kernels, "module_for", lambda kind, dtype, kernel=kernel: kernel)
-        buckets = [Bucket("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()}) for _ in range(4)]
+        buckets = [
+            Bucket("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()})
+            for _ in range(4)
+        ]
         for step in range(3):
-            some = [{k: Gradient(g.g.to(device), 0.9) for k, g in gradients(4 * step + rank, shapes=shapes).items()}
-                    for rank in range(4)]
+            some = [
+                {
+                    k: Gradient(g.g.to(device), 0.9)
+                    for k, g in gradients(4 * step + rank, shapes=shapes).items()
+                }
+                for rank in range(4)
+            ]
             if step == 1:
                 some[1]["b"].g[3, 3] = torch.inf
-            paths = [reduce(bucket, g, Config(sparsity, value_bits=bits), step, world)
-                     for bucket, g, world in zip(buckets, some, worlds(4), strict=True)]
+            paths = [
+                reduce(bucket, g, Config(sparsity, value_bits=bits), step, world)
+                for bucket, g, world in zip(buckets, some, worlds(4), strict=True)
+            ]
             sent = torch.stack([next(path).tensor.cpu() for path in paths])
             result = sent if sent.dtype == torch.uint8 else sent.sum(0)
             results.append(finished(paths, result.to(device), buckets))
         results.append([torch.stack([bucket.u, bucket.v]).cpu() for bucket in buckets])
     assert set(results[1]) == {"rank 1 has a gradient that is not finite, in: b"}
     for ours, theirs in zip(results[:4], results[4:], strict=True):
-        assert all(torch.equal(x, y) if torch.is_tensor(y) else x == y for x, y in zip(ours, theirs, strict=True))
+        assert all(
+            torch.equal(x, y) if torch.is_tensor(y) else x == y
+            for x, y in zip(ours, theirs, strict=True)
+        )
 
 
 def finished(paths, result, buckets):
@@ -225,9 +297,16 @@ def finished(paths, result, buckets):
             paths[rank].send(torch.stack(list(marks.values())))
         except FloatingPointError as error:
             ends[rank] = error
-    late = {rank: verdict for rank, end in ends.items() if isinstance(end, StopIteration)
-            and (verdict := getattr(end.value, "verdict", None)) is not None and verdict.not_finite}
-    asking = {rank: verdict.blame() for rank, verdict in late.items()}  # a device that runs ahead tells afterwards
+    late = {
+        rank: verdict
+        for rank, end in ends.items()
+        if isinstance(end, StopIteration)
+        and (verdict := getattr(end.value, "verdict", None)) is not None
+        and verdict.not_finite
+    }
+    asking = {
+        rank: verdict.blame() for rank, verdict in late.items()
+    }  # a device that runs ahead tells afterwards
     answers = [next(path).tensor for path in asking.values()]
     for rank, path in asking.items():
         with pytest.raises(StopIteration) as blame:
@@ -249,7 +328,10 @@ def settled(end, bucket):
 def test_decay(nesterov, dtype):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(100, 133, generator=generator, dtype=dtype)
-    p, w = [start.to(DEVICE, copy=True), start.clone()], [torch.zeros_like(start, device=d) for d in (DEVICE, "cpu")]
+    p, w = (
+        [start.to(DEVICE, copy=True), start.clone()],
+        [torch.zeros_like(start, device=d) for d in (DEVICE, "cpu")],
+    )
     for _ in range(3):
         for i, kernel in enumerate((cuda, plain)):
             kernel.decay(p[i], w[i], 0.9, 0.01, 0.1, nesterov)
@@ -264,15 +346,33 @@ def test_a_triton_that_is_too_old_counts_as_none(monkeypatch):
 
 
 def test_which_is_found():
-    assert kernels.module_for("cuda", torch.float32) is cuda and kernels.module_for("cuda", torch.float64) is cuda
+    assert (
+        kernels.module_for("cuda", torch.float32) is cuda
+        and kernels.module_for("cuda", torch.float64) is cuda
+    )
     assert kernels.module_for("cuda", torch.bfloat16) is plain
 
 
 @pytest.mark.long
 def test_the_benchmark_runs(tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "--numel", "9000", "--warmup", "1", "--steps", "1", "--out",
-               str(tmp_path / "gpu.json"), "--device", DEVICE, "--check-sync"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2])
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--numel",
+        "9000",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "gpu.json"),
+        "--device",
+        DEVICE,
+        "--check-sync",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [(row["entries"], row["energy"]) for row in rows] == 3 * [(9, pytest.approx(1))]
@@ -296,10 +396,19 @@ def test_no_kernel_can_be_given_a_tensor_of_the_host(name):
     alone, numbers of the host by ``tensor_of`` and ``to_device``.
     """
     tree = ast.parse(Path(cuda.__file__).with_name(f"{name}.py").read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     assert not {"tensor", "as_tensor", "from_numpy", "cpu"} & {call.func.attr for call in calls}
-    made = [call for call in calls if call.func.attr in ("empty", "zeros", "ones", "full", "arange")
-            and isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
+    made = [
+        call
+        for call in calls
+        if call.func.attr in ("empty", "zeros", "ones", "full", "arange")
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+    ]
     assert made or name == "denominator_cuda"
     for call in made:
         device = [word.value for word in call.keywords if word.arg == "device"]

@@ -15,10 +15,13 @@ from dgc.compression.regions import Plan
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.wire import NONFINITE, Layout, seal
 
-owners_cpu = pytest.importorskip("dgc.compression.kernels.owners_cpu", reason="numba is not installed",
-                                 exc_type=ImportError)
+owners_cpu = pytest.importorskip(
+    "dgc.compression.kernels.owners_cpu", reason="numba is not installed", exc_type=ImportError
+)
 cpu = owners_cpu.cpu
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)  # NumPy's
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (5,), "d": (0, 3), "e": (40, 41), "f": (150, 200)}
 SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 
@@ -45,18 +48,39 @@ class Job:
     """All workers of an exchange, once with compiled loops and once with the torch operations."""
 
     def __init__(self, n, shapes, dtype=torch.float32, bits=16, sparsity=0.99, velocity=True):
-        self.n, self.kernels, self.readers, self.shapes = n, (owners_cpu, owners_plain), (cpu, plain), shapes
-        self.buckets = [[Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity)
-                         for _ in range(n)] for _ in range(2)]
+        self.n, self.kernels, self.readers, self.shapes = (
+            n,
+            (owners_cpu, owners_plain),
+            (cpu, plain),
+            shapes,
+        )
+        self.buckets = [
+            [
+                Bucket(
+                    "bucket 0",
+                    {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()},
+                    velocity,
+                )
+                for _ in range(n)
+            ]
+            for _ in range(2)
+        ]
         counts = [select.count(sparsity, numel) for numel in self.buckets[0][0].numels]
-        self.plans = [[Plan(Layout(buckets[0], counts, bits), n, own) for own in range(n)] for buckets in self.buckets]
+        self.plans = [
+            [Plan(Layout(buckets[0], counts, bits), n, own) for own in range(n)]
+            for buckets in self.buckets
+        ]
 
     def step(self, gradients, step, masking=True, scale=None):
         """Both phases; the messages of all owners."""
-        (ours, messages), (theirs, _) = (self.walk(i, gradients, step, masking, scale) for i in range(2))
+        (ours, messages), (theirs, _) = (
+            self.walk(i, gradients, step, masking, scale) for i in range(2)
+        )
         for name in ours:
             assert len(ours[name]) == len(theirs[name])
-            assert all(torch.equal(a, b) for a, b in zip(ours[name], theirs[name], strict=True)), name
+            assert all(torch.equal(a, b) for a, b in zip(ours[name], theirs[name], strict=True)), (
+                name
+            )
         self.agree()
         return messages
 
@@ -66,16 +90,25 @@ class Job:
         for bucket, plan, own in zip(self.buckets[i], self.plans[i], gradients, strict=True):
             bad, index, used = kernel.select(bucket, own, scale, plan, step)
             found["chosen"].append(index[plan.layout.uses(used)])
-            rows, taken = self.conserving(bucket, kernel.send, bucket, plan, index, used, torch.tensor(bool(bad)),
-                                          masking)
+            rows, taken = self.conserving(
+                bucket, kernel.send, bucket, plan, index, used, torch.tensor(bool(bad)), masking
+            )
             assert not bad or not taken.sent.any()
             found["rows"].append(rows)
-        for r, (bucket, plan, own) in enumerate(zip(self.buckets[i], self.plans[i], gradients, strict=True)):
+        for r, (bucket, plan, own) in enumerate(
+            zip(self.buckets[i], self.plans[i], gradients, strict=True)
+        ):
             before = bucket.v.clone()
             arrived = kernel.add(bucket, plan, torch.stack([rows[r] for rows in found["rows"]]))
             there = arrived.added.places
-            assert torch.equal(arrived.before, before[there]) or before.isnan().any() or bool(arrived.status.any())
-            message, _ = self.conserving(bucket, kernel.pass_on, bucket, own, plan, arrived, step, masking)
+            assert (
+                torch.equal(arrived.before, before[there])
+                or before.isnan().any()
+                or bool(arrived.status.any())
+            )
+            message, _ = self.conserving(
+                bucket, kernel.pass_on, bucket, own, plan, arrived, step, masking
+            )
             found["status"].append(arrived.status)
             found["sent"].append(message)
         messages = torch.cat(found["sent"])
@@ -92,11 +125,18 @@ class Job:
 
     def _read(self, i, messages):
         plan = self.plans[i][0]
-        received = self.readers[i].Received(plan.layout, plan.to_all, messages, self.n, plan.regions)
+        received = self.readers[i].Received(
+            plan.layout, plan.to_all, messages, self.n, plan.regions
+        )
         dtype, flats = self.plans[i][0].layout.residual, []
         for without in (None, next(iter(self.shapes))):
-            written, added = ([None if name == without else torch.full(shape, 0.7, dtype=dtype)
-                               for name, shape in self.shapes.items()] for _ in range(2))
+            written, added = (
+                [
+                    None if name == without else torch.full(shape, 0.7, dtype=dtype)
+                    for name, shape in self.shapes.items()
+                ]
+                for _ in range(2)
+            )
             received.write(written)
             received.add(added, [0.3 * i for i in range(len(added))])
             flats += [t for t in (*written, *added) if t is not None]
@@ -114,13 +154,24 @@ def gradients(step, n, shapes, dtype=torch.float32, nesterov=False):
     """Of parameters whose scales differ; of one without momentum. A part is common to all workers."""
     draw = torch.Generator().manual_seed(step)
     common = {k: torch.randn(s, generator=draw) for k, s in shapes.items()}
-    return [{k: Gradient((10.0 ** (i - 3) * (common[k] + torch.randn(s, generator=draw)) ** 3).to(dtype),
-                         0.0 if k == "b" else 0.9, nesterov) for i, (k, s) in enumerate(shapes.items())}
-            for _ in range(n)]
+    return [
+        {
+            k: Gradient(
+                (10.0 ** (i - 3) * (common[k] + torch.randn(s, generator=draw)) ** 3).to(dtype),
+                0.0 if k == "b" else 0.9,
+                nesterov,
+            )
+            for i, (k, s) in enumerate(shapes.items())
+        }
+        for _ in range(n)
+    ]
 
 
-@pairwise(size=((2, SHAPES), (3, SHAPES), (16, SMALL)), dtype=(torch.float32, torch.float64),
-          bits=(1, 2, 4, 8, 16, 32))
+@pairwise(
+    size=((2, SHAPES), (3, SHAPES), (16, SMALL)),
+    dtype=(torch.float32, torch.float64),
+    bits=(1, 2, 4, 8, 16, 32),
+)
 @pytest.mark.usefixtures("three_threads")
 def test_steps(size, dtype, bits):
     """Steps with everything in them: a parameter without momentum, one that sits out, clipping; u masked, and
@@ -144,13 +195,22 @@ def test_steps(size, dtype, bits):
     assert n == 2 or int(job.buckets[0][0].held_entries) > 0
 
 
-@pairwise(pattern=["random", "rows", "sorted", "few", "equal"], zeros=[0.0, 0.9, 1.0], velocity=[True, False])
+@pairwise(
+    pattern=["random", "rows", "sorted", "few", "equal"],
+    zeros=[0.0, 0.9, 1.0],
+    velocity=[True, False],
+)
 def test_a_sample_that_misleads_decides_nothing(pattern, zeros, velocity):
     shapes = {"a": (200, 300), "b": (50, 100)}
     job = Job(3, shapes, velocity=velocity, sparsity=0.95)
     for step in range(3):
-        some = [{k: Gradient(misleading(s[0] * s[1], 9 * step + r, zeros, pattern).view(s), 0.9)
-                 for k, s in shapes.items()} for r in range(3)]
+        some = [
+            {
+                k: Gradient(misleading(s[0] * s[1], 9 * step + r, zeros, pattern).view(s), 0.9)
+                for k, s in shapes.items()
+            }
+            for r in range(3)
+        ]
         job.step(some, step)
 
 
@@ -173,7 +233,9 @@ def test_what_is_not_finite_is_told(bad):
         assert [status.tolist() for status in found["status"]] == [[0, NONFINITE, 0]] * 3
         assert job.plans[i][0].to_all.decode(messages).status.tolist() == [NONFINITE] * 3
     job = Job(3, SMALL, sparsity=0.9)
-    for i, (reader, plans, buckets) in enumerate(zip(job.readers, job.plans, job.buckets, strict=True)):
+    for i, (reader, plans, buckets) in enumerate(
+        zip(job.readers, job.plans, job.buckets, strict=True)
+    ):
         v, plan = buckets[2].v, plans[2]
         plan.regions.write(v, 2, v.new_full((int(plan.size),), bad))
         _, message = job.walk(i, gradients(0, 3, SMALL))
@@ -191,8 +253,14 @@ def test_a_damaged_row_is_told_to_all():
         before = buckets[0].v.clone()
         arrived = kernel.add(buckets[0], plans[0], rows)
         message, taken = kernel.pass_on(buckets[0], some[0], plans[0], arrived, 0, True)
-        assert torch.equal(buckets[0].v, before) and not taken.sent.any() and not arrived.added.sent.any()
-        statuses.append((arrived.status.tolist(), plans[0].to_all.decode(message.expand(3, -1)).status.tolist()))
+        assert (
+            torch.equal(buckets[0].v, before)
+            and not taken.sent.any()
+            and not arrived.added.sent.any()
+        )
+        statuses.append(
+            (arrived.status.tolist(), plans[0].to_all.decode(message.expand(3, -1)).status.tolist())
+        )
     assert statuses == 2 * [([0, 0, 3], [3, 3, 3])]
 
 
@@ -232,7 +300,9 @@ def test_mutated_rows_are_refused_alike(seed):
         assert ours == theirs and torch.equal(x, y)
         refused += max(theirs) > 0
         read += not any(theirs)
-    print(f"seed {seed}: {refused} of {turn + 1} refused, {read} of the others read into guarded memory")
+    print(
+        f"seed {seed}: {refused} of {turn + 1} refused, {read} of the others read into guarded memory"
+    )
     assert refused and read
 
 

@@ -17,9 +17,15 @@ def test_accumulate_is_sgds_momentum(nesterov):
     assert torch.allclose(v, -p.detach(), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [
-    (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
-    (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
 def test_residuals_are_kept_in_float32_or_wider(dtype, expected):
     assert residual_dtype(dtype) == expected
     assert Bucket("b", {"a": torch.zeros(2, 2, dtype=dtype)}).v.dtype == expected
@@ -35,7 +41,9 @@ def test_entries_are_counted_where_they_were():
 
 
 def test_views_are_the_flat_tensors():
-    b = Bucket("b", {"large": torch.empty(70_000), "small": torch.empty(2, 3), "empty": torch.empty(0, 4)})
+    b = Bucket(
+        "b", {"large": torch.empty(70_000), "small": torch.empty(2, 3), "empty": torch.empty(0, 4)}
+    )
     b.views(b.v)["small"][1, 2] = 7.0
     b.views(b.v)["large"][-1] = 8.0
     assert b.v[-1] == 7.0 and b.v[69_999] == 8.0 and b.numel == 70_006
@@ -46,12 +54,18 @@ def test_what_is_kept_lies_as_the_parameter_does():
     image = torch.randn(4, 3, 5, 6).contiguous(memory_format=torch.channels_last)
     turned, gaps = torch.randn(7, 8).t(), torch.randn(6, 8)[:, ::2]
     b = Bucket("b", {"image": image, "turned": turned, "gaps": gaps})
-    b.accumulate({name: Gradient(g) for name, g in (("image", image), ("turned", turned), ("gaps", gaps))})
+    b.accumulate(
+        {name: Gradient(g) for name, g in (("image", image), ("turned", turned), ("gaps", gaps))}
+    )
     views = b.views(b.v)
     assert all(map(torch.equal, views.values(), (image, turned, gaps)))
     assert views["image"].stride() == image.stride() and views["turned"].stride() == turned.stride()
     assert b.v[:360].tolist() == torch.as_strided(image, (360,), (1,)).tolist()
-    assert [b.in_order(p, g).is_contiguous() for p, g in enumerate((image, turned, gaps))] == [True, True, False]
+    assert [b.in_order(p, g).is_contiguous() for p, g in enumerate((image, turned, gaps))] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_scaling_and_missing_gradients():
@@ -65,6 +79,9 @@ def test_scaling_and_missing_gradients():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_entries_that_are_not_finite_count_as_zero(bad):
     b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
-    gradients = {"a": Gradient(torch.tensor([3.0, bad]), 0.5), "c": Gradient(torch.tensor([1.0, 2.0]), 0.5)}
+    gradients = {
+        "a": Gradient(torch.tensor([3.0, bad]), 0.5),
+        "c": Gradient(torch.tensor([1.0, 2.0]), 0.5),
+    }
     assert b.accumulate(gradients) == ["a"]
     assert b.v.tolist() == b.u.tolist() == [3, 0, 1, 2] and b.gradient_square == 14

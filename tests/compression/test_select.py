@@ -14,9 +14,19 @@ def heavy_tailed(n, seed):
     return torch.randn(n, generator=generator) * torch.exp(2 * torch.randn(n, generator=generator))
 
 
-@pytest.mark.parametrize(("sparsity", "n", "k"), [
-    (0.99, 13_500, 135), (0.999, 1000, 1), (0.999, 1001, 2), (0.75, 4, 1), (0.999, 25_557_032, 25_558), (0.9, 1, 1),
-    (0.0, 7, 7), (0.99, 0, 0)])
+@pytest.mark.parametrize(
+    ("sparsity", "n", "k"),
+    [
+        (0.99, 13_500, 135),
+        (0.999, 1000, 1),
+        (0.999, 1001, 2),
+        (0.75, 4, 1),
+        (0.999, 25_557_032, 25_558),
+        (0.9, 1, 1),
+        (0.0, 7, 7),
+        (0.99, 0, 0),
+    ],
+)
 def test_k(sparsity, n, k):
     assert select.count(sparsity, n) == k
 
@@ -28,10 +38,17 @@ def test_k_is_the_ceiling_of_the_decimal_product(share, n):
 
 
 @settings(deadline=None, max_examples=60)
-@given(n=st.integers(1, 60_000), sparsity=st.sampled_from([0.5, 0.75, 0.9, 0.99]), step=st.integers(0, 10**6),
-       seed=st.integers(0, 99), zeros=st.sampled_from([0.0, 0.5, 0.995]),
-       pattern=st.sampled_from(["", "rows", "sorted"]))
-def test_sampled_takes_the_k_largest_but_those_that_are_zero(n, sparsity, step, seed, zeros, pattern):
+@given(
+    n=st.integers(1, 60_000),
+    sparsity=st.sampled_from([0.5, 0.75, 0.9, 0.99]),
+    step=st.integers(0, 10**6),
+    seed=st.integers(0, 99),
+    zeros=st.sampled_from([0.0, 0.5, 0.995]),
+    pattern=st.sampled_from(["", "rows", "sorted"]),
+)
+def test_sampled_takes_the_k_largest_but_those_that_are_zero(
+    n, sparsity, step, seed, zeros, pattern
+):
     v = heavy_tailed(n, seed)
     v[: int(zeros * n)] = 0
     if pattern == "rows":  # a period that a strided sample might fall in step with
@@ -50,7 +67,11 @@ def test_sampled_takes_the_k_largest_but_those_that_are_zero(n, sparsity, step, 
 
 
 @settings(deadline=None, max_examples=50)
-@given(n=st.integers(1, 3000), seed=st.integers(0, 99), sparsity=st.sampled_from([0.0, 0.5, 0.99, 0.999]))
+@given(
+    n=st.integers(1, 3000),
+    seed=st.integers(0, 99),
+    sparsity=st.sampled_from([0.0, 0.5, 0.99, 0.999]),
+)
 def test_exact_takes_the_k_largest(n, seed, sparsity):
     v = heavy_tailed(n, seed)
     k = select.count(sparsity, n)
@@ -66,8 +87,11 @@ def test_the_sample_rotates(monkeypatch):
     stride = select.stride(k)
     for step in range(stride):
         select.sampled(v, k, step)
-    samples = [x for x in seen
-               if x.numel() <= v.numel() // stride + select.LINE and x[select.LINE] - x[0] > select.LINE]
+    samples = [
+        x
+        for x in seen
+        if x.numel() <= v.numel() // stride + select.LINE and x[select.LINE] - x[0] > select.LINE
+    ]
     assert len(samples) == stride
     assert torch.equal(torch.cat(samples).sort().values, v)
 
@@ -77,7 +101,7 @@ def test_a_sample_that_misleads_is_made_good(high):
     """Large values only where the sample looks, so that the threshold is far too high; or only where it does not."""
     n, k, step = 102_400, 12_800, 3
     v = torch.linspace(0.1, 0.2, n).view(-1, select.LINE)
-    v[step % select.stride(k)::select.stride(k)] = 100.0 if high else 0.001
+    v[step % select.stride(k) :: select.stride(k)] = 100.0 if high else 0.001
     v = v.flatten()
     chosen = select.sampled(v, k, step)
     assert chosen.numel() == k and v[chosen].min() >= torch.topk(v, k).values.min()

@@ -15,9 +15,12 @@ from dgc.compression.residual import Bucket
 from dgc.compression.sizes import row_bytes, row_sections
 from dgc.compression.wire import NONFINITE, Layout, Rows, seal
 
-cpu = pytest.importorskip("dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError)
-rows_cpu = pytest.importorskip("dgc.compression.kernels.rows_cpu", reason="numba is not installed",
-                               exc_type=ImportError)
+cpu = pytest.importorskip(
+    "dgc.compression.kernels.cpu", reason="numba is not installed", exc_type=ImportError
+)
+rows_cpu = pytest.importorskip(
+    "dgc.compression.kernels.rows_cpu", reason="numba is not installed", exc_type=ImportError
+)
 BITS = (1, 2, 4, 8, 16, 32)
 DTYPES = (torch.float32, torch.float64)
 CPU = torch.device("cpu")
@@ -27,13 +30,15 @@ PATTERNS = ("normal", "wide", "zeros", "equal", "powers", "extremes", "tiny")
 def some_values(pattern, m, scale, dtype, seed):
     """m values with a sign."""
     draw = np.random.default_rng(seed)
-    x = {"normal": lambda: draw.standard_normal(m),
-         "wide": lambda: draw.standard_normal(m) * np.exp(8 * draw.standard_normal(m)),
-         "zeros": lambda: draw.standard_normal(m) * (draw.random(m) < 0.6),
-         "equal": lambda: np.full(m, 0.7),
-         "powers": lambda: np.ldexp(1.0, draw.integers(-20, 20, m)) * draw.choice([-1, 1], m),
-         "extremes": lambda: draw.choice([3.4e38, -3.4e38, 1e38, 1.0], m) / scale,
-         "tiny": lambda: draw.choice([1e-45, -3e-45, 1e-40, 0.0], m) / scale}[pattern]()
+    x = {
+        "normal": lambda: draw.standard_normal(m),
+        "wide": lambda: draw.standard_normal(m) * np.exp(8 * draw.standard_normal(m)),
+        "zeros": lambda: draw.standard_normal(m) * (draw.random(m) < 0.6),
+        "equal": lambda: np.full(m, 0.7),
+        "powers": lambda: np.ldexp(1.0, draw.integers(-20, 20, m)) * draw.choice([-1, 1], m),
+        "extremes": lambda: draw.choice([3.4e38, -3.4e38, 1e38, 1.0], m) / scale,
+        "tiny": lambda: draw.choice([1e-45, -3e-45, 1e-40, 0.0], m) / scale,
+    }[pattern]()
     with np.errstate(over="ignore"):
         x = np.float64(x * scale)
     return torch.from_numpy(np.clip(x, -3.4e38, 3.4e38)).to(dtype)
@@ -50,24 +55,33 @@ def by_torch(rows, places, values):
 def by_numba(rows, places, values):
     v = torch.zeros(rows.size, dtype=values.dtype)
     v[places] = values
-    message, sent, _ = rows_cpu.written(rows, np.array([0, len(places)]), places.numpy(), 1, v.numpy(), v.numpy(),
-                                        False)
+    message, sent, _ = rows_cpu.written(
+        rows, np.array([0, len(places)]), places.numpy(), 1, v.numpy(), v.numpy(), False
+    )
     return message, torch.from_numpy(sent)
 
 
 def read_by_numba(rows, message, sizes=None):
     """As :meth:`Rows.decode`."""
     sizes = np.array([rows.size]) if sizes is None else sizes.numpy()
-    status, used, places, values = rows_cpu.read(rows, message, sizes, cpu.LIKE[rows.residual].dtype)
+    status, used, places, values = rows_cpu.read(
+        rows, message, sizes, cpu.LIKE[rows.residual].dtype
+    )
     there = np.arange(rows.slots) < used[:, None]
     places = np.broadcast_to(np.arange(rows.slots), there.shape) if rows.all_entries else places
     return status.tolist(), np.where(there, places, 0), np.where(there, values, 0)
 
 
 cases = given(
-    k=st.integers(1, 700), density=st.floats(0.0005, 1.5), share=st.sampled_from([0, 0.001, 0.5, 0.99, 1]),
-    bits=st.sampled_from(BITS), dtype=st.sampled_from(DTYPES), pattern=st.sampled_from(PATTERNS),
-    scale=st.sampled_from([1e-30, 1e-8, 1.0, 1e8, 1e30]), seed=st.integers(0, 99))
+    k=st.integers(1, 700),
+    density=st.floats(0.0005, 1.5),
+    share=st.sampled_from([0, 0.001, 0.5, 0.99, 1]),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from(DTYPES),
+    pattern=st.sampled_from(PATTERNS),
+    scale=st.sampled_from([1e-30, 1e-8, 1.0, 1e8, 1e30]),
+    seed=st.integers(0, 99),
+)
 
 
 @settings(deadline=None, max_examples=300)
@@ -94,9 +108,18 @@ def test_a_row_is_what_the_description_says(k, density, share, bits, dtype, patt
 
 
 @settings(deadline=None, max_examples=100)
-@given(n=st.integers(1, 700), contributors=st.integers(1, 3), bits=st.sampled_from(BITS), dtype=st.sampled_from(DTYPES),
-       pattern=st.sampled_from(PATTERNS), scale=st.sampled_from([1e-30, 1.0, 1e30]), seed=st.integers(0, 99))
-def test_rows_of_all_entries_are_what_the_description_says(n, contributors, bits, dtype, pattern, scale, seed):
+@given(
+    n=st.integers(1, 700),
+    contributors=st.integers(1, 3),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from(DTYPES),
+    pattern=st.sampled_from(PATTERNS),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_all_entries_are_what_the_description_says(
+    n, contributors, bits, dtype, pattern, scale, seed
+):
     rows = Rows(n, n, bits, dtype, CPU, all_entries=True)
     values = some_values(pattern, contributors * n, scale, dtype, seed).view(contributors, n)
     expected = [oracle_wire.encode(n, n, bits, [], x.tolist(), all_entries=True) for x in values]
@@ -129,8 +152,13 @@ def test_rounding(k, density, share, bits, dtype, pattern, scale, seed):
             assert bits == 1 or not y[~in_float32].any()
         if bits == 32:
             assert ((x - y).abs() <= x * 2.0**-24 + x.max() * 2.0**-163 + unit).all()
-        elif bits == 16:  # of numbers far below the group's largest, the unit is that of float16's smallest
-            assert ((x - y).abs() <= torch.maximum(x * 2.0**-11 * (1 + 2.0**-12), x.max() * 2.0**-39) + unit).all()
+        elif (
+            bits == 16
+        ):  # of numbers far below the group's largest, the unit is that of float16's smallest
+            assert (
+                (x - y).abs()
+                <= torch.maximum(x * 2.0**-11 * (1 + 2.0**-12), x.max() * 2.0**-39) + unit
+            ).all()
             assert (y[(x >= x.max() * 2.0**-38) & (x > 0)] > 0).all()
         elif bits >= 4 and in_float32.any():
             last = 2 ** (bits - 1) - 1
@@ -141,15 +169,22 @@ def test_rounding(k, density, share, bits, dtype, pattern, scale, seed):
 
 
 @settings(deadline=None, max_examples=100)
-@given(m=st.integers(1, 256), bits=st.sampled_from([1, 2]), seed=st.integers(0, 999),
-       pattern=st.sampled_from(["normal", "wide", "equal"]))
+@given(
+    m=st.integers(1, 256),
+    bits=st.sampled_from([1, 2]),
+    seed=st.integers(0, 999),
+    pattern=st.sampled_from(["normal", "wide", "equal"]),
+)
 def test_one_and_two_bits_are_means(m, bits, seed, pattern):
     """To the precision of bfloat16: of all magnitudes, or of those below the mean and of the others."""
     values = some_values(pattern, m, 1.0, torch.float64, seed)
     _, sent = by_numba(Rows(m, 300, bits, torch.float64, CPU), torch.arange(m), values)
     size = values.abs()
-    parts = [size] if bits == 1 else [part for part in (size[size < size.mean()], size[size >= size.mean()])
-                                      if len(part)]
+    parts = (
+        [size]
+        if bits == 1
+        else [part for part in (size[size < size.mean()], size[size >= size.mean()]) if len(part)]
+    )
     expected = [float(part.mean()) for part in parts]
     got = sent.abs().unique().tolist()
     assert all(min(abs(x - mean) / max(expected) for mean in expected) < 2.0**-5 for x in got)
@@ -176,8 +211,10 @@ def information(k, n):
     return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2) / k
 
 
-@pytest.mark.parametrize(("sparsity", "most", "more"), [(0.999, 12.0, 0.6), (0.99, 8.6, 0.6), (0.9, 5.3, 0.6),
-                                                        (0.75, 4.001, 0.8)])
+@pytest.mark.parametrize(
+    ("sparsity", "most", "more"),
+    [(0.999, 12.0, 0.6), (0.99, 8.6, 0.6), (0.9, 5.3, 0.6), (0.75, 4.001, 0.8)],
+)
 def test_places_take_few_bits(sparsity, most, more):
     """A little more than their information."""
     for n in (1_000_000, 2_359_296, 25_557_032):
@@ -187,7 +224,9 @@ def test_places_take_few_bits(sparsity, most, more):
         assert information(k, n) <= bits <= min(most, information(k, n) + more)
 
 
-@pytest.mark.parametrize(("slots", "least", "most"), [((1024, 1337), 0.095, 0.145), ((50_000, 10**6), 0.08, 0.125)])
+@pytest.mark.parametrize(
+    ("slots", "least", "most"), [((1024, 1337), 0.095, 0.145), ((50_000, 10**6), 0.08, 0.125)]
+)
 def test_rows_are_hardly_longer_than_their_information(slots, least, most):
     """With values of 4 bits, and all that a row has beside its entries."""
     for sparsity in (0.999, 0.99, 0.97, 0.95, 0.9, 0.75):
@@ -201,7 +240,9 @@ def some_message(bits=16, contributors=2):
     rows = Rows(300, 5000, bits, torch.float32, CPU)
     row = torch.arange(contributors).repeat_interleave(280)
     places = torch.cat([some_places(280, 5000, seed) for seed in range(contributors)])
-    return rows, rows.encode(row, places, some_values("normal", len(row), 1.0, torch.float32, 0), contributors)[0]
+    return rows, rows.encode(
+        row, places, some_values("normal", len(row), 1.0, torch.float32, 0), contributors
+    )[0]
 
 
 @settings(deadline=None, max_examples=300)
@@ -222,9 +263,9 @@ def test_damage_with_a_pattern_is_refused():
     words, generator = message.view(torch.int32), torch.Generator().manual_seed(0)
     for _ in range(200):
         two = torch.randperm(words.shape[1] - 2, generator=generator)[:2]
-        words[1, two] ^= -2**31
+        words[1, two] ^= -(2**31)
         assert rows.decode(message).status.tolist() == [0, 2]
-        words[1, two] ^= -2**31
+        words[1, two] ^= -(2**31)
     assert not rows.decode(message).status.any()
 
 
@@ -244,7 +285,9 @@ def mutated(message, draw):
         elif kind == 2:
             row[first:] = np.roll(row[first:], int(draw.integers(1, 5)))
         else:
-            row[first:first + 3] = draw.choice([0, 1, 2, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x7F807F80, 0x80008000], 1)
+            row[first : first + 3] = draw.choice(
+                [0, 1, 2, 0xFFFFFFFF, 0xFFFFFFFE, 0x7FFFFFFF, 0x7F807F80, 0x80008000], 1
+            )
     message = torch.from_numpy(words.view(np.uint8))
     sealed = seal(message.clone())
     return torch.where(torch.from_numpy(draw.random(len(words)) < 0.8)[:, None], sealed, message)
@@ -252,7 +295,9 @@ def mutated(message, draw):
 
 def refused_alike(bits, all_entries, dtype, rounds, draw):
     """Of mutated rows both loops say the same, and name no place outside. How many rows they refused, and read."""
-    k, n = (300, 300) if all_entries else (int(draw.integers(1, 300)), int(draw.integers(300, 5000)))
+    k, n = (
+        (300, 300) if all_entries else (int(draw.integers(1, 300)), int(draw.integers(300, 5000)))
+    )
     rows, contributors = Rows(k, n, bits, dtype, CPU, all_entries), 50
     values = some_values("normal", contributors * k, 1.0, dtype, 0).view(contributors, k)
     if all_entries:
@@ -260,9 +305,17 @@ def refused_alike(bits, all_entries, dtype, rounds, draw):
     else:
         places = torch.cat([some_places(k, n, seed) for seed in range(contributors)])
         row = torch.arange(contributors).repeat_interleave(k)
-        message, _ = rows.encode(torch.where(torch.rand(len(row)) < 0.9, row, contributors), places, values.view(-1),
-                                 contributors)
-    sizes = None if all_entries else torch.full((contributors,), n).where(torch.arange(contributors) % 9 > 0, 0)
+        message, _ = rows.encode(
+            torch.where(torch.rand(len(row)) < 0.9, row, contributors),
+            places,
+            values.view(-1),
+            contributors,
+        )
+    sizes = (
+        None
+        if all_entries
+        else torch.full((contributors,), n).where(torch.arange(contributors) % 9 > 0, 0)
+    )
     refused = read = 0
     for _ in range(rounds):
         changed = mutated(message, draw)
@@ -298,7 +351,9 @@ def test_a_row_with_what_is_not_finite_says_only_that(bad, bits, dtype):
         message, sent = write(rows, torch.tensor([0, 1, 4, 5]), values)
         assert not sent.any()
         assert torch.equal(message, rows.telling(1, NONFINITE))
-        assert bytes(message[0].tolist()) == oracle_wire.encode(4, 9, bits, [0, 1, 4, 5], values.tolist())
+        assert bytes(message[0].tolist()) == oracle_wire.encode(
+            4, 9, bits, [0, 1, 4, 5], values.tolist()
+        )
     for kernel in (plain, cpu):
         both = torch.stack([values, torch.ones_like(values)])
         message = kernel.encode_all(whole, both)
@@ -319,7 +374,9 @@ def test_rows_of_another_size_are_refused(more):
     rows, message = some_message()
     changed = torch.nn.functional.pad(message, (0, more))
     for read in (rows.decode, lambda changed: read_by_numba(rows, changed)):
-        with pytest.raises(ValueError, match=f"must have {rows.nbytes} bytes a row, got {rows.nbytes + more} "):
+        with pytest.raises(
+            ValueError, match=f"must have {rows.nbytes} bytes a row, got {rows.nbytes + more} "
+        ):
             read(changed)
 
 
@@ -333,7 +390,9 @@ def test_an_empty_region_has_no_place():
     plan = Plan(layout, 20, 0)
     empty = int(plan.regions.sizes.argmin())
     assert plan.regions.sizes[empty] == 0
-    message = some_rows(Rows(5, plan.regions.size, 4, torch.float32, CPU)).expand(20, -1).contiguous()
+    message = (
+        some_rows(Rows(5, plan.regions.size, 4, torch.float32, CPU)).expand(20, -1).contiguous()
+    )
     rows = Rows(5, plan.regions.size, 4, torch.float32, CPU)
     expected = [0 if size >= 5 else 1 + r for r, size in enumerate(plan.regions.sizes.tolist())]
     assert expected[empty]

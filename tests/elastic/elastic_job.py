@@ -29,13 +29,21 @@ def train(state):
         state.optimizer.step()
         state.step += 1
         state.commit()
-        torch.save({"loss": value.item(), "model": {k: p.detach() for k, p in state.model.named_parameters()},
-                    "lost": state.optimizer.report().lost_residuals, **state.optimizer.residual_state_dict()},
-                   f"{FOLDER}/{state.step}-of{size}-rank{rank}.pt")
+        torch.save(
+            {
+                "loss": value.item(),
+                "model": {k: p.detach() for k, p in state.model.named_parameters()},
+                "lost": state.optimizer.report().lost_residuals,
+                **state.optimizer.residual_state_dict(),
+            },
+            f"{FOLDER}/{state.step}-of{size}-rank{rank}.pt",
+        )
 
 
 hvd.init()
 network = model()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.95))
+optimizer = dgc.DistributedOptimizer(
+    optimizer, network.named_parameters(), dgc.Config(sparsity=0.95)
+)
 train(dgc.elastic.TorchState(model=network, optimizer=optimizer, step=0))

@@ -30,10 +30,30 @@ def job(tmp_path_factory):
     log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [str(bin_folder / "horovodrun"), "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2",
-             "--host-discovery-script", str(hosts), sys.executable, str(HERE / "elastic_job.py"), str(folder)],
-            env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
-            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            [
+                str(bin_folder / "horovodrun"),
+                "--gloo",
+                "-np",
+                "2",
+                "--min-np",
+                "1",
+                "--max-np",
+                "2",
+                "--host-discovery-script",
+                str(hosts),
+                sys.executable,
+                str(HERE / "elastic_job.py"),
+                str(folder),
+            ],
+            env={
+                **os.environ,
+                "PATH": f"{bin_folder}:{os.environ['PATH']}",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
         try:
             status = process.wait(240)
         finally:
@@ -46,17 +66,25 @@ def job(tmp_path_factory):
 def test_a_worker_is_killed_and_the_other_goes_on(job):
     """From the last commit, with half of its residuals: it was one of two, now it is all there is."""
     states, output = job
-    assert sorted(states) == [*(f"{i}-of2-rank{r}" for i in range(1, 5) for r in range(2)),
-                              *(f"{i}-of1-rank0" for i in range(5, 9))]
+    assert sorted(states) == [
+        *(f"{i}-of2-rank{r}" for i in range(1, 5) for r in range(2)),
+        *(f"{i}-of1-rank0" for i in range(5, 9)),
+    ]
     assert "of 2 ranks 1 are gone" in output
-    survivor = next(state for state in (states["4-of2-rank0"], states["4-of2-rank1"])
-                    if state["rank"] == (1 if "[1]<stderr>:" in output.split("are gone")[0].splitlines()[-1] else 0))
+    survivor = next(
+        state
+        for state in (states["4-of2-rank0"], states["4-of2-rank1"])
+        if state["rank"]
+        == (1 if "[1]<stderr>:" in output.split("are gone")[0].splitlines()[-1] else 0)
+    )
     after = states["5-of1-rank0"]
     assert after["lost"] == states["8-of1-rank0"]["lost"] == 1
     network = model()
     network.load_state_dict(survivor["model"], strict=False)
     loss(network, 0, 0).backward()
-    for name, v in survivor["v"].items():  # with one rank nothing is kept back: u = m u + g, and v + u is applied
+    for name, v in survivor[
+        "v"
+    ].items():  # with one rank nothing is kept back: u = m u + g, and v + u is applied
         p, g = survivor["model"][name].double(), network.get_parameter(name).grad.double()
         expected = p - 0.05 * (v.double() / 2 + 0.9 * survivor["u"][name].double() / 2 + g)
         assert torch.allclose(after["model"][name].double(), expected, rtol=1e-5, atol=1e-7)
@@ -69,10 +97,14 @@ def test_the_loss_goes_on_falling(job):
     assert losses[0] > losses[3] > losses[7]
 
 
-@pytest.mark.parametrize(("former", "remain", "size", "exchange"), [
-    (4, 3, 3, "reduce"), (2, 2, 3, "allgather"), (4, 3, 4, "allgather"), (3, 1, 2, "reduce")])
+@pytest.mark.parametrize(
+    ("former", "remain", "size", "exchange"),
+    [(4, 3, 3, "reduce"), (2, 2, 3, "allgather"), (4, 3, 4, "allgather"), (3, 1, 2, "reduce")],
+)
 @pytest.mark.parametrize("average", [True, False])
-def test_what_remains_pending_is_worth_as_much(former, remain, size, exchange, average, monkeypatch):
+def test_what_remains_pending_is_worth_as_much(
+    former, remain, size, exchange, average, monkeypatch
+):
     """Under Average a rank's v counts for 1/N: before and after. New ranks have none; lost ones are counted."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     op, config = dgc.Average if average else dgc.Sum, dgc.Config(0.9, exchange=exchange)
@@ -128,7 +160,9 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         assert lost == 1
         for letter in "uv":
             for name, old in kept[rank][letter].items():
-                assert old.any() and torch.allclose(state[letter][name].double() / 2, old.double() / sizes[rank])
+                assert old.any() and torch.allclose(
+                    state[letter][name].double() / 2, old.double() / sizes[rank]
+                )
 
 
 def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
@@ -140,7 +174,9 @@ def test_a_worker_that_joins_leaves_the_others_velocity_alone(monkeypatch):
         inner = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         for p in network.parameters():
             inner.state[p]["momentum_buffer"] = torch.full_like(p, 7.0)
-        optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), dgc.Config(0.9, factor_masking=False))
+        optimizer = dgc.DistributedOptimizer(
+            inner, network.named_parameters(), dgc.Config(0.9, factor_masking=False)
+        )
         engine_of(optimizer).compare_again()
         return network, optimizer
 
@@ -170,6 +206,7 @@ def a_worker_joins():
     import horovod.torch as hvd
 
     import dgc.elastic
+
     os.environ["HOROVOD_ELASTIC"] = "1"
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
@@ -182,14 +219,18 @@ def a_worker_joins():
     state.sync()
     train(range(2), None, network, optimizer)
     scheduler.step()
-    return (optimizer._compression.sparsity == dgc.warmup(2, steps_per_epoch=6, end=0.9),
-            state.scheduler is scheduler and scheduler.optimizer is optimizer, optimizer.param_groups[0]["lr"],
-            flat(network))
+    return (
+        optimizer._compression.sparsity == dgc.warmup(2, steps_per_epoch=6, end=0.9),
+        state.scheduler is scheduler and scheduler.optimizer is optimizer,
+        optimizer.param_groups[0]["lr"],
+        flat(network),
+    )
 
 
 def with_horovods_state():
     """Warnings of a training in hvd.elastic.TorchState."""
     import horovod.torch as hvd
+
     os.environ["HOROVOD_ELASTIC"] = "1"
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
@@ -213,7 +254,11 @@ def test_a_worker_that_joins_takes_rank_0s_schedules():
 
 def test_horovods_own_state_is_told_of_once():
     first, second = ran("horovod", 2, CASES)[with_horovods_state]
-    assert len(first) == 1 and "should hold its optimizer in dgc.elastic.TorchState" in first[0] and not second
+    assert (
+        len(first) == 1
+        and "should hold its optimizer in dgc.elastic.TorchState" in first[0]
+        and not second
+    )
 
 
 def test_a_lost_rank_is_counted_once(monkeypatch):
@@ -250,9 +295,17 @@ def test_a_commit_can_be_restored_more_than_once():
             assert state["param_groups"] == committed["param_groups"]
             for index, buffers in committed["state"].items():
                 for key, buffer in buffers.items():
-                    assert torch.equal(state["state"][index][key], buffer) if buffer is not None else True
+                    assert (
+                        torch.equal(state["state"][index][key], buffer)
+                        if buffer is not None
+                        else True
+                    )
             now = optimizer.residual_state_dict()
-            assert all(torch.equal(now[letter][name], x) for letter in "uv" for name, x in pending[letter].items())
+            assert all(
+                torch.equal(now[letter][name], x)
+                for letter in "uv"
+                for name, x in pending[letter].items()
+            )
 
     dgc.lockstep.run(worker, 2)
 

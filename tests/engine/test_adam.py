@@ -25,19 +25,29 @@ class AdamOracle:
     """
 
     def __init__(self, nodes, dense, sparsity, masking, total=False, clip=None, lr=lambda t: LR):
-        self.nodes, self.dense, self.sparsity, self.masking, self.total = nodes, dense, sparsity, masking, total
+        self.nodes, self.dense, self.sparsity, self.masking, self.total = (
+            nodes,
+            dense,
+            sparsity,
+            masking,
+            total,
+        )
         self.clip, self.lr = clip, lr
         self.weights = [np.array(w, np.float64) for w in NETWORK.start]
         self.m, self.s = ([np.zeros_like(w) for w in self.weights] for _ in range(2))
 
     def step(self, t):
-        every = [self.clipped(NETWORK.gradient(self.weights, node, t)) for node in range(self.nodes)]
+        every = [
+            self.clipped(NETWORK.gradient(self.weights, node, t)) for node in range(self.nodes)
+        ]
         share = 1 if self.total else 1 / self.nodes
         if t == self.dense:
             hat = [s / (1 - B2**t) for s in self.s]
             self.s = [np.maximum(x, x.mean() * (1 - B2) / (1 - B2**t)) for x in hat]
             self.received = [np.full(s.shape, t) for s in self.s]
-            self.u = [[m / (1 - B1**t) / (share * self.nodes) for m in self.m] for _ in range(self.nodes)]
+            self.u = [
+                [m / (1 - B1**t) / (share * self.nodes) for m in self.m] for _ in range(self.nodes)
+            ]
             self.v = [[np.zeros_like(w) for w in self.weights] for _ in range(self.nodes)]
             self.squares = np.ones(12)  # running means of f^2
         if t >= self.dense:
@@ -49,7 +59,12 @@ class AdamOracle:
                 g = sum(gradients[i] for gradients in every) * share
                 self.m[i] = B1 * self.m[i] + (1 - B1) * g
                 self.s[i] = B2 * self.s[i] + (1 - B2) * g * g
-                w -= self.lr(t) * self.m[i] / (1 - B1 ** (t + 1)) / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
+                w -= (
+                    self.lr(t)
+                    * self.m[i]
+                    / (1 - B1 ** (t + 1))
+                    / (np.sqrt(self.s[i] / (1 - B2 ** (t + 1))) + EPS)
+                )
             else:
                 x = share * sum(self.sent(node, i, every[node][i]) for node in range(self.nodes))
                 self.follow(i, x, t)
@@ -87,11 +102,21 @@ class AdamOracle:
         return values
 
 
-def train(config, kind=torch.optim.AdamW, steps=STEPS, op=dgc.Average, dtype=torch.float64, middle=None,
-          lr=LR, **options):
+def train(
+    config,
+    kind=torch.optim.AdamW,
+    steps=STEPS,
+    op=dgc.Average,
+    dtype=torch.float64,
+    middle=None,
+    lr=LR,
+    **options,
+):
     """Rank's training on the oracle's network: its weights, and its optimizer."""
     weights = [torch.nn.Parameter(torch.tensor(w).to(dtype)) for w in NETWORK.start]
-    optimizer = kind(weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+    optimizer = kind(
+        weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options}
+    )
     optimizer = dgc.DistributedOptimizer(optimizer, compression=config, op=op)
     rank = dgc.lockstep.current().world.rank
     for step in range(steps):
@@ -112,8 +137,9 @@ def backward(weights, optimizer, rank, step):
 
 
 def settings(sparsity, masking=False, **others):
-    return dgc.Config(sparsity=sparsity, value_bits=32, factor_masking=masking,
-                      min_numel=0, **others)
+    return dgc.Config(
+        sparsity=sparsity, value_bits=32, factor_masking=masking, min_numel=0, **others
+    )
 
 
 def dense_first(sparsity, steps=DENSE):
@@ -121,12 +147,18 @@ def dense_first(sparsity, steps=DENSE):
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"amsgrad": True}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.0}, {"amsgrad": True}, {"maximize": True}], ids=str
+)
 def test_at_density_1_it_is_torchs_adamw(nodes, options):
     """On the averaged gradient, within 1e-6."""
-    results = dgc.lockstep.run(lambda: train(settings(0.0), dtype=torch.float32, **options)[0], nodes)
+    results = dgc.lockstep.run(
+        lambda: train(settings(0.0), dtype=torch.float32, **options)[0], nodes
+    )
     weights = [torch.nn.Parameter(torch.tensor(w)) for w in NETWORK.start]
-    plain = torch.optim.AdamW(weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options})
+    plain = torch.optim.AdamW(
+        weights, **{"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY, **options}
+    )
     for step in range(STEPS):
         sums = [torch.zeros_like(w) for w in weights]
         for rank in range(nodes):
@@ -147,20 +179,32 @@ def falling(step):
 
 
 @pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize(("nodes", "sparsity", "op"), [
-    (2, 0.99, dgc.Average), (4, 0.99, dgc.Average), (2, 0.75, dgc.Average), (2, 0.99, dgc.Sum)])
+@pytest.mark.parametrize(
+    ("nodes", "sparsity", "op"),
+    [(2, 0.99, dgc.Average), (4, 0.99, dgc.Average), (2, 0.75, dgc.Average), (2, 0.99, dgc.Sum)],
+)
 def test_it_is_the_transcription(nodes, sparsity, op, masking):
     oracle = AdamOracle(nodes, DENSE, sparsity, masking, total=op == dgc.Sum, lr=falling)
     for step in range(STEPS):
         oracle.step(step)
-    results = dgc.lockstep.run(lambda: train(settings(dense_first(sparsity), masking), op=op, lr=falling)[0], nodes)
+    results = dgc.lockstep.run(
+        lambda: train(settings(dense_first(sparsity), masking), op=op, lr=falling)[0], nodes
+    )
     for i, expected in enumerate(oracle.weights):
         assert all(torch.equal(result[i], results[0][i]) for result in results)
         assert np.linalg.norm(results[0][i].numpy() - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("sparsity", "exchange"), [
-    (0.0, "allgather"), (0.5, "allgather"), (0.9, "allgather"), (0.97, "allgather"), (0.9, "reduce")])
+@pytest.mark.parametrize(
+    ("sparsity", "exchange"),
+    [
+        (0.0, "allgather"),
+        (0.5, "allgather"),
+        (0.9, "allgather"),
+        (0.97, "allgather"),
+        (0.9, "reduce"),
+    ],
+)
 def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     """Whatever the density, and while the learning rate falls: the mean square of noise is found from sums of it, that
     came when they were large, to a third or twice its size. It begins at a quarter of it.
@@ -171,8 +215,13 @@ def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
         random = torch.Generator().manual_seed(dgc.lockstep.current().world.rank)
         w = torch.nn.Parameter(torch.zeros(40, 30))
         optimizer = torch.optim.AdamW([w], lr=1e-12, betas=(0.9, 0.98), eps=0.0)
-        optimizer = dgc.DistributedOptimizer(optimizer, compression=settings(
-            lambda step: 0.0 if step < DENSE else max(sparsity, 1e-9 * (step == DENSE)), exchange=exchange))
+        optimizer = dgc.DistributedOptimizer(
+            optimizer,
+            compression=settings(
+                lambda step: 0.0 if step < DENSE else max(sparsity, 1e-9 * (step == DENSE)),
+                exchange=exchange,
+            ),
+        )
         for step in range(DENSE + 100):
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = 1e-12 * (DENSE + 101 - step)
@@ -187,8 +236,10 @@ def test_of_noise_d_is_that_of_the_averaged_gradient(sparsity, exchange):
     assert 1 / 3 < found < 2
 
 
-@pytest.mark.parametrize(("before", "exchange", "entries"), [
-    (0, "allgather", 120), (40, "allgather", 120), (0, "reduce", 360)])
+@pytest.mark.parametrize(
+    ("before", "exchange", "entries"),
+    [(0, "allgather", 120), (40, "allgather", 120), (0, "reduce", 360)],
+)
 def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchange, entries):
     """By hand, also where plain AdamW has trained before: the first update after ``before`` + 1 dense steps and a
     compressed one, alike on both ranks, has a weight of (1 - b2) / (1 - b2^t), t = ``before`` + 2. As many entries come
@@ -203,7 +254,9 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchang
         for g in gradients[:before]:
             w.grad = g.clone()
             plain.step()
-        optimizer = dgc.DistributedOptimizer(plain, compression=settings(dense_first(0.9, 1), exchange=exchange))
+        optimizer = dgc.DistributedOptimizer(
+            plain, compression=settings(dense_first(0.9, 1), exchange=exchange)
+        )
         for g in gradients[before:]:
             square, w.grad = optimizer.state[w]["exp_avg_sq"].clone(), g.clone()
             optimizer.step()
@@ -211,7 +264,9 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchang
 
     x, square, after = in_lockstep(worker)[0]
     unbiased = 1 - B2 ** (before + 1)
-    s = (square / unbiased).clamp(min=float(square.mean() / unbiased * (1 - B2) / unbiased))  # as no step is too large
+    s = (square / unbiased).clamp(
+        min=float(square.mean() / unbiased * (1 - B2) / unbiased)
+    )  # as no step is too large
     weight = (1 - B2) / (1 - B2 ** (before + 2))
     found = x**2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
     came = x != 0
@@ -220,7 +275,9 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchang
     torch.testing.assert_close((after / unbiased)[came], expected[came], rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True}, {"fused": False}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_the_first_state_is_that_of_torch(options, default):
     """Which torch makes in a step."""
@@ -236,15 +293,20 @@ def test_the_first_state_is_that_of_torch(options, default):
         torch.set_default_dtype(before)
     torchs = plain.state[w]
     assert list(ours) == list(torchs)
-    assert all((x.dtype, x.shape, x.device) == (torchs[key].dtype, torchs[key].shape, torchs[key].device)
-               for key, x in ours.items())
+    assert all(
+        (x.dtype, x.shape, x.device) == (torchs[key].dtype, torchs[key].shape, torchs[key].device)
+        for key, x in ours.items()
+    )
 
 
 def test_counts_of_steps_are_loaded_as_they_are():
     """torch would cast them to the parameter's dtype: 1,001 steps are 1,000 in bfloat16."""
+
     def made():
         w = torch.nn.Parameter(torch.zeros(40, 30, dtype=torch.bfloat16))
-        return w, dgc.DistributedOptimizer(torch.optim.AdamW([w]), compression=settings(dense_first(0.9)))
+        return w, dgc.DistributedOptimizer(
+            torch.optim.AdamW([w]), compression=settings(dense_first(0.9))
+        )
 
     def worker():
         (w, one), (other_w, other) = made(), made()
@@ -271,10 +333,15 @@ def test_clipping_goes_by_the_norm_of_gradients():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_momentum_takes_its_share_of_a_gradient_as_it_is(dtype):
     """u = b1 u + (1 - b1) g, of two groups with betas of their own; that is not rounded to the dtype of gradients."""
+
     def worker():
         weights = [torch.nn.Parameter(torch.zeros(20, 30, dtype=dtype)) for _ in range(2)]
-        groups = [{"params": [w], "betas": (b1, B2)} for w, b1 in zip(weights, (0.9, 0.7), strict=True)]
-        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(groups), compression=settings(dense_first(0.9, 2)))
+        groups = [
+            {"params": [w], "betas": (b1, B2)} for w, b1 in zip(weights, (0.9, 0.7), strict=True)
+        ]
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.AdamW(groups), compression=settings(dense_first(0.9, 2))
+        )
         draw = torch.Generator().manual_seed(dgc.lockstep.current().world.rank)
         for _ in range(4):
             before = {name: u.clone() for name, u in optimizer.residual_state_dict()["u"].items()}
@@ -283,15 +350,19 @@ def test_the_momentum_takes_its_share_of_a_gradient_as_it_is(dtype):
                 w.grad = g.clone()
             optimizer.step()
         u = optimizer.residual_state_dict()["u"]
-        return [(u[name] - b1 * before[name] - (1 - b1) * g.to(u[name])).abs().max().item()
-                for name, b1, g in zip(sorted(u), (0.9, 0.7), gradients, strict=True)]
+        return [
+            (u[name] - b1 * before[name] - (1 - b1) * g.to(u[name])).abs().max().item()
+            for name, b1, g in zip(sorted(u), (0.9, 0.7), gradients, strict=True)
+        ]
 
     assert max(max(errors) for errors in in_lockstep(worker)) < 1e-6
 
 
 def test_maximizing_is_minimizing_the_negative():
     config = settings(dense_first(0.9), False)
-    up, down = (dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False))
+    up, down = (
+        dgc.lockstep.run(lambda m=m: train(config, maximize=m)[0], 2)[0] for m in (True, False)
+    )
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(up, down, strict=True))
 
 
@@ -328,7 +399,10 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
         plain = torch.optim.AdamW(weights, lr=LR, betas=(B1, B2), eps=EPS)
         optimizer = dgc.DistributedOptimizer(plain, compression=config, grad_scaler=scaler)
         for step in range(STEPS):
-            x, y = (torch.tensor(a).double() for a in NETWORK.batch(dgc.lockstep.current().world.rank, step))
+            x, y = (
+                torch.tensor(a).double()
+                for a in NETWORK.batch(dgc.lockstep.current().world.rank, step)
+            )
             optimizer.zero_grad()
             loss = (torch.tanh(x @ weights[0].T) @ weights[1].T - y).square().mean()
             scaler.scale(loss).backward()
@@ -336,7 +410,9 @@ def test_the_scale_of_a_loss_is_taken_out(clip):
             scaler.update()
         return [w.detach() for w in weights]
 
-    scaled, plain = (dgc.lockstep.run(lambda scale=scale: worker(scale), 2)[0] for scale in (1024.0, None))
+    scaled, plain = (
+        dgc.lockstep.run(lambda scale=scale: worker(scale), 2)[0] for scale in (1024.0, None)
+    )
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(scaled, plain, strict=True))
 
 
@@ -345,6 +421,7 @@ def test_nothing_is_lost_and_all_is_flushed(lr):
     """At constant b1: what was sent, and is pending in v + c u, is the sum of gradients from the first compressed step
     on, each with the learning rate of its own step, and with the momentum that AdamW had; a flush applies v, over D.
     """
+
     def worker():
         rank = dgc.lockstep.current().world.rank
         _, optimizer = train(settings(dense_first(0.9), False), weight_decay=0.0, steps=DENSE)
@@ -358,19 +435,28 @@ def test_nothing_is_lost_and_all_is_flushed(lr):
             optimizer.step()
             sent = [x + w.grad for x, w in zip(sent, weights, strict=True)]
         square = [optimizer.state[w]["exp_avg_sq"] / (1 - B2**DENSE) for w in weights]
-        before, pending = [w.detach().clone() for w in weights], copy.deepcopy(optimizer.residual_state_dict())
+        before, pending = (
+            [w.detach().clone() for w in weights],
+            copy.deepcopy(optimizer.residual_state_dict()),
+        )
         optimizer.flush()
-        moved = [(x - w.detach()) / lr(DENSE) * (s.sqrt() + EPS)
-                 for x, w, s in zip(before, weights, square, strict=True)]
+        moved = [
+            (x - w.detach()) / lr(DENSE) * (s.sqrt() + EPS)
+            for x, w, s in zip(before, weights, square, strict=True)
+        ]
         assert not any(v.any() for v in optimizer.residual_state_dict()["v"].values())
         assert [optimizer.state[w]["step"].item() for w in weights] == [DENSE, DENSE]
         assert not any(optimizer.state[w]["exp_avg"].any() for w in weights)  # it is in u
-        names = [next(name for name, x in pending["v"].items() if x.shape == w.shape) for w in weights]
+        names = [
+            next(name for name, x in pending["v"].items() if x.shape == w.shape) for w in weights
+        ]
         return came, sent, moved, [[pending[kind][name] for name in names] for kind in ("u", "v")]
 
     one, other = in_lockstep(worker)
     for i, (sent, moved) in enumerate(zip(one[1], one[2], strict=True)):
-        came, u, v = ((a[i] + b[i]) / 2 for a, b in ((one[0], other[0]), *zip(one[3], other[3], strict=True)))
+        came, u, v = (
+            (a[i] + b[i]) / 2 for a, b in ((one[0], other[0]), *zip(one[3], other[3], strict=True))
+        )
         torch.testing.assert_close(sent + v + B1 / (1 - B1) * u, came, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(moved, v, rtol=1e-6, atol=1e-9)
 
@@ -378,6 +464,7 @@ def test_nothing_is_lost_and_all_is_flushed(lr):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind):
     """After 1 / (1 - b2) steps, which are told of."""
+
     def worker():
         densities = []
 
@@ -386,7 +473,9 @@ def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind
                 densities.append(optimizer.report().density)
             return optimizer
 
-        _, optimizer = train(settings(0.99), kind, betas=(B1, 0.9), steps=14, middle=middle, weight_decay=0.0)
+        _, optimizer = train(
+            settings(0.99), kind, betas=(B1, 0.9), steps=14, middle=middle, weight_decay=0.0
+        )
         assert optimizer.param_groups[0]["dgc_compressed_from"] == 10
         return densities
 
@@ -398,6 +487,7 @@ def test_a_schedule_that_is_sparse_from_the_start_begins_when_d_has_settled(kind
 
 def test_a_warm_up_is_not_over_before_it_has_begun():
     """It counts from the first compressed step, also when it is loaded; one that begins dense counts as it says."""
+
     def worker(schedule):
         sparsities = []
 
@@ -406,7 +496,9 @@ def test_a_warm_up_is_not_over_before_it_has_begun():
                 sparsities.append(optimizer.report().sparsity)
             if step == 12:
                 state = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
-                optimizer = dgc.DistributedOptimizer(torch.optim.AdamW(weights), compression=settings(schedule))
+                optimizer = dgc.DistributedOptimizer(
+                    torch.optim.AdamW(weights), compression=settings(schedule)
+                )
                 optimizer.load_residual_state_dict(state[1])
                 optimizer.load_state_dict(state[0])
             return optimizer
@@ -420,8 +512,15 @@ def test_a_warm_up_is_not_over_before_it_has_begun():
     assert in_lockstep(lambda: worker(dense))[0] == [0.0] * 4 + [0.5] * 7 + [0.9] * 6
 
 
-@pytest.mark.parametrize(("at", "dtype"), [
-    (DENSE - 2, torch.float64), (DENSE, torch.float64), (DENSE + 5, torch.float64), (DENSE + 5, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("at", "dtype"),
+    [
+        (DENSE - 2, torch.float64),
+        (DENSE, torch.float64),
+        (DENSE + 5, torch.float64),
+        (DENSE + 5, torch.bfloat16),
+    ],
+)
 def test_a_checkpoint_goes_on_to_the_bit(at, dtype):
     def again(step, optimizer, weights):
         if step != at:
@@ -434,8 +533,15 @@ def test_a_checkpoint_goes_on_to_the_bit(at, dtype):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole, parts = (dgc.lockstep.run(lambda middle=middle: train(
-            settings(dense_first(0.9)), middle=middle, dtype=dtype, lr=falling)[0], 2) for middle in (None, again))
+        whole, parts = (
+            dgc.lockstep.run(
+                lambda middle=middle: train(
+                    settings(dense_first(0.9)), middle=middle, dtype=dtype, lr=falling
+                )[0],
+                2,
+            )
+            for middle in (None, again)
+        )
     assert all(torch.equal(a, b) for a, b in zip(whole[0], parts[0], strict=True))
 
 
@@ -443,6 +549,7 @@ def test_what_had_no_gradient_takes_no_large_step():
     """An entry, or a whole parameter, that D knows nothing of: steps as large as those of the others, with a warning
     for the parameter.
     """
+
     def worker():
         table = torch.nn.Parameter(torch.zeros(64, 32))
         late = torch.nn.Parameter(torch.zeros(40, 30))
@@ -453,11 +560,17 @@ def test_what_had_no_gradient_takes_no_large_step():
             optimizer.zero_grad()
             rows = 32 if step < DENSE else 64
             loss = (table[:rows] * torch.randn(rows, 32, generator=random)).sum()
-            (loss if step < DENSE else loss + (late * torch.randn(40, 30, generator=random)).sum()).backward()
+            (
+                loss
+                if step < DENSE
+                else loss + (late * torch.randn(40, 30, generator=random)).sum()
+            ).backward()
             optimizer.step()
         return table.detach()[:32], table.detach()[32:], late.detach()
 
-    with pytest.warns(UserWarning, match=r"allreduce\.noname\.0\.1 had no gradient in the 12 dense steps"):
+    with pytest.warns(
+        UserWarning, match=r"allreduce\.noname\.0\.1 had no gradient in the 12 dense steps"
+    ):
         (seen, unseen, late), _ = in_lockstep(worker)
     for part in (unseen, late):
         assert 0 < part.norm() / part.numel() ** 0.5 < 3 * seen.norm() / seen.numel() ** 0.5
@@ -471,5 +584,7 @@ def test_a_decay_that_is_not_decoupled_is_refused_at_any_compressed_step():
 
         train(settings(dense_first(0.9)), torch.optim.Adam, middle=middle, weight_decay=0.0)
 
-    with pytest.raises(ValueError, match=r"weight_decay must be 0 for torch\.optim\.Adam.* got 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"weight_decay must be 0 for torch\.optim\.Adam.* got 0\.1"
+    ):
         dgc.lockstep.run(worker, 2)

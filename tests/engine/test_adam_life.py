@@ -16,8 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def adamw(parameters, sparsity, wrap=True, min_numel=0, **config):
     """torch's, wrapped or not."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
-    return dgc.DistributedOptimizer(optimizer, compression=dgc.Config(
-        sparsity, min_numel=min_numel, **config)) if wrap else optimizer
+    return (
+        dgc.DistributedOptimizer(
+            optimizer, compression=dgc.Config(sparsity, min_numel=min_numel, **config)
+        )
+        if wrap
+        else optimizer
+    )
 
 
 def rank():
@@ -49,7 +54,10 @@ def head_first(wrap, from_the_start=False):
 @pytest.mark.parametrize("from_the_start", [False, True])
 def test_what_was_frozen_in_the_dense_steps_moves_by_about_the_learning_rate(from_the_start):
     assert 1e-4 < head_first(False) < 1.1e-3
-    assert all(1e-4 < moved < 1e-2 for moved in dgc.lockstep.run(lambda: head_first(True, from_the_start), 2))
+    assert all(
+        1e-4 < moved < 1e-2
+        for moved in dgc.lockstep.run(lambda: head_first(True, from_the_start), 2)
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 5])
@@ -57,6 +65,7 @@ def test_an_added_group_has_what_a_loaded_one_has(steps):
     """Before the dense steps have ended, and after. hvd.broadcast_optimizer_state sends what rank 0 has, which alone
     may have loaded; the others look for the same keys.
     """
+
     def worker():
         first, second = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))
         optimizer = adamw([first], dgc.piecewise({0: 0.0, 3: 0.5}))
@@ -65,9 +74,13 @@ def test_an_added_group_has_what_a_loaded_one_has(steps):
             first.square().sum().backward()
             optimizer.step()
         optimizer.add_param_group({"params": [second]})
-        added = copy.deepcopy({key: value for key, value in optimizer.param_groups[1].items() if key != "params"})
+        added = copy.deepcopy(
+            {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+        )
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert added == {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+        assert added == {
+            key: value for key, value in optimizer.param_groups[1].items() if key != "params"
+        }
         assert added["dgc_dense_b2"] == (0.999 if steps else 0.0) and "dgc_rates" in added
 
     dgc.lockstep.run(worker, 2)
@@ -75,6 +88,7 @@ def test_an_added_group_has_what_a_loaded_one_has(steps):
 
 def test_steps_stay_dense_until_there_is_any_gradient():
     """As AdamW's: a first step over eps alone would be a hundred million times the learning rate."""
+
     def train(wrap):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 3: 0.5}), wrap)
@@ -88,8 +102,11 @@ def test_steps_stay_dense_until_there_is_any_gradient():
         torch.testing.assert_close(found, train(False), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("size", "node", "config"), [
-    (1, 1, {}), (1, 1, {"nonfinite": "skip"}), (2, 2, {"hierarchical": True})], ids=str)
+@pytest.mark.parametrize(
+    ("size", "node", "config"),
+    [(1, 1, {}), (1, 1, {"nonfinite": "skip"}), (2, 2, {"hierarchical": True})],
+    ids=str,
+)
 def test_where_nothing_is_compressed_it_is_torchs_adamw(size, node, config):
     def train(wrap):
         p = torch.nn.Parameter(torch.zeros(4, 4))
@@ -107,6 +124,7 @@ def test_where_nothing_is_compressed_it_is_torchs_adamw(size, node, config):
 
 def test_where_nothing_is_compressed_a_copy_goes_on_as_the_original():
     """It does not know yet that all ranks are on one machine."""
+
     def worker():
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 10: 0.9}), hierarchical=True)
@@ -128,6 +146,7 @@ def test_where_nothing_is_compressed_a_copy_goes_on_as_the_original():
 
 def test_what_is_frozen_is_not_decayed():
     """Where zero_grad(set_to_none=False) leaves it a gradient of zeros, in compressed steps."""
+
     def worker():
         body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
         parameters = [*body.parameters(), *head.parameters()]
@@ -147,9 +166,13 @@ def test_what_is_frozen_is_not_decayed():
 def test_a_param_group_whose_decay_is_in_the_gradient_is_refused():
     def worker():
         optimizer = dgc.DistributedOptimizer(
-            torch.optim.Adam([torch.nn.Parameter(torch.zeros(4, 4))]), compression=dgc.Config(0.9, min_numel=0))
+            torch.optim.Adam([torch.nn.Parameter(torch.zeros(4, 4))]),
+            compression=dgc.Config(0.9, min_numel=0),
+        )
         with pytest.raises(ValueError, match="weight_decay"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4, 4))], "weight_decay": 0.1})
+            optimizer.add_param_group(
+                {"params": [torch.nn.Parameter(torch.zeros(4, 4))], "weight_decay": 0.1}
+            )
         return len(optimizer.param_groups)
 
     assert dgc.lockstep.run(worker, 2) == [1, 1]
@@ -159,6 +182,7 @@ def test_a_step_without_a_learning_rate_takes_no_momentum_away():
     """Nor where it is the first that would be compressed. Gradients end before it, so that all that moves is momentum;
     D, which follows from what comes, is another than torch's by then.
     """
+
     def train(wrap):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}), wrap, factor_masking=False)
@@ -178,12 +202,15 @@ def test_a_step_without_a_learning_rate_takes_no_momentum_away():
 def steps(p, optimizer, first, last):
     for step in range(first, last):
         optimizer.zero_grad()
-        (p * torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank()))).sum().backward()
+        (
+            p * torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + rank()))
+        ).sum().backward()
         optimizer.step()
 
 
 def test_a_state_that_is_written_into_is_what_training_goes_on_from():
     """As hvd.broadcast_optimizer_state does: it asks for the state dict, and writes into its tensors and the groups."""
+
     def train(rolled_back):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}))
@@ -195,19 +222,28 @@ def test_a_state_that_is_written_into_is_what_training_goes_on_from():
             p.data.copy_(weights)
             for key, value in optimizer.state_dict()["state"][0].items():
                 value.copy_(best["state"][0][key])
-            optimizer.param_groups[0].update({key: best["param_groups"][0][key] for key in best["param_groups"][0]
-                                              if key != "params"})
+            optimizer.param_groups[0].update(
+                {
+                    key: best["param_groups"][0][key]
+                    for key in best["param_groups"][0]
+                    if key != "params"
+                }
+            )
             optimizer.load_residual_state_dict(pending)
         steps(p, optimizer, 12, 20)
         return p.detach()
 
-    for found, expected in zip(dgc.lockstep.run(lambda: train(True), 2), dgc.lockstep.run(lambda: train(False), 2),
-                               strict=True):
+    for found, expected in zip(
+        dgc.lockstep.run(lambda: train(True), 2),
+        dgc.lockstep.run(lambda: train(False), 2),
+        strict=True,
+    ):
         assert torch.equal(found, expected)
 
 
 def test_a_state_from_before_rates_were_kept_goes_on():
     """With the learning rate that it has."""
+
     def train(older):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}))
@@ -220,13 +256,16 @@ def test_a_state_from_before_rates_were_kept_goes_on():
         steps(p, optimizer, 10, 20)
         return p.detach()
 
-    older, newer = (dgc.lockstep.run(lambda older=older: train(older), 2)[0] for older in (True, False))
+    older, newer = (
+        dgc.lockstep.run(lambda older=older: train(older), 2)[0] for older in (True, False)
+    )
     assert torch.equal(older, newer)
 
 
 @pytest.mark.parametrize("masking", [True, False])
 def test_steps_without_a_learning_rate_leave_d_as_it_is(masking):
     """However many: what the momentum still sends tells nothing new of gradients."""
+
     def train():
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 5: 0.5}), factor_masking=masking)
@@ -246,7 +285,9 @@ def test_steps_without_a_learning_rate_leave_d_as_it_is(masking):
     assert torch.equal(*ends) and ends[0].isfinite().all()
 
 
-@pytest.mark.parametrize("change", [{"betas": (0.9, 0.99)}, {"betas": (0.8, 0.99)}, {"eps": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"betas": (0.9, 0.99)}, {"betas": (0.8, 0.99)}, {"eps": 1e-3}], ids=str
+)
 def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change):
     def train(resumed):
         p = torch.nn.Parameter(torch.zeros(4, 4))
@@ -260,13 +301,17 @@ def test_a_setting_that_changed_is_as_if_it_never_stopped_after_a_resume(change)
         steps(p, optimizer, 20, 30)
         return p.detach()
 
-    for found, expected in zip(dgc.lockstep.run(lambda: train(True), 2), dgc.lockstep.run(lambda: train(False), 2),
-                               strict=True):
+    for found, expected in zip(
+        dgc.lockstep.run(lambda: train(True), 2),
+        dgc.lockstep.run(lambda: train(False), 2),
+        strict=True,
+    ):
         assert torch.equal(found, expected)
 
 
 def test_a_gradient_that_is_a_million_times_as_large_makes_no_larger_step():
     """As with AdamW: it is in the denominator before the step."""
+
     def train(wrap):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 20: 0.5}), wrap)
@@ -284,16 +329,21 @@ def test_a_gradient_that_is_a_million_times_as_large_makes_no_larger_step():
 
 def test_another_b2_makes_no_jump():
     """D is the same before and after it: the bias is that of the dense steps, whose b2 it was."""
+
     def size(b2):
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 20: 0.5}))
         steps(p, optimizer, 0, 30)
-        optimizer.param_groups[0].update(betas=(0.9, b2), eps=1.001e-8)  # eps, too, so that D is read anew
+        optimizer.param_groups[0].update(
+            betas=(0.9, b2), eps=1.001e-8
+        )  # eps, too, so that D is read anew
         before = p.detach().clone()
         optimizer.flush()  # over D as it is
         return (p.detach() - before).norm().item()
 
-    assert dgc.lockstep.run(lambda: size(0.99), 2) == pytest.approx(dgc.lockstep.run(lambda: size(0.999), 2), rel=1e-6)
+    assert dgc.lockstep.run(lambda: size(0.99), 2) == pytest.approx(
+        dgc.lockstep.run(lambda: size(0.999), 2), rel=1e-6
+    )
 
 
 def test_a_b1_that_changes_in_every_step_keeps_no_more_tables():
@@ -317,8 +367,11 @@ def test_a_schedule_is_asked_for_no_step_before_its_first():
 
     def train():
         p, said = torch.nn.Parameter(torch.ones(4, 4)), []
-        optimizer = dgc.DistributedOptimizer(torch.optim.AdamW([p], betas=(0.9, 0.5)), [("p", p)], dgc.Config(
-            schedule, min_numel=0, nonfinite="skip"))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.AdamW([p], betas=(0.9, 0.5)),
+            [("p", p)],
+            dgc.Config(schedule, min_numel=0, nonfinite="skip"),
+        )
         for step in range(4):
             optimizer.zero_grad()
             (p * p * (torch.nan if step == 2 else 1)).sum().backward()
@@ -333,7 +386,9 @@ def noise(parameter, optimizer, which):
     for step in which:
         optimizer.zero_grad()
         random = torch.Generator().manual_seed(10 * step + rank())
-        (parameter * torch.randn(parameter.shape, generator=random).to(parameter.dtype)).sum().backward()
+        (
+            parameter * torch.randn(parameter.shape, generator=random).to(parameter.dtype)
+        ).sum().backward()
         optimizer.step()
 
 
@@ -371,7 +426,10 @@ def test_numbers_of_steps_that_were_rounded_to_16_bits_are_refused():
         noise(parameter, optimizer, range(5))
         plain = adamw([parameter], 0.0, wrap=False)
         plain.load_state_dict(optimizer.state_dict())
-        with pytest.raises(ValueError, match=r"must be loaded after its optimizer was wrapped, got .* torch\.bfloat16"):
+        with pytest.raises(
+            ValueError,
+            match=r"must be loaded after its optimizer was wrapped, got .* torch\.bfloat16",
+        ):
             dgc.DistributedOptimizer(plain, compression=dgc.Config(0.8, min_numel=0))
 
     dgc.lockstep.run(worker, 2)

@@ -58,8 +58,10 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
     if optimizer is None:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
-    looks = len(engine_of(optimizer)._parameters.buckets) + 1  # as each of them is complete; synchronize()
-    unit = 10 ** 8 * looks  # whole numbers: no rounding
+    looks = (
+        len(engine_of(optimizer)._parameters.buckets) + 1
+    )  # as each of them is complete; synchronize()
+    unit = 10**8 * looks  # whole numbers: no rounding
     computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
 
     def clock():
@@ -95,13 +97,16 @@ def ddp_adaptive():
         theirs = paced(range(100), parallel, optimizer)
         same = ours[0] == theirs[0] and same_end((theirs[1].module, theirs[2]), ours[1:])
         again = nn.parallel.DistributedDataParallel(parallel.module)
-        dgc.register_comm_hook(again, optimizer, replace(SHAPED, sparsity=dgc.adaptive(0.97, 0.98, start=0.975)))
+        dgc.register_comm_hook(
+            again, optimizer, replace(SHAPED, sparsity=dgc.adaptive(0.97, 0.98, start=0.975))
+        )
         return same, optimizer.param_groups[0]["dgc_sparsity"], theirs[0][-1]
 
 
 def broadcast_adaptive():
     """hvd.broadcast_optimizer_state to ranks that begin anew, and on from there."""
     import horovod.torch as hvd
+
     with virtual_time():
         _, network, optimizer = paced(range(28))
         expected = optimizer.param_groups[0]["dgc_sparsity"]
@@ -120,6 +125,7 @@ def broadcast_adaptive():
 def broadcast_no_longer_adaptive():
     """The same to ranks that have a fixed sparsity by now: what is in the groups."""
     import horovod.torch as hvd
+
     network, optimizer = train(range(4), SHAPED)
     other = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-2)
     other = dgc.DistributedOptimizer(other, network.named_parameters(), dgc.Config(0.9))
@@ -132,7 +138,9 @@ def broadcast_no_longer_adaptive():
 # What is exposed, in units of computing time, at a density over a link of this share of its bandwidth.
 NETWORKS = {
     "in the open": lambda density, rate: 0.005 + 5 * density / rate,
-    "half of it hidden": lambda density, rate: 0.02 + 0.4 * density / rate + max(0, 20 * density / rate - 0.6),
+    "half of it hidden": lambda density, rate: (
+        0.02 + 0.4 * density / rate + max(0, 20 * density / rate - 0.6)
+    ),
     "hidden or not": lambda density, rate: max(0, 20 * density / rate - 0.6),
 }
 
@@ -146,7 +154,9 @@ def simulated(exposed, rates, schedule=None, noise=0.0, seed=0):
         window.append(max(0.0, share * (1 + draw.gauss(0, noise))))
         seen.append((found.sparsity, share))
         if step % schedule.every == 0:
-            found = schedule.after(found, statistics.median(window), step // schedule.every % FORGET == 0)
+            found = schedule.after(
+                found, statistics.median(window), step // schedule.every % FORGET == 0
+            )
             window.clear()
     return seen
 
@@ -157,24 +167,32 @@ def test_it_finds_the_band_and_follows_the_bandwidth(name, noise, seed):
     """Halved at step 403: after 50 steps the sparsity has followed, and a step takes no more than 1.15 of computing
     alone. At step 1000 it is four times as much.
     """
-    seen = simulated(NETWORKS[name], [1.0] * 403 + [0.5] * 597 + [2.0] * 500, noise=noise, seed=seed)
+    seen = simulated(
+        NETWORKS[name], [1.0] * 403 + [0.5] * 597 + [2.0] * 500, noise=noise, seed=seed
+    )
     densities, shares = [1 - sparsity for sparsity, _ in seen], [share for _, share in seen]
 
     def ideal(rate):
-        return max((d / 1e5 for d in range(1, 10_001) if NETWORKS[name](d / 1e5, rate) <= HIGH), default=0)
+        return max(
+            (d / 1e5 for d in range(1, 10_001) if NETWORKS[name](d / 1e5, rate) <= HIGH), default=0
+        )
 
     for end, rate in ((402, 1.0), (453, 0.5), (999, 0.5), (1499, 2.0)):
         assert ideal(rate) / 2.2 < densities[end] < 1.25 * ideal(rate)
-        assert statistics.median(shares[end - 40 if end > 453 else end - 10:end]) < 0.15
+        assert statistics.median(shares[end - 40 if end > 453 else end - 10 : end]) < 0.15
     assert densities[453] < 0.8 * densities[402] and densities[1499] > 2 * densities[999]
     for begin, end in ((250, 402), (500, 999), (1250, 1499)):
         assert sum(share > 0.15 for share in shares[begin:end]) <= 0.15 * (end - begin)
         moves = sum(a != b for a, b in pairwise(densities[begin:end]))
-        assert moves <= 2 + (end - begin) / 10 / (FORGET / 2)  # to there and back for each time it forgets
+        assert moves <= 2 + (end - begin) / 10 / (
+            FORGET / 2
+        )  # to there and back for each time it forgets
 
 
-@pytest.mark.parametrize(("exposed", "bound"), [(lambda d, rate: 2.0, 0.9999), (lambda d, rate: 0.0, 0.9),
-                                                (lambda d, rate: math.inf, 0.9999)])
+@pytest.mark.parametrize(
+    ("exposed", "bound"),
+    [(lambda d, rate: 2.0, 0.9999), (lambda d, rate: 0.0, 0.9), (lambda d, rate: math.inf, 0.9999)],
+)
 def test_where_it_does_not_depend_on_the_sparsity_it_goes_to_a_bound_and_stays(exposed, bound):
     seen = simulated(exposed, [1.0] * 400)
     assert [sparsity for sparsity, _ in seen[-100:]] == [bound] * 100
@@ -187,20 +205,33 @@ def test_it_comes_back_from_a_bound():
 
 @pytest.mark.parametrize("floor", [0.03, 0.062, 0.07])
 def test_it_comes_back_where_a_latency_alone_is_in_the_band(floor):
-    seen = simulated(lambda density, rate: floor + 2 * density / rate, [1.0] * 300 + [0.01] * 100 + [1.0] * 2600,
-                     dgc.adaptive(0.99, 0.9999))
+    seen = simulated(
+        lambda density, rate: floor + 2 * density / rate,
+        [1.0] * 300 + [0.01] * 100 + [1.0] * 2600,
+        dgc.adaptive(0.99, 0.9999),
+    )
     sparsities = [sparsity for sparsity, _ in seen]
     assert sparsities[399] > 0.9995 and sparsities[-1] <= 0.999
-    assert sum(share > HIGH for _, share in seen[2000:]) <= 0.1 * 1000  # and looks for the limit now and then
+    assert (
+        sum(share > HIGH for _, share in seen[2000:]) <= 0.1 * 1000
+    )  # and looks for the limit now and then
 
 
 sparsities = st.floats(0, 0.9999)
 knowledge = st.tuples(sparsities, sparsities, st.sampled_from([0, 1, 2, 3])).map(
-    lambda drawn: (1.0 if drawn[2] & 1 else max(drawn[:2]), -1.0 if drawn[2] & 2 else min(drawn[:2])))
+    lambda drawn: (
+        1.0 if drawn[2] & 1 else max(drawn[:2]),
+        -1.0 if drawn[2] & 2 else min(drawn[:2]),
+    )
+)
 
 
-@given(start=st.floats(0.5, 0.9999), known=knowledge, shares=st.tuples(st.floats(0, 5), st.floats(0, 5)),
-       forget=st.booleans())
+@given(
+    start=st.floats(0.5, 0.9999),
+    known=knowledge,
+    shares=st.tuples(st.floats(0, 5), st.floats(0, 5)),
+    forget=st.booleans(),
+)
 def test_more_exposed_is_never_denser(start, known, shares, forget):
     schedule = dgc.adaptive(0.5, 0.9999, start=0.9)
     less, more = (schedule.after(Found(start, *known), share, forget) for share in sorted(shares))
@@ -227,20 +258,28 @@ def results_of(launcher, size, cases):
 @pytest.mark.parametrize(("launcher", "size"), PLACES)
 def test_ranks_that_measure_differently_decide_alike(launcher, size):
     """Law 2, with the bandwidth halved at step 60; and DDP's hook measures as much."""
-    cases = {"lockstep": [adapting], "torch": [adapting, ddp_adaptive],
-             "horovod": [adapting, broadcast_adaptive, broadcast_no_longer_adaptive]}[launcher]
+    cases = {
+        "lockstep": [adapting],
+        "torch": [adapting, ddp_adaptive],
+        "horovod": [adapting, broadcast_adaptive, broadcast_no_longer_adaptive],
+    }[launcher]
     results = results_of(launcher, size, cases)
     decided, parameters, report = results[adapting][0]
-    assert all(theirs == decided and torch.equal(end, parameters) for theirs, end, _ in results[adapting])
+    assert all(
+        theirs == decided and torch.equal(end, parameters) for theirs, end, _ in results[adapting]
+    )
     # By hand: 1.25 times as many entries, until 8 times as many do not hide. Then those that did.
-    most = 0.02 * 1.25 ** 6
+    most = 0.02 * 1.25**6
     assert 8 * most < 0.6 + LOW - 0.02 and 8 * 1.25 * most > 0.6 + HIGH - 0.02
-    densities = [0.02 * 1.25 ** i for i in range(8)] + [most] * 8
+    densities = [0.02 * 1.25**i for i in range(8)] + [most] * 8
     # Halved: by far too many, so a quarter; halfway back to what was too many; once more, which is too many; back.
     densities += [most / 4, most / 2, most / math.sqrt(2)] + [most / 2] * 6
     assert decided == pytest.approx([1 - density for density in densities for _ in range(4)])
     fixed = dgc.lockstep.run(lambda: train([0], dgc.Config(decided[-1]))[1].report(), size)[0]
-    assert report.sparsity == fixed.sparsity == decided[-1] and report.message_bytes == fixed.message_bytes
+    assert (
+        report.sparsity == fixed.sparsity == decided[-1]
+        and report.message_bytes == fixed.message_bytes
+    )
     for same, sparsity, before in results.get(ddp_adaptive, []):
         assert same and before < 0.97 == sparsity  # which is moved into the new bounds
     if launcher == "horovod":
@@ -261,8 +300,11 @@ def test_who_waits_for_a_slower_rank_does_not_wait_for_the_network():
 def test_ranks_that_would_decide_differently_are_told():
     def worker():
         odd = dgc.lockstep.current().world.rank == 1
-        with pytest.raises(ValueError, match=r"the ranks differ in the schedule of the sparsity\. Rank 1 has: Adaptive"
-                                             r"\(least=0\.98, .*; rank 0 has: Adaptive\(least=0\.99, "):
+        with pytest.raises(
+            ValueError,
+            match=r"the ranks differ in the schedule of the sparsity\. Rank 1 has: Adaptive"
+            r"\(least=0\.98, .*; rank 0 has: Adaptive\(least=0\.99, ",
+        ):
             train([0], dgc.Config(dgc.adaptive(0.98 if odd else 0.99)))
 
     dgc.lockstep.run(worker, 2)
@@ -271,6 +313,7 @@ def test_ranks_that_would_decide_differently_are_told():
 @pytest.mark.parametrize("stop", [40, 42, 64])
 def test_it_goes_on_as_if_it_had_not_stopped(stop, tmp_path):
     """Law 6, since these clocks are exact: from a checkpoint, and as a copy. In the midst of a window, too."""
+
     def worker():
         decided, network, optimizer = paced(range(stop))
         dgc.save_checkpoint(tmp_path, network, optimizer)
@@ -311,8 +354,16 @@ def test_other_bounds_hold_at_once():
         assert torch.equal(*dgc.lockstep.run(worker, 2))
 
 
-@pytest.mark.parametrize(("key", "value"), [("dgc_sparsity", 1.0), ("dgc_sparsity", math.nan), ("dgc_sparsity", -0.5),
-                                            ("dgc_hides", "0.9"), ("dgc_shows", -2.0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dgc_sparsity", 1.0),
+        ("dgc_sparsity", math.nan),
+        ("dgc_sparsity", -0.5),
+        ("dgc_hides", "0.9"),
+        ("dgc_shows", -2.0),
+    ],
+)
 def test_a_checkpoint_with_a_wrong_one_is_refused(key, value, tmp_path):
     def worker():
         _, network, optimizer = paced(range(3))
@@ -339,8 +390,11 @@ def test_steps_that_are_skipped_or_alone():
 
     with virtual_time():
         reports = dgc.lockstep.run(worker, 2)
-    assert all((r.steps, r.skipped) == (16, 1) and r.sparsity == reports[0].sparsity != 0.98 for r in reports)
-    alone, = dgc.lockstep.run(lambda: train(range(16), config)[1].report(), 1)
+    assert all(
+        (r.steps, r.skipped) == (16, 1) and r.sparsity == reports[0].sparsity != 0.98
+        for r in reports
+    )
+    (alone,) = dgc.lockstep.run(lambda: train(range(16), config)[1].report(), 1)
     assert alone.sparsity == 0.98
 
 
@@ -354,20 +408,35 @@ def test_nothing_is_measured_unless_it_adapts(monkeypatch):
         dgc.lockstep.run(lambda: train(range(3), SHAPED), 2)
 
 
-@pytest.mark.parametrize("sparsity", [0.9, dgc.piecewise({0: 0.75, 2: 0.9}), lambda step: [0.5, 0.75, 0.9][step]])
+@pytest.mark.parametrize(
+    "sparsity", [0.9, dgc.piecewise({0: 0.75, 2: 0.9}), lambda step: [0.5, 0.75, 0.9][step]]
+)
 def test_the_report_tells_the_sparsity(sparsity):
     reports = dgc.lockstep.run(lambda: train(range(3), dgc.Config(sparsity))[1].report(), 2)
     assert [report.sparsity for report in reports] == [0.9, 0.9]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"least": -0.1}, r"adaptive: least must be a number in \[0, 1\), 0 meaning dense, got -0\.1"),
-    ({"most": 1.0}, r"adaptive: most must be a number in \[0, 1\), 0 meaning dense, got 1\.0"),
-    ({"least": 0.99, "most": 0.9}, r"least must be less than most, .* got least 0\.99, most 0\.9"),
-    ({"start": 0.5}, r"start must be between them, got least 0\.99, most 0\.9999 and start 0\.5"),
-    ({"most": 0.995, "start": 0.999}, r"most 0\.995 and start 0\.999"),
-    ({"every": 2}, r"adaptive: every must be an integer >= 3, got 2"),
-    ({"every": 10.0}, r"adaptive: every must be an integer >= 3, got 10\.0")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"least": -0.1},
+            r"adaptive: least must be a number in \[0, 1\), 0 meaning dense, got -0\.1",
+        ),
+        ({"most": 1.0}, r"adaptive: most must be a number in \[0, 1\), 0 meaning dense, got 1\.0"),
+        (
+            {"least": 0.99, "most": 0.9},
+            r"least must be less than most, .* got least 0\.99, most 0\.9",
+        ),
+        (
+            {"start": 0.5},
+            r"start must be between them, got least 0\.99, most 0\.9999 and start 0\.5",
+        ),
+        ({"most": 0.995, "start": 0.999}, r"most 0\.995 and start 0\.999"),
+        ({"every": 2}, r"adaptive: every must be an integer >= 3, got 2"),
+        ({"every": 10.0}, r"adaptive: every must be an integer >= 3, got 10\.0"),
+    ],
+)
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         dgc.adaptive(**arguments)
@@ -375,7 +444,10 @@ def test_refuses(arguments, message):
 
 def test_it_is_a_schedule():
     schedule = dgc.adaptive(0.9, every=7)
-    assert schedule == Adaptive(0.9, 0.9999, 0.999, 7) and dgc.Config(schedule).sparsity_at(12345) == 0.999
+    assert (
+        schedule == Adaptive(0.9, 0.9999, 0.999, 7)
+        and dgc.Config(schedule).sparsity_at(12345) == 0.999
+    )
     assert hash(dgc.Config(schedule)) == hash(dgc.Config(dgc.adaptive(0.9, every=7)))
     assert dgc.schedule.parse("adaptive") == dgc.adaptive()
     assert (dgc.adaptive(most=0.995).start, dgc.adaptive(0.9995).start) == (0.995, 0.9995)
@@ -386,15 +458,19 @@ def test_adamws_dense_steps_tell_of_no_sparsity():
     """Ten of them, 1 / (1 - b2): the first compressed step has the sparsity of the start, which moves by what comes
     then.
     """
+
     def worker():
         network = model()
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, betas=(0.9, 0.9))
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(),
-                                             replace(SHAPED, factor_masking=False))
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, network.named_parameters(), replace(SHAPED, factor_masking=False)
+        )
         return paced(range(24), network, optimizer)[0]
 
     with virtual_time(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, other = dgc.lockstep.run(worker, 2)
-    assert first == other and first[:16] == [0.98] * 16  # steps 12 to 15 are the first four with an interval each
+    assert (
+        first == other and first[:16] == [0.98] * 16
+    )  # steps 12 to 15 are the first four with an interval each
     assert first[16:20] == pytest.approx([1 - 0.02 * 1.25] * 4)

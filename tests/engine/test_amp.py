@@ -18,11 +18,12 @@ SPARSE = dgc.Config(sparsity=0.9)
 def wrapped(config=SPARSE, scaler=None, network=None, **arguments):
     network = model() if network is None else network
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    return network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler,
-                                             **arguments)
+    return network, dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), config, grad_scaler=scaler, **arguments
+    )
 
 
-def scaler_of(scale=2.0 ** 12, interval=3):
+def scaler_of(scale=2.0**12, interval=3):
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
 
 
@@ -67,12 +68,15 @@ def residuals(optimizer):
 @pytest.mark.filterwarnings("error")
 def test_a_loss_scale_changes_nothing(name):
     """Powers of two, which grow after every third step: to the bit the training without, residuals too."""
+
     def worker():
         plain, reference = wrapped(CONFIGS[name])
         train(range(8), None, plain, reference)
         network, optimizer, scaler = scaled(range(8), CONFIGS[name])
-        assert scaler.get_scale() == 2.0 ** 14
-        assert torch.equal(flat(network), flat(plain)) and torch.equal(residuals(optimizer), residuals(reference))
+        assert scaler.get_scale() == 2.0**14
+        assert torch.equal(flat(network), flat(plain)) and torch.equal(
+            residuals(optimizer), residuals(reference)
+        )
 
     dgc.lockstep.run(worker, 2)
 
@@ -87,20 +91,27 @@ def test_the_other_ways_to_write_it(pattern):
         assert torch.equal(other, usual)
 
 
-@pytest.mark.parametrize("config", [SPARSE, dgc.Config(0.9, clip_norm=0.1), dgc.Config(0.0),
-                                    dgc.Config(0.9, value_bits=8)])
+@pytest.mark.parametrize(
+    "config",
+    [SPARSE, dgc.Config(0.9, clip_norm=0.1), dgc.Config(0.0), dgc.Config(0.9, value_bits=8)],
+)
 def test_an_overflow_on_one_rank_is_a_step_that_none_takes(config):
     """As if there had been no such step: parameters, residuals, schedule. All scalers halve their scale."""
+
     def worker():
         network, optimizer, scaler = scaled(range(6), config, bad=3, who=2)
         other, reference, _ = scaled([0, 1, 2, 4, 5], config)
-        assert torch.equal(flat(network), flat(other)) and torch.equal(residuals(optimizer), residuals(reference))
+        assert torch.equal(flat(network), flat(other)) and torch.equal(
+            residuals(optimizer), residuals(reference)
+        )
         report = optimizer.report()
-        assert (report.steps, report.skipped) == (5, 1) and optimizer.param_groups[0]["dgc_step"] == 5
+        assert (report.steps, report.skipped) == (5, 1) and optimizer.param_groups[0][
+            "dgc_step"
+        ] == 5
         return scaler.get_scale()
 
     # 2^12, doubled after three good steps, halved by the bad one; two good ones are not enough to grow.
-    assert dgc.lockstep.run(worker, 3) == [2.0 ** 12] * 3
+    assert dgc.lockstep.run(worker, 3) == [2.0**12] * 3
 
 
 def test_the_update_is_scaled_until_the_scaler_takes_the_scale_out():
@@ -112,17 +123,20 @@ def test_the_update_is_scaled_until_the_scaler_takes_the_scale_out():
         loss(plain, rank(), 0).backward()
         reference.synchronize()
         for p, q in zip(network.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad * 2.0 ** 12)
+            assert torch.equal(p.grad, q.grad * 2.0**12)
 
     dgc.lockstep.run(worker, 2)
 
 
 def test_one_process_clips_what_the_scale_does_not_change():
     """Against torch's recipe: unscale_, clip_grad_norm_, step."""
+
     def worker():
         network, _, _ = scaled(range(4), dgc.Config(0.9, clip_norm=0.1), "Horovod")
         reference, scaler = model(), scaler_of()
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        optimizer = torch.optim.SGD(
+            reference.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2
+        )
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(loss(reference, 0, step)).backward()
@@ -139,6 +153,7 @@ def test_one_process_that_clips_must_be_given_the_scaler_that_scaled_what_it_cli
     """synchronize() would clip the scaled gradient: among several ranks that is an error, too. Where step() clips there
     is no scale left.
     """
+
     def one_step(scaler=None, synchronizes=False):
         network, optimizer = wrapped(dgc.Config(0.9, clip_norm=0.1))
         if scaler is None:
@@ -163,6 +178,7 @@ def test_one_process_that_clips_must_be_given_the_scaler_that_scaled_what_it_cli
 
 def test_two_passes():
     """The exchange begins when the second has ended."""
+
     def worker():
         ends = []
         for scaler in (None, scaler_of()):
@@ -181,14 +197,14 @@ def test_two_passes():
 
 def test_clipping_after_the_exchange_is_told():
     """What was sent is no longer in v; the scaler's own division is not meant."""
+
     def worker():
         scaler = scaler_of()
         network, optimizer = wrapped(SPARSE, scaler)
         scaler.scale(loss(network, rank(), 0)).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
-        with pytest.warns(UserWarning, match=(
-                r"was changed between its exchange,.* and step\(\)")):
+        with pytest.warns(UserWarning, match=(r"was changed between its exchange,.* and step\(\)")):
             scaler.step(optimizer)
 
     dgc.lockstep.run(worker, 2)
@@ -196,6 +212,7 @@ def test_clipping_after_the_exchange_is_told():
 
 def test_autocast():
     """bfloat16 within: gradients of float32 parameters, as ever."""
+
     def worker():
         network, optimizer = wrapped(SPARSE)
         before = flat(network)
@@ -217,6 +234,7 @@ def test_float16_finds_its_scale(sparsity):
     """Autocast to float16, with a scale at which its gradients overflow: those steps never were, and when the scale
     fits it is the training that begins with it.
     """
+
     def trained(steps, scale):
         scaler = scaler_of(scale, interval=100)
         network, optimizer = wrapped(dgc.Config(sparsity), scaler)
@@ -230,7 +248,7 @@ def test_float16_finds_its_scale(sparsity):
         return flat(network), residuals(optimizer), optimizer.report(), scaler.get_scale()
 
     def worker():
-        *found, report, scale = trained(range(20), 2.0 ** 24)
+        *found, report, scale = trained(range(20), 2.0**24)
         skipped = report.skipped
         assert 0 < skipped < 15 and scale == 2.0 ** (24 - skipped) and report.steps == 20 - skipped
         *expected, other, _ = trained(range(skipped, 20), scale)
@@ -241,9 +259,12 @@ def test_float16_finds_its_scale(sparsity):
     assert torch.equal(one, other) and one.isfinite().all()
 
 
-@pairwise(bad=[math.nan, math.inf], sparsity=[0.0, 0.9], parameter=["6.weight", "8.bias"], size=[1, 3])
+@pairwise(
+    bad=[math.nan, math.inf], sparsity=[0.0, 0.9], parameter=["6.weight", "8.bias"], size=[1, 3]
+)
 def test_a_step_that_is_skipped_never_was(bad, sparsity, parameter, size):
     """nonfinite="skip": one rank has a bad entry at step 2."""
+
     def worker():
         config = dgc.Config(sparsity, nonfinite="skip")
         network, optimizer = train(range(2), config)
@@ -255,7 +276,9 @@ def test_a_step_that_is_skipped_never_was(bad, sparsity, parameter, size):
         assert all(p.grad is None for p in network.parameters()) and optimizer.report().skipped == 1
         train([3, 4], None, network, optimizer)
         other, reference = train([0, 1, 3, 4], config)
-        assert torch.equal(flat(network), flat(other)) and torch.equal(residuals(optimizer), residuals(reference))
+        assert torch.equal(flat(network), flat(other)) and torch.equal(
+            residuals(optimizer), residuals(reference)
+        )
 
     dgc.lockstep.run(worker, size)
 
@@ -270,8 +293,13 @@ def test_a_scaler_that_is_off_or_is_none():
             ends.append(flat(train(range(3), None, network, optimizer)[0]))
         assert torch.equal(*ends)
         for scaler, config, error, message in (
-                (1024, SPARSE, TypeError, r"grad_scaler must be a torch\.amp\.GradScaler or None, got 1024"),
-                ):
+            (
+                1024,
+                SPARSE,
+                TypeError,
+                r"grad_scaler must be a torch\.amp\.GradScaler or None, got 1024",
+            ),
+        ):
             with pytest.raises(error, match=message):
                 wrapped(config, scaler)
 
@@ -280,6 +308,7 @@ def test_a_scaler_that_is_off_or_is_none():
 
 def test_fewer_passes_than_said_are_an_error():
     """The last batches of an epoch: the scaler would take its scale out of what was not exchanged yet."""
+
     def worker():
         scaler = scaler_of()
         network, optimizer = wrapped(SPARSE, scaler, backward_passes_per_step=2)
@@ -302,9 +331,14 @@ def step_by_hand(optimizer, scaler):
 
 def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_synchronized():
     """Else they would be kept without their scale twice over."""
+
     def by_hand(network, scaler, step):
         value = scaler.scale(loss(network, rank(), step))
-        for p, g in zip(network.parameters(), torch.autograd.grad(value, list(network.parameters())), strict=True):
+        for p, g in zip(
+            network.parameters(),
+            torch.autograd.grad(value, list(network.parameters())),
+            strict=True,
+        ):
             p.grad = g
 
     def worker():
@@ -327,6 +361,7 @@ def test_gradients_that_no_backward_has_brought_are_an_error_until_they_are_sync
 
 def test_after_an_overflow_gradients_set_by_hand_are_exchanged():
     """The step that the scaler leaves out has ended with zero_grad(): the next one is another."""
+
     def worker():
         scaler = scaler_of()
         network, optimizer = wrapped(SPARSE, scaler)
@@ -337,7 +372,9 @@ def test_after_an_overflow_gradients_set_by_hand_are_exchanged():
                 p.grad = g.fill_(torch.inf) if step == 1 else g
             step_by_hand(optimizer, scaler)
         assert optimizer.report().skipped == 1
-        return torch.allclose(flat(network), flat(scaled([0, 2, 3], SPARSE)[0]), rtol=1e-5, atol=1e-7)
+        return torch.allclose(
+            flat(network), flat(scaled([0, 2, 3], SPARSE)[0]), rtol=1e-5, atol=1e-7
+        )
 
     assert dgc.lockstep.run(worker, 2) == [True, True]
 
@@ -348,9 +385,14 @@ def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
         network, optimizer = wrapped(SPARSE, scaler_of() if given else None)
         another = scaler_of()
         if given:
-            engine_of(optimizer).settings.grad_scaler.scale(loss(network, rank(), 0))  # so that it has a scale
+            engine_of(optimizer).settings.grad_scaler.scale(
+                loss(network, rank(), 0)
+            )  # so that it has a scale
         another.scale(loss(network, rank(), 0)).backward()
-        with pytest.raises(RuntimeError, match=r"must be the GradScaler whose step\(\) calls this, got .*grad_scaler="):
+        with pytest.raises(
+            RuntimeError,
+            match=r"must be the GradScaler whose step\(\) calls this, got .*grad_scaler=",
+        ):
             another.step(optimizer)
 
     dgc.lockstep.run(worker, 2)
@@ -369,12 +411,15 @@ def test_one_that_does_not_scale_need_not_be_given():
 
 def test_scales_that_differ_are_told_before_anything_is_exchanged():
     """As when one rank alone loads the scaler's state."""
+
     def worker():
         scaler = scaler_of(2.0 ** (10 + rank()))
         network, _alive = wrapped(SPARSE, scaler)
         scaler.scale(loss(network, rank(), 0)).backward()
 
-    with pytest.raises(ValueError, match=r"Rank 1 has: grad_scaler, its state=.*2048\.0.*; rank 0 has: .*1024\.0"):
+    with pytest.raises(
+        ValueError, match=r"Rank 1 has: grad_scaler, its state=.*2048\.0.*; rank 0 has: .*1024\.0"
+    ):
         dgc.lockstep.run(worker, 2)
 
 
@@ -383,20 +428,22 @@ def test_scales_that_part_later_are_told_too():
     told = []
 
     def worker():
-        scaler = scaler_of(2.0 ** 10)
+        scaler = scaler_of(2.0**10)
         network, optimizer = wrapped(SPARSE, scaler)
         try:
             for step in range(3):
                 optimizer.zero_grad()
                 scaler.scale(loss(network, rank(), step)).backward()
                 scaler.step(optimizer)
-                scaler.update(2.0 ** 12 if step == 1 and rank() == 1 else None)
+                scaler.update(2.0**12 if step == 1 and rank() == 1 else None)
         except ValueError as error:
             told.append((step, str(error)))
 
     dgc.lockstep.run(worker, 2)
     assert [step for step, _ in told] == [2, 2] and told[0] == told[1]
-    assert told[0][1].startswith("the loss's scale must be the same on all ranks, got, rank by rank, [1024.0, 4096.0]")
+    assert told[0][1].startswith(
+        "the loss's scale must be the same on all ranks, got, rank by rank, [1024.0, 4096.0]"
+    )
 
 
 def test_between_backward_and_step_nothing_else_is_done():
@@ -404,7 +451,10 @@ def test_between_backward_and_step_nothing_else_is_done():
         scaler = scaler_of()
         network, optimizer = wrapped(SPARSE, scaler)
         scaler.scale(loss(network, rank(), 0)).backward()
-        for wrong in (optimizer.flush, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})):
+        for wrong in (
+            optimizer.flush,
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        ):
             with pytest.raises(RuntimeError, match=r"got a call between backward\(\) and step\(\)"):
                 wrong()
         scaler.step(optimizer)
@@ -417,6 +467,7 @@ def test_between_backward_and_step_nothing_else_is_done():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
     """To the bit as without. A reentrant one runs a backward pass within the other."""
+
     class Network(nn.Module):
         def __init__(self, checkpointed):
             super().__init__()
@@ -449,18 +500,25 @@ def test_gradient_checkpointing(reentrant):
 
 def test_checkpointing_within_which_all_gradients_come_needs_a_word():
     """Reentrant, of adapters in a frozen network: torch tells of no end after which all gradients are there."""
+
     def worker():
         torch.manual_seed(0)
         scaler, network = scaler_of(), nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
         network, optimizer = wrapped(SPARSE, scaler, network)
-        for step, message in enumerate([None, r"use_reentrant=True\) ran the backward pass of all of them within"]):
+        for step, message in enumerate(
+            [None, r"use_reentrant=True\) ran the backward pass of all of them within"]
+        ):
             optimizer.zero_grad()
             x = torch.ones(4, 40, requires_grad=True)
             x = torch.utils.checkpoint.checkpoint(network, x, use_reentrant=True)
             scaler.scale(x.square().mean()).backward()
             if step == 0:
                 optimizer.synchronize()
-            with contextlib.nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+            with (
+                contextlib.nullcontext()
+                if message is None
+                else pytest.raises(RuntimeError, match=message)
+            ):
                 scaler.step(optimizer)
                 scaler.update()
 
@@ -469,47 +527,65 @@ def test_checkpointing_within_which_all_gradients_come_needs_a_word():
 
 def test_a_scale_near_the_largest_number_is_lowered_before_an_update_overflows():
     """Gradients of float32 hardly ever overflow, so the scale grows until the update would."""
+
     def worker():
-        scaler = scaler_of(2.0 ** 112, interval=1)
+        scaler = scaler_of(2.0**112, interval=1)
         network, optimizer = wrapped(SPARSE, scaler)
         for step in range(12):
             optimizer.zero_grad()
             scaler.scale(loss(network, rank(), step)).backward()
             scaler.step(optimizer)
             scaler.update()
-        assert 0 < optimizer.report().skipped < 12 and scaler.get_scale() < 2.0 ** 112
+        assert 0 < optimizer.report().skipped < 12 and scaler.get_scale() < 2.0**112
 
     dgc.lockstep.run(worker, 2)
 
 
 def test_a_loss_scale_reaches_the_residual_of_float16_parameters():
     """The gradient is 2e-9, which float16 can only tell from zero by its scale. torch's fused SGD accepts such."""
+
     def worker():
         torch.manual_seed(0)
         network = nn.Linear(40, 40).half()
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0, fused=True)
-        scaler = scaler_of(2.0 ** 16)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(),
-                                             dgc.Config(value_bits=8), grad_scaler=scaler)
-        scaler.scale(network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9).backward()
-        return [p.grad.float() / 2.0 ** 16 for p in network.parameters()], engine_of(optimizer).residual_views()["v"]
+        scaler = scaler_of(2.0**16)
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, network.named_parameters(), dgc.Config(value_bits=8), grad_scaler=scaler
+        )
+        scaler.scale(
+            network(torch.ones(1, 40, dtype=torch.float16)).float().sum() * 2e-9
+        ).backward()
+        return [p.grad.float() / 2.0**16 for p in network.parameters()], engine_of(
+            optimizer
+        ).residual_views()["v"]
 
     (updates, v), _ = dgc.lockstep.run(worker, 2)
     for name, update in zip(("weight", "bias"), updates, strict=True):
-        accumulated = update + v[name]  # what was sent, and what is pending or was dropped by rounding
+        accumulated = (
+            update + v[name]
+        )  # what was sent, and what is pending or was dropped by rounding
         assert torch.allclose(accumulated, torch.full_like(update, 2e-9), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize(("exchange", "clip"), [("allgather", None), ("reduce", 0.5)])
 def test_a_loss_scale_changes_nothing_with_adamw(exchange, clip):
-    """In its dense steps and after them, to the bit. A step that overflows is the one that nonfinite="skip" leaves out.
+    """In its dense steps and after them, to the bit. A step that overflows is the one that
+    nonfinite="skip" leaves out.
     """
+
     def trained(scaler, bad, nonfinite="error"):
         network = model()
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
-        config = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), factor_masking=False, clip_norm=clip, exchange=exchange,
-                            nonfinite=nonfinite)
-        optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, grad_scaler=scaler)
+        config = dgc.Config(
+            dgc.piecewise({0: 0.0, 3: 0.9}),
+            factor_masking=False,
+            clip_norm=clip,
+            exchange=exchange,
+            nonfinite=nonfinite,
+        )
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, network.named_parameters(), config, grad_scaler=scaler
+        )
         for step in range(9):
             optimizer.zero_grad()
             factor = math.inf if step in bad and rank() == 1 else 1.0

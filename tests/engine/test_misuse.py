@@ -18,7 +18,9 @@ def test_one_backward_pass_too_many_is_refused():
         backward(network)
         backward(network)
 
-    with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step times"):
+    with pytest.raises(
+        AssertionError, match="Gradients were computed more than backward_passes_per_step times"
+    ):
         in_lockstep(worker)
 
 
@@ -27,7 +29,9 @@ def test_zero_grad_is_refused_while_gradients_travel():
         network, optimizer = wrapped()
         optimizer.zero_grad(set_to_none=False)
         backward(network)
-        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
+        with pytest.raises(
+            AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"
+        ):
             optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -56,10 +60,16 @@ def test_synchronizing_twice_warns_and_does_nothing_more():
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize("change", [lambda network: nn.utils.clip_grad_norm_(network.parameters(), 1e-3),
-                                    lambda network: network.zero_grad()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda network: nn.utils.clip_grad_norm_(network.parameters(), 1e-3),
+        lambda network: network.zero_grad(),
+    ],
+)
 def test_changing_gradients_that_were_sent_is_told(change):
     """As a script does that clips between backward() and step(), which is right where nothing is exchanged."""
+
     def worker():
         network, optimizer = train(range(1), SPARSE)
         backward(network)
@@ -75,6 +85,7 @@ def test_changing_gradients_that_were_sent_is_told(change):
 
 def test_what_was_not_sent_yet_may_be_changed():
     """A bound on the global norm needs all gradients, so nothing leaves during backward()."""
+
     def worker():
         network, optimizer = wrapped(dgc.Config(sparsity=0.9, clip_norm=1e6))
         backward(network)
@@ -89,6 +100,7 @@ def test_what_was_not_sent_yet_may_be_changed():
 
 def test_gradients_that_are_views_of_one_tensor_are_not_taken_for_changed():
     """They have one version, which each backward pass moves on."""
+
     def worker():
         network, optimizer = wrapped(groups=4)
         flat_gradient = torch.zeros(sum(p.numel() for p in network.parameters()))
@@ -110,6 +122,7 @@ def test_gradients_that_are_views_of_one_tensor_are_not_taken_for_changed():
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_step_left_out_is_left_out(to_none):
     """After synchronize(); and one warning says what becomes of its gradient."""
+
     def worker():
         network, optimizer = wrapped(dgc.Config(sparsity=0.9))
         for step in range(2):
@@ -135,6 +148,7 @@ def test_a_step_left_out_is_left_out(to_none):
 
 def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
     """With zeros, as after any step; and a state may be asked for in between."""
+
     def worker():
         config = dgc.Config(sparsity=0.9)
         network, optimizer = wrapped(config)
@@ -161,6 +175,7 @@ def test_after_a_step_left_out_a_rank_without_a_gradient_takes_part():
 @pytest.mark.parametrize("again", [False, True])
 def test_a_step_that_is_given_up_takes_back_what_its_exchanges_have_sent(again):
     """As dropping its update does; also of an exchange before, in the same step."""
+
     def worker():
         network, optimizer = wrapped(SPARSE)
         backward(network)
@@ -210,8 +225,9 @@ def test_changing_gradients_before_the_step_warns_once():
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
             if rank() == 0 and step == 0:
-                changed = pytest.warns(UserWarning, match=(
-                    r"changed between its exchange, .*clip_norm"))
+                changed = pytest.warns(
+                    UserWarning, match=(r"changed between its exchange, .*clip_norm")
+                )
                 with changed, optimizer.skip_synchronize():
                     optimizer.step()
             elif rank() == 0:
@@ -224,6 +240,7 @@ def test_changing_gradients_before_the_step_warns_once():
 
 def test_dense_gradients_may_be_changed_before_the_step():
     """As with stock Horovod: nothing has been kept of them."""
+
     def worker():
         network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False))
         backward(network)
@@ -239,6 +256,7 @@ def test_dense_gradients_may_be_changed_before_the_step():
 
 def test_a_skipped_step_that_is_left_out_is_no_synchronize_before_the_next():
     """nonfinite="skip", and a synchronize() of one's own, no step(): the step after it is an ordinary one."""
+
     def worker():
         network, optimizer = wrapped(dgc.Config(sparsity=0.9, nonfinite="skip"))
         backward(network)

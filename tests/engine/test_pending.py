@@ -8,7 +8,19 @@ import warnings
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, model, rank, reference, train, wrapped
+from laws import (
+    DENSE,
+    SPARSE,
+    backward,
+    difference,
+    flat,
+    in_lockstep,
+    model,
+    rank,
+    reference,
+    train,
+    wrapped,
+)
 
 import dgc
 from dgc.transport.run import PathRun
@@ -23,7 +35,9 @@ def test_loading_a_step_without_its_residuals_warns_once():
         fresh.load_state_dict(state)
         assert fresh.param_groups[0]["dgc_step"] == 3
         if rank() == 0:
-            with pytest.warns(UserWarning, match="training goes on at step 3 without the residuals"):
+            with pytest.warns(
+                UserWarning, match="training goes on at step 3 without the residuals"
+            ):
                 backward(network)
         else:
             backward(network)
@@ -75,16 +89,26 @@ def test_a_plain_checkpoint_of_sgd_is_taken_up():
     assert difference(results[0], flat(reference(range(8), 2)[0])) < 1e-6
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s: s.update(size=3), r"residual_state_dict: size must be 2, got 3"),
-    (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank must be \d, got \d"),
-    (lambda s: s.update(version=9), r"residual_state_dict: version must be 1, got 9"),
-    (lambda s: s["v"].pop("6.weight"), r"v must have the same names, got none for \['6\.weight'\] and unknown \[\]"),
-    (lambda s: s["u"].update(other=torch.zeros(1)),
-     r"u must have the same names, got none for \[\] and unknown \['other'\]"),
-    (lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}),
-     r"u of 6\.weight must have shape \(40, 144\), got \(2, 2\)"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(size=3), r"residual_state_dict: size must be 2, got 3"),
+        (lambda s: s.update(rank=1 - s["rank"]), r"residual_state_dict: rank must be \d, got \d"),
+        (lambda s: s.update(version=9), r"residual_state_dict: version must be 1, got 9"),
+        (
+            lambda s: s["v"].pop("6.weight"),
+            r"v must have the same names, got none for \['6\.weight'\] and unknown \[\]",
+        ),
+        (
+            lambda s: s["u"].update(other=torch.zeros(1)),
+            r"u must have the same names, got none for \[\] and unknown \['other'\]",
+        ),
+        (
+            lambda s: s["u"].update({"6.weight": torch.zeros(2, 2)}),
+            r"u of 6\.weight must have shape \(40, 144\), got \(2, 2\)",
+        ),
+    ],
+)
 def test_residuals_that_do_not_fit_are_refused_whole(change, message):
     def worker():
         _, optimizer = train(range(2), SPARSE)
@@ -99,8 +123,9 @@ def test_residuals_that_do_not_fit_are_refused_whole(change, message):
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
-@pytest.mark.parametrize("asked", [lambda optimizer: optimizer.residual_state_dict(),
-                                   copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    "asked", [lambda optimizer: optimizer.residual_state_dict(), copy.deepcopy, pickle.dumps]
+)
 def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronized):
     def worker():
         network, optimizer = train(range(2), SPARSE)
@@ -108,8 +133,7 @@ def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronize
         backward(network, 2)
         if synchronized:
             optimizer.synchronize()
-        with pytest.raises(RuntimeError,
-                           match=r"must be called after step\(\)"):
+        with pytest.raises(RuntimeError, match=r"must be called after step\(\)"):
             asked(optimizer)
         with optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
             optimizer.step()
@@ -121,9 +145,12 @@ def test_residuals_that_lack_what_is_on_its_way_are_not_given(asked, synchronize
 @pytest.mark.parametrize("residuals_first", [False, True])
 def test_residuals_loaded_between_backward_and_step_are_those_that_were_saved(residuals_first):
     """To the bit, and so is what follows: nothing of the step that was not finished is added to them."""
+
     def worker():
         network, optimizer = train(range(3), SPARSE)
-        saved = copy.deepcopy([network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()])
+        saved = copy.deepcopy(
+            [network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()]
+        )
         expected = flat(train(range(3, 6), None, network, optimizer)[0])
         optimizer.zero_grad()
         backward(network, 6)
@@ -134,7 +161,11 @@ def test_residuals_loaded_between_backward_and_step_are_those_that_were_saved(re
         if not residuals_first:
             optimizer.load_residual_state_dict(saved[2])
         loaded = optimizer.residual_state_dict()
-        assert all(torch.equal(loaded[letter][name], x) for letter in "uv" for name, x in saved[2][letter].items())
+        assert all(
+            torch.equal(loaded[letter][name], x)
+            for letter in "uv"
+            for name, x in saved[2][letter].items()
+        )
         return torch.equal(flat(train(range(3, 6), None, network, optimizer)[0]), expected)
 
     assert in_lockstep(worker) == [True, True]
@@ -145,15 +176,21 @@ def test_one_process_is_told_that_the_momentum_of_several_is_not_in_their_state(
 
     def worker():
         _, optimizer = wrapped()
-        with pytest.warns(UserWarning, match=r"begins without it: .* load by dgc\.load_checkpoint\(\)") as told:
+        with pytest.warns(
+            UserWarning, match=r"begins without it: .* load by dgc\.load_checkpoint\(\)"
+        ) as told:
             for _ in range(2):
                 optimizer.load_state_dict(copy.deepcopy(state))
         own = copy.deepcopy(train(range(2), SPARSE)[1].state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             wrapped()[1].load_state_dict(own)
-            wrapped(momentum=0.0)[1].load_state_dict({**state, "param_groups": [
-                {**group, "momentum": 0.0} for group in state["param_groups"]]})
+            wrapped(momentum=0.0)[1].load_state_dict(
+                {
+                    **state,
+                    "param_groups": [{**group, "momentum": 0.0} for group in state["param_groups"]],
+                }
+            )
         return len(told)
 
     assert in_lockstep(worker, 1) == [1]
@@ -161,8 +198,11 @@ def test_one_process_is_told_that_the_momentum_of_several_is_not_in_their_state(
 
 def test_one_process_is_told_that_it_begins_without_adamws_momentum():
     config = dgc.Config(dgc.piecewise({0: 0.0, 1: 0.9}))
-    state = in_lockstep(lambda: train(range(3), config, *wrapped(
-        config, kind=torch.optim.AdamW, settings={"lr": 0.01}))[1].state_dict())[0]
+    state = in_lockstep(
+        lambda: train(
+            range(3), config, *wrapped(config, kind=torch.optim.AdamW, settings={"lr": 0.01})
+        )[1].state_dict()
+    )[0]
 
     def worker():
         _, optimizer = wrapped(config, kind=torch.optim.AdamW, settings={"lr": 0.01})
@@ -186,14 +226,25 @@ def test_a_checkpoint_loaded_before_wrapping_lacks_residuals_too():
     assert len(told) == 2  # each rank
 
 
-@pytest.mark.parametrize("make", [
-    lambda network: dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9),
-                                             network.named_parameters(), dgc.Config(0.9, min_numel=1 << 20)),
-    lambda network: dgc.DistributedOptimizer(torch.optim.AdamW(network.parameters()), network.named_parameters(),
-                                             dgc.Config(dgc.piecewise({0: 0.0, 99: 0.9}))),
-], ids=["nothing is compressed", "AdamW's dense steps"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda network: dgc.DistributedOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9),
+            network.named_parameters(),
+            dgc.Config(0.9, min_numel=1 << 20),
+        ),
+        lambda network: dgc.DistributedOptimizer(
+            torch.optim.AdamW(network.parameters()),
+            network.named_parameters(),
+            dgc.Config(dgc.piecewise({0: 0.0, 99: 0.9})),
+        ),
+    ],
+    ids=["nothing is compressed", "AdamW's dense steps"],
+)
 def test_without_residuals_there_are_none_to_lack(make):
     """All is in the state of torch's optimizer, and an update that is dropped is gone, as in stock Horovod."""
+
     def worker():
         network = model()
         whole, optimizer = train(range(3), None, network, make(network))
@@ -221,6 +272,7 @@ def test_without_residuals_there_are_none_to_lack(make):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 def test_another_training_that_is_loaded_into_a_copy_begins_without_residuals(copied):
     """As in the optimizer that was copied: they are of a training that is gone."""
+
     def worker():
         network, optimizer = wrapped(SPARSE)
         fresh = copy.deepcopy((network.state_dict(), optimizer.state_dict()))
@@ -230,7 +282,9 @@ def test_another_training_that_is_loaded_into_a_copy_begins_without_residuals(co
         kept = sum(x.abs().sum() for x in residuals["v"].values())
         network.load_state_dict(fresh[0])
         optimizer.load_state_dict(fresh[1])
-        return kept, [x.any() for letter in "uv" for x in optimizer.residual_state_dict()[letter].values()]
+        return kept, [
+            x.any() for letter in "uv" for x in optimizer.residual_state_dict()[letter].values()
+        ]
 
     for kept, left in in_lockstep(worker):
         assert kept > 0 and left and not any(left)
@@ -238,9 +292,12 @@ def test_another_training_that_is_loaded_into_a_copy_begins_without_residuals(co
 
 def test_a_state_is_loaded_after_an_exchange_that_has_failed(monkeypatch):
     """As Horovod's elastic state does where a rank is gone: nothing is waited for once more."""
+
     def worker():
         network, optimizer = train(range(2), SPARSE)
-        kept = copy.deepcopy((network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()))
+        kept = copy.deepcopy(
+            (network.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict())
+        )
         expected = flat(train(range(2, 4), None, network, optimizer)[0])
         down.add(rank())
         with pytest.raises(ConnectionError, match="the ring is down"):

@@ -36,10 +36,17 @@ def test_a_gradient_is_complete_with_its_last_backward_pass():
 
 
 def test_which_phases_wait_for_step_and_which_have_exchanged():
-    found = {phase: (step.waits_for_update, step.exchanged) for phase in Phase
-             if (step := Step(PARAMETERS, 1, phase))}
-    assert found == {Phase.IDLE: (False, False), Phase.COLLECTING: (True, False), Phase.EXCHANGED: (True, True),
-                     Phase.SKIPPED: (False, True)}
+    found = {
+        phase: (step.waits_for_update, step.exchanged)
+        for phase in Phase
+        if (step := Step(PARAMETERS, 1, phase))
+    }
+    assert found == {
+        Phase.IDLE: (False, False),
+        Phase.COLLECTING: (True, False),
+        Phase.EXCHANGED: (True, True),
+        Phase.SKIPPED: (False, True),
+    }
 
 
 def test_the_step_after_has_the_updates_and_the_scale_and_nothing_else():

@@ -37,8 +37,17 @@ def sending(world, dense_bytes, *collectives):
 
 def test_a_step_is_counted_and_added_to_the_totals():
     ledger, message = Ledger(), torch.zeros(120, dtype=torch.uint8)
-    ledger.close(sending(World(1, 4), dense_bytes(100, 4), Collective("gather", message), Collective("sum", message),
-                         Collective("share", message)), 100, 30)
+    ledger.close(
+        sending(
+            World(1, 4),
+            dense_bytes(100, 4),
+            Collective("gather", message),
+            Collective("sum", message),
+            Collective("share", message),
+        ),
+        100,
+        30,
+    )
     report = told(ledger)
     assert report.bytes_sent == report.total_bytes_sent == 120 * (3 + 2 * 3 / 4 + 3 / 4)
     assert report.dense_bytes == report.total_dense_bytes == 2 * 3 / 4 * 400
@@ -47,13 +56,17 @@ def test_a_step_is_counted_and_added_to_the_totals():
 
 def test_a_logger_gets_plain_numbers_and_the_compression():
     ledger = Ledger()
-    for nbytes in (20, 10):  # of which (N - 1) times as many are sent, instead of 2 (N - 1) / N * 400
+    for nbytes in (
+        20,
+        10,
+    ):  # of which (N - 1) times as many are sent, instead of 2 (N - 1) / N * 400
         message = Collective("gather", torch.zeros(nbytes, dtype=torch.uint8))
         ledger.close(sending(World(1, 4), dense_bytes(100, 4), message), 100, 30)
     report = told(ledger)
     numbers = report.as_dict()
     assert {name: getattr(report, name) for name in numbers if "compression" not in name} == {
-        field.name: numbers[field.name] for field in fields(report)}
+        field.name: numbers[field.name] for field in fields(report)
+    }
     assert all(type(value) in (int, float) for value in numbers.values())
     assert (numbers["compression"], numbers["total_compression"]) == (600 / 30, 1200 / 90)
 
@@ -66,10 +79,22 @@ def test_there_is_no_compression_where_nothing_was_sent():
 
 def test_what_stays_within_a_node_is_counted_apart():
     ledger, numbers = Ledger(), torch.zeros(30)
-    ledger.close(sending(World(0, 6, node_size=3), 0.0, Collective("sum", numbers, group="node"),
-                         Collective("gather", numbers, group="across")), 100, 0)
+    ledger.close(
+        sending(
+            World(0, 6, node_size=3),
+            0.0,
+            Collective("sum", numbers, group="node"),
+            Collective("gather", numbers, group="across"),
+        ),
+        100,
+        0,
+    )
     report = told(ledger)
-    assert (report.node_bytes, report.bytes_sent, report.message_bytes) == (120 * 2 * 2 / 3, 120, 120)
+    assert (report.node_bytes, report.bytes_sent, report.message_bytes) == (
+        120 * 2 * 2 / 3,
+        120,
+        120,
+    )
 
 
 def summing(numel, dense_bytes=1000.0):
@@ -83,15 +108,28 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     taken = told(ledger)
     ledger.skip(summing(1))
     report = told(ledger)
-    assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (1, 1, 204.0, 1000.0)
-    assert (report.bytes_sent, report.dense_bytes, report.density) == (200.0, 1000.0, 0.3) == (
-        taken.bytes_sent, taken.dense_bytes, taken.density)
+    assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (
+        1,
+        1,
+        204.0,
+        1000.0,
+    )
+    assert (
+        (report.bytes_sent, report.dense_bytes, report.density)
+        == (200.0, 1000.0, 0.3)
+        == (taken.bytes_sent, taken.dense_bytes, taken.density)
+    )
     for skip in (False, True, True):  # one that is dropped, as its exchange has failed
         step = summing(2)
         (ledger.skip if skip else ledger.drop)(step)
         ledger.drop(step)  # which has been dropped already
     report = told(ledger)
-    assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (200.0, 0.3, 3, 228.0)
+    assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (
+        200.0,
+        0.3,
+        3,
+        228.0,
+    )
 
 
 def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
@@ -104,11 +142,13 @@ def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
 
 def test_what_is_frozen_sends_nothing():
     """By hand: 3,200 entries of which a tenth of a half is sent, and 8 of a bias that travels dense."""
+
     def worker():
         p, q, bias = (nn.Parameter(torch.ones(shape)) for shape in ((40, 40), (40, 40), (8,)))
         optimizer = torch.optim.SGD([p, q, bias], lr=0.1)
-        optimizer = dgc.DistributedOptimizer(optimizer, None, dgc.Config(0.9, min_numel=10),
-                                             groups=[[p], [q], [bias]])
+        optimizer = dgc.DistributedOptimizer(
+            optimizer, None, dgc.Config(0.9, min_numel=10), groups=[[p], [q], [bias]]
+        )
         told = []
         for step in range(3):
             p.requires_grad_(step < 1)
@@ -123,4 +163,6 @@ def test_what_is_frozen_sends_nothing():
     norm = sum(i * i for i in range(1, 1601)) ** 0.5
     for told in dgc.lockstep.run(worker, 2):
         entries, norms = zip(*told, strict=True)
-        assert entries == pytest.approx((328, 168, 160)) and norms == pytest.approx((2 ** 0.5 * norm, norm, norm))
+        assert entries == pytest.approx((328, 168, 160)) and norms == pytest.approx(
+            (2**0.5 * norm, norm, norm)
+        )

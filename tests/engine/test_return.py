@@ -46,6 +46,7 @@ def momentum_sgd(steps, offset=0):
 @pytest.mark.parametrize("how", ["frozen", "p.grad is None"])
 def test_what_sits_out_the_return_is_sent_in_a_later_step(how):
     """Two weights; one has no part in the step of the return. The other is momentum SGD's all the same."""
+
     def worker():
         (kept, out), optimizer = made(THERE_AND_BACK, count=2)
         for step in range(10):
@@ -68,7 +69,11 @@ def test_what_sits_out_the_return_is_sent_in_a_later_step(how):
         torch.testing.assert_close(momentum, velocity, rtol=1e-6, atol=1e-6)
         if how == "frozen":  # it had all other steps, one of them later
             torch.testing.assert_close(
-                out, momentum_sgd([step for step in range(10) if step != 6], offset=50)[0], rtol=1e-6, atol=1e-9)
+                out,
+                momentum_sgd([step for step in range(10) if step != 6], offset=50)[0],
+                rtol=1e-6,
+                atol=1e-9,
+            )
 
 
 def test_a_momentum_that_begins_later_is_handed_back():
@@ -87,18 +92,24 @@ def test_a_momentum_that_begins_later_is_handed_back():
 
 def test_a_first_compressed_step_that_is_undone_leaves_the_momentum_where_it_was():
     """By the recipe of the warning; then the training is the one that has never had that step."""
+
     def worker():
         ends = []
         for undone in (True, False):
             (weight,), optimizer = made(dgc.piecewise({0: 0.0, 4: 0.9}))
             for step in range(8):
                 if undone and step == 4:
-                    saved, momentum = optimizer.residual_state_dict(), copy.deepcopy(optimizer.state[weight])
+                    saved, momentum = (
+                        optimizer.residual_state_dict(),
+                        copy.deepcopy(optimizer.state[weight]),
+                    )
                     backward([weight], 99)
                     optimizer.synchronize()
                     optimizer.load_residual_state_dict(saved)
                     optimizer.zero_grad()
-                    assert torch.equal(optimizer.state[weight]["momentum_buffer"], momentum["momentum_buffer"])
+                    assert torch.equal(
+                        optimizer.state[weight]["momentum_buffer"], momentum["momentum_buffer"]
+                    )
                     assert optimizer.param_groups[0]["dgc_compressed_from"] == -1
                 optimizer.zero_grad()
                 backward([weight], step)
@@ -112,6 +123,7 @@ def test_a_first_compressed_step_that_is_undone_leaves_the_momentum_where_it_was
 
 def test_momentum_of_a_state_that_rank_0_loads_in_mid_training_comes_to_all():
     """What hvd.broadcast_optimizer_state writes on the other ranks, by hand."""
+
     def worker():
         (weight,), optimizer = made(0.9)
         for step in range(3):
@@ -140,6 +152,7 @@ def test_momentum_of_a_state_that_rank_0_loads_in_mid_training_comes_to_all():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_passes_before_and_after_a_synchronize_add_up(passes):
     """backward_passes_per_step of them each time: what is applied and what is in v is all that came."""
+
     def worker():
         (weight,), optimizer = made(0.9, momentum=0.0, backward_passes_per_step=passes)
         for turn in range(2):
@@ -149,8 +162,11 @@ def test_passes_before_and_after_a_synchronize_add_up(passes):
         update = weight.grad.clone()
         with optimizer.skip_synchronize():
             optimizer.step()
-        return update, optimizer.residual_state_dict()["v"]["allreduce.noname.0.0"], sum(
-            gradient(10 * turn + i) for turn in range(2) for i in range(passes))
+        return (
+            update,
+            optimizer.residual_state_dict()["v"]["allreduce.noname.0.0"],
+            sum(gradient(10 * turn + i) for turn in range(2) for i in range(passes)),
+        )
 
     (update, v, came), (same, w, more) = in_lockstep(worker)
     assert torch.equal(update, same)
@@ -159,12 +175,15 @@ def test_passes_before_and_after_a_synchronize_add_up(passes):
 
 def test_a_pass_after_a_change_by_hand_is_refused():
     """Whether p.grad was zeroed or clipped, and what of it is new, nobody can tell."""
+
     def worker():
         (weight,), optimizer = made(0.9)
         backward([weight], 0)
         optimizer.synchronize()
         weight.grad.mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"must be left as it is between the exchange .*zero_grad\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"must be left as it is between the exchange .*zero_grad\(\)"
+        ):
             backward([weight], 1)
             optimizer.step()
 
@@ -173,6 +192,7 @@ def test_a_pass_after_a_change_by_hand_is_refused():
 
 def test_a_new_gradient_at_the_address_of_a_dropped_one_is_a_new_one():
     """Python gives the id of a tensor that is gone to one that is made after it."""
+
     def worker():
         (weight,), optimizer = made(0.9)
         backward([weight], 0)
@@ -193,6 +213,7 @@ def test_a_new_gradient_at_the_address_of_a_dropped_one_is_a_new_one():
 
 def test_weights_may_change_where_a_step_is_dropped():
     """As where a critic's weights are clamped; but an optimizer whose step() is never called is the wrong one."""
+
     def worker(steps):
         (weight,), optimizer = made(0.9)
         for step in range(steps):

@@ -17,10 +17,14 @@ def test_several_processes_exchange_and_one_has_nothing_to_exchange():
     assert roles(1, config=dgc.Config()) == [Role.ALONE]
 
 
-@pytest.mark.parametrize("arguments", [
-    {"config": dgc.Config(nonfinite="skip")},
-    {"config": dgc.Config(clip_norm=1.0), "grad_scaler": torch.amp.GradScaler("cpu")},
-    {"config": dgc.Config(), "elastic": True}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": dgc.Config(nonfinite="skip")},
+        {"config": dgc.Config(clip_norm=1.0), "grad_scaler": torch.amp.GradScaler("cpu")},
+        {"config": dgc.Config(), "elastic": True},
+    ],
+)
 def test_one_process_takes_part_where_torchs_optimizer_would_not_do(arguments):
     assert roles(1, **arguments) == [Role.MEMBER]
 

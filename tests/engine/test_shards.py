@@ -1,4 +1,5 @@
-"""Models that fully_shard has split, over two nodes of two ranks: torch.optim.SGD and plain shards are the references.
+"""Models that fully_shard has split, over two nodes of two ranks: torch.optim.SGD and plain shards
+are the references.
 """
 
 import copy
@@ -21,14 +22,24 @@ import dgc
 from dgc.engine.engine import engine_of
 from dgc.frontends import checks
 
-SHARDED = {name: replace(CONFIGS[name], min_numel=1) for name in (
-    "default", "float32", "plain accumulation", "dense, then sparse", "dense fallback", "reduced")}
+SHARDED = {
+    name: replace(CONFIGS[name], min_numel=1)
+    for name in (
+        "default",
+        "float32",
+        "plain accumulation",
+        "dense, then sparse",
+        "dense fallback",
+        "reduced",
+    )
+}
 SHARDED["AdamW"] = dgc.Config(dgc.piecewise({0: 0.0, 3: 0.9}), min_numel=1)
 
 
 @cache
 def mesh():
     from torch.distributed.device_mesh import init_device_mesh
+
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "shard"))
 
 
@@ -44,19 +55,26 @@ def uneven(seed=0):
 
 def uneven_loss(network, rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (network(torch.randn(8, 12, generator=generator)) - torch.randn(8, 1, generator=generator)).square().mean()
+    return (
+        (network(torch.randn(8, 12, generator=generator)) - torch.randn(8, 1, generator=generator))
+        .square()
+        .mean()
+    )
 
 
 def split(network, own=None, **arguments):
     """Each layer and the whole, over the ranks of a node."""
     from torch.distributed.fsdp import fully_shard
+
     for part in (network[0], network[2], network[4], network):
         fully_shard(part, mesh=mesh()["shard"] if own is None else own, **arguments)
     return network
 
 
 def sgd(parameters, momentum=0.9):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=momentum, weight_decay=1e-2, nesterov=momentum > 0)
+    return torch.optim.SGD(
+        parameters, lr=0.05, momentum=momentum, weight_decay=1e-2, nesterov=momentum > 0
+    )
 
 
 def adamw(parameters):
@@ -71,8 +89,13 @@ def made(name):
 def in_shards(config, network=None, make=sgd, **arguments):
     """A sharded model and its optimizer."""
     network = split(uneven()) if network is None else network
-    return network, dgc.DistributedOptimizer(make(network.parameters()), network.named_parameters(), config,
-                                             process_set=across(), **arguments)
+    return network, dgc.DistributedOptimizer(
+        make(network.parameters()),
+        network.named_parameters(),
+        config,
+        process_set=across(),
+        **arguments,
+    )
 
 
 def steps_in_shards(network, optimizer, steps):
@@ -106,9 +129,12 @@ def on_the_average(steps, clip_norm=None, passes=1, make=sgd):
         for node in range(2):
             optimizer.zero_grad()
             for i in range(passes):
-                sum(uneven_loss(network, 2 * node + rank, passes * step + i) / 2 for rank in range(2)).backward()
+                sum(
+                    uneven_loss(network, 2 * node + rank, passes * step + i) / 2
+                    for rank in range(2)
+                ).backward()
             norm = torch.cat([p.grad.flatten() for p in network.parameters()]).norm()
-            scale = 1.0 if clip_norm is None else min(1.0, clip_norm * 2 ** 0.5 / norm.item())
+            scale = 1.0 if clip_norm is None else min(1.0, clip_norm * 2**0.5 / norm.item())
             for kept, p in zip(total, network.parameters(), strict=True):
                 kept.add_(p.grad, alpha=scale / 2)
         for kept, p in zip(total, network.parameters(), strict=True):
@@ -120,6 +146,7 @@ def on_the_average(steps, clip_norm=None, passes=1, make=sgd):
 def fsdp_dense():
     """Nothing is kept back: distance from torch's optimizer, in each manner."""
     from torch.distributed.tensor import Shard
+
     results = {}
     for name, clip_norm in (("as it comes", None), ("clipped", 0.02)):
         config = dgc.Config(sparsity=0.0, min_numel=80, clip_norm=clip_norm)
@@ -165,9 +192,13 @@ def fsdp_sparse():
         network, optimizer = in_shards(config, make=made(name))
         steps_in_shards(network, optimizer, range(8))
         reference = uneven()
-        rows = {n: nn.Parameter(own_rows(p.detach()).clone()) for n, p in reference.named_parameters()}
+        rows = {
+            n: nn.Parameter(own_rows(p.detach()).clone()) for n, p in reference.named_parameters()
+        }
         rows = {n: p for n, p in rows.items() if p.numel()}
-        wrapped = dgc.DistributedOptimizer(made(name)(rows.values()), rows.items(), config, process_set=across())
+        wrapped = dgc.DistributedOptimizer(
+            made(name)(rows.values()), rows.items(), config, process_set=across()
+        )
         for step in range(8):
             total = {n: torch.zeros_like(p) for n, p in reference.named_parameters()}
             for other in (rank - rank % 2, rank - rank % 2 + 1):
@@ -180,19 +211,34 @@ def fsdp_sparse():
             wrapped.step()
             for n, p in reference.named_parameters():
                 parts = [None, None]
-                torch.distributed.all_gather_object(parts, rows[n].detach() if n in rows else p.detach()[:0],
-                                                    group=mesh()["shard"].get_group())
+                torch.distributed.all_gather_object(
+                    parts,
+                    rows[n].detach() if n in rows else p.detach()[:0],
+                    group=mesh()["shard"].get_group(),
+                )
                 p.data.copy_(torch.cat(parts))
         kept, expected = optimizer.residual_state_dict(), wrapped.residual_state_dict()
         before = whole(network), flat(reference)
         optimizer.flush(), wrapped.flush()
-        after = [torch.equal(p.to_local(), rows[n]) for n, p in network.named_parameters() if n in rows]
-        results[name] = (whole(network), torch.equal(before[0].double(), before[1]), all(after), [
-            torch.equal(kept[letter][n], t) for letter in "uv" for n, t in expected[letter].items()])
+        after = [
+            torch.equal(p.to_local(), rows[n]) for n, p in network.named_parameters() if n in rows
+        ]
+        results[name] = (
+            whole(network),
+            torch.equal(before[0].double(), before[1]),
+            all(after),
+            [
+                torch.equal(kept[letter][n], t)
+                for letter in "uv"
+                for n, t in expected[letter].items()
+            ],
+        )
     network, optimizer = in_shards(SHARDED["default"])
     apart, begun, before_the_last = split(uneven()), [], []
     apart[0].weight.register_post_accumulate_grad_hook(lambda p: before_the_last.append(len(begun)))
-    apart, alone = in_shards(SHARDED["default"], apart, groups=[[p] for p in reversed(list(apart.parameters()))])
+    apart, alone = in_shards(
+        SHARDED["default"], apart, groups=[[p] for p in reversed(list(apart.parameters()))]
+    )
     transport = engine_of(alone).settings.transport
     start = transport.start
 
@@ -211,7 +257,10 @@ def fsdp_conservation():
     """Of each weight's shard: what was accumulated on all nodes, and what was applied and is pending, added up."""
     results = {}
     network = split(uneven())
-    added = {n: torch.zeros(p.to_local().shape, dtype=torch.float64) for n, p in network.named_parameters()}
+    added = {
+        n: torch.zeros(p.to_local().shape, dtype=torch.float64)
+        for n, p in network.named_parameters()
+    }
     applied = {n: torch.zeros_like(t) for n, t in added.items()}
     for n, p in network.named_parameters():  # called before the optimizer's own
         p.register_post_accumulate_grad_hook(lambda p, n=n: added[n].add_(p.grad.to_local()))
@@ -230,12 +279,16 @@ def fsdp_conservation():
 
 def fsdp_resumed():
     """Saved and loaded between two steps, to the bit; the state's keys; what the other shard's residuals are told."""
-    config = replace(SHARDED["default"], min_numel=50)  # between the sizes of the two shards of the first weight
+    config = replace(
+        SHARDED["default"], min_numel=50
+    )  # between the sizes of the two shards of the first weight
     network, optimizer = steps_in_shards(*in_shards(config), range(3))
     residuals = optimizer.residual_state_dict()
     saved = {name: t.to_local().clone() for name, t in network.state_dict().items()}
     state = copy.deepcopy(optimizer.state_dict())
-    shapes = {(i, key): tuple(t.shape) for i, kept in state["state"].items() for key, t in kept.items()}
+    shapes = {
+        (i, key): tuple(t.shape) for i, kept in state["state"].items() for key, t in kept.items()
+    }
     steps_in_shards(network, optimizer, range(3, 6))
     other, again = in_shards(config, split(uneven(seed=5)))
     with torch.no_grad():
@@ -258,11 +311,15 @@ def fsdp_saved():
 
 def saved_and_loaded(name):
     import torch.distributed.checkpoint as dcp
+
     folder, told = Path(sys.argv[2]) / name, []
 
     def states():
-        return {"model": network.state_dict(), "optimizer": optimizer.state_dict(),
-                "residuals": dgc.Residuals(optimizer)}
+        return {
+            "model": network.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "residuals": dgc.Residuals(optimizer),
+        }
 
     network, optimizer = steps_in_shards(*in_shards(SHARDED[name], make=made(name)), range(5))
     dcp.save(states(), checkpoint_id=folder)
@@ -286,15 +343,18 @@ def saved_and_loaded(name):
 def fsdp_skipped():
     """One shard of one node has a gradient that is not finite: no rank takes the step, with and without a scaler."""
     results = []
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0 ** 4, growth_interval=100)):
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)):
         network = split(uneven())
         now = []
 
         def spoil(p, now=now):
             if now[-1] == 2 and torch.distributed.get_rank() == 1:
                 p.grad.to_local()[0, 0] = torch.inf
+
         network[0].weight.register_post_accumulate_grad_hook(spoil)
-        config = dgc.Config(sparsity=0.0, min_numel=80, nonfinite="skip" if scaler is None else "error")
+        config = dgc.Config(
+            sparsity=0.0, min_numel=80, nonfinite="skip" if scaler is None else "error"
+        )
         _, optimizer = in_shards(config, network, grad_scaler=scaler)
         for step in range(5):
             now.append(step)
@@ -306,8 +366,13 @@ def fsdp_skipped():
             else:
                 scaler.step(optimizer)
                 scaler.update()
-        results.append((difference(whole(network), on_the_average([0, 1, 3, 4])), optimizer.report().skipped,
-                        None if scaler is None else scaler.get_scale()))
+        results.append(
+            (
+                difference(whole(network), on_the_average([0, 1, 3, 4])),
+                optimizer.report().skipped,
+                None if scaler is None else scaler.get_scale(),
+            )
+        )
     return results
 
 
@@ -318,12 +383,20 @@ def fsdp_refusals():
     split(mixed, ignored_params={mixed[0].weight})
     told = []
     for network, process_set, settings in (
-            (sharded, None, config), (sharded, mesh()["shard"].get_group(), config),
-            (sharded, torch.distributed.group.WORLD, config), (split(uneven(), own=mesh()), across(), config),
-            (mixed, across(), config), (sharded, across(), dgc.Config(clip_norm=1.0, clip_per_tensor=True))):
+        (sharded, None, config),
+        (sharded, mesh()["shard"].get_group(), config),
+        (sharded, torch.distributed.group.WORLD, config),
+        (split(uneven(), own=mesh()), across(), config),
+        (mixed, across(), config),
+        (sharded, across(), dgc.Config(clip_norm=1.0, clip_per_tensor=True)),
+    ):
         try:
-            dgc.DistributedOptimizer(sgd(network.parameters()), network.named_parameters(), settings,
-                                     process_set=process_set)
+            dgc.DistributedOptimizer(
+                sgd(network.parameters()),
+                network.named_parameters(),
+                settings,
+                process_set=process_set,
+            )
             told.append(None)
         except (TypeError, ValueError) as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -334,17 +407,37 @@ def fsdp_differing():
     """Ranks with other shards have another config: their norms are added up, so that the others would wait."""
     odd = torch.distributed.get_rank() % 2 == 1
     try:
-        steps_in_shards(*in_shards(dgc.Config(0.9, min_numel=1, clip_norm=1.0 if odd else None)), range(1))
+        steps_in_shards(
+            *in_shards(dgc.Config(0.9, min_numel=1, clip_norm=1.0 if odd else None)), range(1)
+        )
     except ValueError as error:
         return str(error)
 
 
-CASES = (fsdp_dense, fsdp_sparse, fsdp_conservation, fsdp_resumed, fsdp_skipped, fsdp_refusals, fsdp_saved,
-         fsdp_differing)
+CASES = (
+    fsdp_dense,
+    fsdp_sparse,
+    fsdp_conservation,
+    fsdp_resumed,
+    fsdp_skipped,
+    fsdp_refusals,
+    fsdp_saved,
+    fsdp_differing,
+)
 
 
-@pytest.mark.parametrize("manner", ["as it comes", "AdamW", "clipped", "accumulated before", "accumulated after",
-                                    "broadcast", "columns"])
+@pytest.mark.parametrize(
+    "manner",
+    [
+        "as it comes",
+        "AdamW",
+        "clipped",
+        "accumulated before",
+        "accumulated after",
+        "broadcast",
+        "columns",
+    ],
+)
 def test_with_nothing_kept_back_it_is_torchs_on_the_average_of_all_ranks(manner):
     assert max(results[manner] for results in ran("torch", 4, CASES)[fsdp_dense]) < 1e-6
 
@@ -374,35 +467,54 @@ def test_conservation():
 
 def test_stopped_and_resumed():
     """The state is of whole parameters, as a checkpoint of torch.distributed has it, and alike on all ranks."""
-    expected = {(i, "momentum_buffer"): shape for i, shape in enumerate(((9, 12), (9,), (7, 9), (7,), (1, 7), (1,)))}
+    expected = {
+        (i, "momentum_buffer"): shape
+        for i, shape in enumerate(((9, 12), (9,), (7, 9), (7,), (1, 7), (1,)))
+    }
     for rank, (same, shapes, told) in enumerate(ran("torch", 4, CASES)[fsdp_resumed]):
         assert same and shapes == expected
-        assert told == f"residual_state_dict: shard must be {(rank % 2, 2)}, got {(1 - rank % 2, 2)}"
+        assert (
+            told == f"residual_state_dict: shard must be {(rank % 2, 2)}, got {(1 - rank % 2, 2)}"
+        )
 
 
 def test_saved_by_torch_distributed_checkpoint():
     """Each rank gets its own shard's residuals back; whole files are refused."""
-    for same, pending, told in (one for ranks in ran("torch", 4, CASES)[fsdp_saved] for one in ranks):
+    for same, pending, told in (
+        one for ranks in ran("torch", 4, CASES)[fsdp_saved] for one in ranks
+    ):
         assert same and pending > 0
         assert told == [told[0]] * 2
-        assert told[0] == "the parameters must be whole, got sharded ones, of which no rank has a whole model to save"
+        assert (
+            told[0]
+            == "the parameters must be whole, got sharded ones, of which no rank has a whole model to save"
+        )
 
 
 def test_a_step_that_one_shard_cannot_take_is_skipped_by_all():
-    for (error, skipped, _), (scaled_error, scaled_skipped, scale) in ran("torch", 4, CASES)[fsdp_skipped]:
+    for (error, skipped, _), (scaled_error, scaled_skipped, scale) in ran("torch", 4, CASES)[
+        fsdp_skipped
+    ]:
         assert error < 1e-6 and scaled_error < 1e-6
-        assert skipped == scaled_skipped == 1 and scale == 2.0 ** 3
+        assert skipped == scaled_skipped == 1 and scale == 2.0**3
 
 
 def test_ranks_with_other_shards_are_compared_too():
-    assert ran("torch", 4, CASES)[fsdp_differing] == [
-        "the ranks differ in the arguments of DistributedOptimizer. Rank 1 has: clip_norm=1.0; rank 0 has: "
-        "clip_norm=None"] * 4
+    assert (
+        ran("torch", 4, CASES)[fsdp_differing]
+        == [
+            "the ranks differ in the arguments of DistributedOptimizer. Rank 1 has: clip_norm=1.0; rank 0 has: "
+            "clip_norm=None"
+        ]
+        * 4
+    )
 
 
 def test_the_door():
     for nothing, node, world, native, mixed, per_tensor in ran("torch", 4, CASES)[fsdp_refusals]:
-        assert nothing.startswith("TypeError: process_set must be a torch.distributed.ProcessGroup for")
+        assert nothing.startswith(
+            "TypeError: process_set must be a torch.distributed.ProcessGroup for"
+        )
         assert "hold different ones" in node and "hold different ones" in world
         assert "(Replicate(), Shard(dim=0))" in native
         assert "of shapes [(9, 12)], that are not" in mixed

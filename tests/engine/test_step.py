@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from laws import DENSE, SPARSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+from laws import (
+    DENSE,
+    SPARSE,
+    backward,
+    difference,
+    flat,
+    in_lockstep,
+    loss,
+    model,
+    rank,
+    reference,
+    train,
+    wrapped,
+)
 from pairwise import pairwise
 
 import dgc
@@ -13,9 +26,17 @@ from dgc.compression.kernels import plain
 from dgc.engine.engine import engine_of
 
 
-@pairwise(config=[{}, {"exchange": "reduce"}, {"value_bits": 8},
-                  {"clip_norm": 0.5, "nonfinite": "skip"}, {"hierarchical": True}],
-          kind=[torch.optim.SGD, torch.optim.AdamW], fused=[True, False])
+@pairwise(
+    config=[
+        {},
+        {"exchange": "reduce"},
+        {"value_bits": 8},
+        {"clip_norm": 0.5, "nonfinite": "skip"},
+        {"hierarchical": True},
+    ],
+    kind=[torch.optim.SGD, torch.optim.AdamW],
+    fused=[True, False],
+)
 def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fused, monkeypatch):
     """On "meta", where nothing can be computed."""
     if not fused:
@@ -25,8 +46,11 @@ def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fus
         network = model()
         optimizer = kind(network.parameters(), lr=1e-3)
         with torch.device(device):
-            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(
-                dgc.dense_until(2, then=0.9), **config))
+            optimizer = dgc.DistributedOptimizer(
+                optimizer,
+                network.named_parameters(),
+                dgc.Config(dgc.dense_until(2, then=0.9), **config),
+            )
         for step in range(4):
             value = loss(network, rank(), step)
             with torch.device(device):
@@ -45,13 +69,17 @@ def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fus
 
 def test_messages_leave_during_the_backward_pass():
     def worker():
-        network, optimizer = train(range(1), SPARSE, groups=3)  # the first step begins with a question to all ranks
+        network, optimizer = train(
+            range(1), SPARSE, groups=3
+        )  # the first step begins with a question to all ranks
         begun = []
         transport = engine_of(optimizer).settings.transport
         start = transport.start
         transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
         seen = []
-        network[0].weight.register_hook(lambda g: seen.append(len(begun)))  # the last gradient of the backward pass
+        network[0].weight.register_hook(
+            lambda g: seen.append(len(begun))
+        )  # the last gradient of the backward pass
         backward(network)
         assert 0 < seen[0] < len(begun)
         optimizer.step()
@@ -87,7 +115,9 @@ def test_backward_passes_add_up(passes):
 def test_a_number_of_passes_is_for_the_next_step_where_a_gradient_is_complete():
     def worker():
         a, b = (torch.nn.Parameter(torch.zeros(50, 50)) for _ in range(2))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([a, b], 1.0), [("a", a), ("b", b)], DENSE, groups=1)
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([a, b], 1.0), [("a", a), ("b", b)], DENSE, groups=1
+        )
         moved = []
         for passes in (1, 2):
             optimizer.zero_grad()
@@ -104,6 +134,7 @@ def test_a_number_of_passes_is_for_the_next_step_where_a_gradient_is_complete():
 
 def test_what_could_not_be_sent_is_in_v():
     """The transport refuses a message, as Horovod one that is too long."""
+
     def worker(failing):
         p = torch.nn.Parameter(torch.zeros(50, 50))
         config = replace(SPARSE, exchange="reduce")
@@ -123,7 +154,7 @@ def test_what_could_not_be_sent_is_in_v():
         transport.start = refusing
         with pytest.raises(ValueError, match="too long"):
             optimizer.step()
-        v, = (bucket.v for bucket in engine_of(optimizer)._parameters.kept())
+        (v,) = (bucket.v for bucket in engine_of(optimizer)._parameters.kept())
         return (v.view(50, 50) - g).abs().max() < 1e-6 and not p.any()
 
     for failing in ("dgc.0.p", "dgc.0.p#1"):
@@ -132,6 +163,7 @@ def test_what_could_not_be_sent_is_in_v():
 
 def test_synchronize_then_step():
     """p.grad is the averaged update, alike everywhere, after synchronize() and after step()."""
+
     def worker():
         network, optimizer = wrapped()
         backward(network)
@@ -164,7 +196,9 @@ def test_a_closure_is_evaluated_before_the_exchange():
     assert difference(results[0], flat(reference(range(1), 2, weight_decay=0.0)[0])) < 1e-6
 
 
-@pytest.mark.parametrize("make", [torch.full_like, lambda p, value: torch.tensor(value).expand_as(p)])
+@pytest.mark.parametrize(
+    "make", [torch.full_like, lambda p, value: torch.tensor(value).expand_as(p)]
+)
 def test_gradients_set_by_hand_are_exchanged(make):
     def worker():
         network, optimizer = wrapped(DENSE, momentum=0.0, lr=1.0)

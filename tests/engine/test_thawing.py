@@ -6,7 +6,19 @@ import time
 
 import pytest
 import torch
-from laws import DENSE, backward, difference, flat, in_lockstep, loss, model, rank, reference, train, wrapped
+from laws import (
+    DENSE,
+    backward,
+    difference,
+    flat,
+    in_lockstep,
+    loss,
+    model,
+    rank,
+    reference,
+    train,
+    wrapped,
+)
 from torch import nn
 
 import dgc
@@ -14,6 +26,7 @@ import dgc
 
 def test_frozen_parameters_sit_out_and_thaw():
     """As a GAN toggles them: a frozen parameter is not moved, not even by its momentum, and then goes on."""
+
     def worker():
         network, optimizer = wrapped(DENSE)
         weight = network[6].weight
@@ -70,6 +83,7 @@ def test_whatever_had_a_gradient_is_exchanged(when, clip_norm):
 
 def test_what_is_frozen_from_the_start_costs_no_bytes():
     """A frozen backbone with a head: as many bytes as the head alone."""
+
     def worker(frozen):
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 20))
@@ -87,6 +101,7 @@ def test_what_is_frozen_from_the_start_costs_no_bytes():
 
 def test_a_parameter_frozen_at_first_is_exchanged_when_it_thaws():
     """Stock Horovod has no hook on it, and lets the ranks drift apart."""
+
     def worker():
         network = model()
         network[3].weight.requires_grad_(False)
@@ -102,13 +117,16 @@ def test_a_parameter_frozen_at_first_is_exchanged_when_it_thaws():
 
 def test_add_param_group():
     """Its parameters are exchanged too, under the names that were given."""
+
     def worker():
         network = model()
         named = list(network.named_parameters())
         inner = torch.optim.SGD([p for _, p in named[:4]], lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(inner, named, DENSE)
         optimizer.add_param_group({"params": [p for _, p in named[4:]], "lr": 0.02})
-        assert set(optimizer.residual_state_dict()["v"]) == {n for n, p in named if p.dim() > 1 and p.numel() >= 1024}
+        assert set(optimizer.residual_state_dict()["v"]) == {
+            n for n, p in named if p.dim() > 1 and p.numel() >= 1024
+        }
         train(range(3), None, network, optimizer)
         other = nn.Parameter(torch.zeros(40, 40))
         optimizer.add_param_group({"params": [other]})
@@ -117,7 +135,9 @@ def test_add_param_group():
 
     network = model()
     parameters = list(network.parameters())
-    optimizer = torch.optim.SGD([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}], 0.05, 0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}], 0.05, 0.9
+    )
     results = in_lockstep(worker)
     assert torch.equal(*results)
     assert difference(results[0], flat(reference(range(3), 2, network, optimizer)[0])) < 1e-6
@@ -137,17 +157,19 @@ def test_a_copy_knows_the_names_of_what_is_still_to_be_added():
 
 def test_a_model_that_was_moved_after_wrapping_is_refused():
     """Its gradients would be read at addresses of another device: with numba, a crash."""
+
     def worker():
         network, optimizer = wrapped()
-        torch.__future__.set_swap_module_params_on_conversion(True)  # as model.cuda() does: the same parameters, moved
+        torch.__future__.set_swap_module_params_on_conversion(
+            True
+        )  # as model.cuda() does: the same parameters, moved
         try:
             network.to("meta")
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         for p in network.parameters():
             p.grad = torch.zeros_like(p)
-        with pytest.raises(RuntimeError,
-                           match=r"6\.weight must be \(40, 144\) on cpu, "):
+        with pytest.raises(RuntimeError, match=r"6\.weight must be \(40, 144\) on cpu, "):
             optimizer.step()
 
     in_lockstep(worker)
@@ -155,28 +177,44 @@ def test_a_model_that_was_moved_after_wrapping_is_refused():
 
 def test_a_parameter_that_has_another_shape_is_refused():
     """Its gradient would be read, and its update written, past its end."""
+
     def worker():
         network, optimizer = wrapped()
         network[6].weight.data = torch.zeros(40, 72)
         network[6].weight.grad = torch.zeros(40, 72)
-        with pytest.raises(RuntimeError, match=r"6\.weight must be \(40, 144\) on cpu, .* got \(40, 72\) on cpu"):
+        with pytest.raises(
+            RuntimeError, match=r"6\.weight must be \(40, 144\) on cpu, .* got \(40, 72\) on cpu"
+        ):
             optimizer.step()
 
     in_lockstep(worker)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(40, 40))),
-     r"must not be changed by hand, got one of shape \(40, 40\) \(use add_param_group\(\)"),
-    (lambda groups: groups[0]["params"].pop(), r"must not be changed by hand, got 8\.bias .* requires_grad_\(False\)")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(40, 40))),
+            r"must not be changed by hand, got one of shape \(40, 40\) \(use add_param_group\(\)",
+        ),
+        (
+            lambda groups: groups[0]["params"].pop(),
+            r"must not be changed by hand, got 8\.bias .* requires_grad_\(False\)",
+        ),
+    ],
+)
 def test_param_groups_changed_by_hand_are_refused(change, message):
     def worker():
         network, optimizer = wrapped()
         backward(network)
         optimizer.step()
         change(optimizer.param_groups)
-        for call in (lambda: backward(network), optimizer.step, optimizer.flush,
-                     lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})):
+        for call in (
+            lambda: backward(network),
+            optimizer.step,
+            optimizer.flush,
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        ):
             with pytest.raises(RuntimeError, match=message):
                 call()
 
@@ -209,7 +247,9 @@ def test_backward_passes_of_several_threads_open_a_step_once():
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(asked) == len(set(asked))  # for what is compared before the first step, no step is asked for twice
+        assert len(asked) == len(
+            set(asked)
+        )  # for what is compared before the first step, no step is asked for twice
         optimizer.step()
 
     in_lockstep(worker, 1)
@@ -217,6 +257,7 @@ def test_backward_passes_of_several_threads_open_a_step_once():
 
 def test_the_first_backward_pass_waits_for_nobody():
     """A rank without a gradient for one of two optimizers comes to it only when the other one's step is done."""
+
     def worker():
         torch.manual_seed(0)
         first, side, last = (nn.Linear(40, 40) for _ in range(3))

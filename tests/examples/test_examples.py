@@ -23,9 +23,16 @@ LIMIT = 200
 
 
 def start(command, log):
-    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+    )
 
 
 def run(command, tmp_path):
@@ -51,7 +58,9 @@ def figures(output):
 def needs(*libraries):
     for name in libraries:
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed" + ("" if name == "horovod" else " (make examples)"))
+            pytest.skip(
+                f"{name} is not installed" + ("" if name == "horovod" else " (make examples)")
+            )
 
 
 def learns(command, tmp_path):
@@ -79,8 +88,15 @@ def test_fsdp2(tmp_path):
 
 def test_elastic_when_a_worker_is_killed(tmp_path):
     needs("horovod")
-    command = [*HOROVODRUN, "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", sys.executable,
-               str(FOLDER / "with_elastic.py")]
+    command = [
+        *HOROVODRUN,
+        "--min-np",
+        "1",
+        "-H",
+        "localhost:1,127.0.0.1:1",
+        sys.executable,
+        str(FOLDER / "with_elastic.py"),
+    ]
     path, deadline = tmp_path / "log", time.monotonic() + LIMIT
     with path.open("w") as log:
         process = start(command, log)
@@ -88,9 +104,13 @@ def test_elastic_when_a_worker_is_killed(tmp_path):
             while "step 100 of 2" not in path.read_text():
                 assert process.poll() is None and time.monotonic() < deadline, path.read_text()
                 time.sleep(0.05)
-            workers = [worker for worker in psutil.Process(process.pid).children(recursive=True)
-                       if any("with_elastic.py" in word for word in worker.cmdline())
-                       and worker.environ().get("HOROVOD_RANK") == "1" and "python" in Path(worker.exe()).name]
+            workers = [
+                worker
+                for worker in psutil.Process(process.pid).children(recursive=True)
+                if any("with_elastic.py" in word for word in worker.cmdline())
+                and worker.environ().get("HOROVOD_RANK") == "1"
+                and "python" in Path(worker.exe()).name
+            ]
             workers[-1].send_signal(signal.SIGKILL)
             status = process.wait(max(1.0, deadline - time.monotonic()))
         finally:
@@ -101,8 +121,14 @@ def test_elastic_when_a_worker_is_killed(tmp_path):
     assert accuracy > 0.85 and lost == 1
 
 
-@pytest.mark.parametrize(("name", "libraries"), [("with_lightning", ["lightning"]), ("with_accelerate", ["accelerate"]),
-                                                 ("with_trainer", ["accelerate", "transformers"])])
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        ("with_lightning", ["lightning"]),
+        ("with_accelerate", ["accelerate"]),
+        ("with_trainer", ["accelerate", "transformers"]),
+    ],
+)
 def test_a_framework(name, libraries, tmp_path):
     needs(*libraries)
     learns([*TORCHRUN, "2", FOLDER / f"{name}.py"], tmp_path)
@@ -110,7 +136,9 @@ def test_a_framework(name, libraries, tmp_path):
 
 def test_ray(tmp_path):
     needs("ray")
-    learns([sys.executable, FOLDER / "with_ray.py"], tmp_path)  # which starts the two processes itself
+    learns(
+        [sys.executable, FOLDER / "with_ray.py"], tmp_path
+    )  # which starts the two processes itself
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

@@ -34,9 +34,15 @@ def wrapper(mode):
 
     def wrap(optimizer, *args, **kwargs):
         kind = type(optimizer)
-        adam = is_adam(kind) and decays_apart(kind, optimizer.param_groups[0])  # else it has no momentum correction
-        sparsity = dgc.dense_until(1, then=MODES[mode]) if adam and mode == "sparse" else MODES[mode]
-        config = dgc.Config(sparsity, momentum_correction=adam or isinstance(optimizer, torch.optim.SGD))
+        adam = is_adam(kind) and decays_apart(
+            kind, optimizer.param_groups[0]
+        )  # else it has no momentum correction
+        sparsity = (
+            dgc.dense_until(1, then=MODES[mode]) if adam and mode == "sparse" else MODES[mode]
+        )
+        config = dgc.Config(
+            sparsity, momentum_correction=adam or isinstance(optimizer, torch.optim.SGD)
+        )
         return dgc.DistributedOptimizer(optimizer, *args, compression=config, **kwargs)
 
     return wrap
@@ -52,7 +58,9 @@ def observed():
             outcome = {"alike": None, "close": [], "error": None}
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                warnings.filterwarnings("ignore", ".*with torch.optim.AdamW in place of")  # see wrap
+                warnings.filterwarnings(
+                    "ignore", ".*with torch.optim.AdamW in place of"
+                )  # see wrap
                 try:
                     result = behave(wrapper(mode)) or {}
                     outcome.update(result)
@@ -125,8 +133,10 @@ REFUSED = {
 def refusals(wrap):
     """Of each of these: what is raised."""
     model = network()
-    return {name: raised(lambda arguments=arguments: wrap(sgd(model), **arguments(model)))
-            for name, arguments in REFUSED.items()}
+    return {
+        name: raised(lambda arguments=arguments: wrap(sgd(model), **arguments(model)))
+        for name, arguments in REFUSED.items()
+    }
 
 
 @behaviour
@@ -143,7 +153,11 @@ def num_groups_is_deprecated(wrap):
 @behaviour
 def names_of_others_and_two_of_one(wrap):
     model = network()
-    names = [*model.named_parameters(), ("other", nn.Parameter(torch.ones(2))), ("zzz", model[0].weight)]
+    names = [
+        *model.named_parameters(),
+        ("other", nn.Parameter(torch.ones(2))),
+        ("zzz", model[0].weight),
+    ]
     return trained(model, wrap(sgd(model), iter(names)))
 
 
@@ -153,25 +167,46 @@ def it_is_the_wrapped_class(wrap):
     inner = sgd(model, momentum=0.9)
     optimizer = wrap(inner, model.named_parameters())
     inner.param_groups[0]["lr"] = 0.25
-    return {"alike": (isinstance(optimizer, torch.optim.SGD), type(optimizer).__name__, optimizer.__module__,
-                      optimizer.param_groups[0]["lr"])}
+    return {
+        "alike": (
+            isinstance(optimizer, torch.optim.SGD),
+            type(optimizer).__name__,
+            optimizer.__module__,
+            optimizer.param_groups[0]["lr"],
+        )
+    }
 
 
 @behaviour
 def attributes_that_scripts_read(wrap):
     model = network()
     model[2].bias.requires_grad_(False)
-    optimizer = wrap(sgd(model), model.named_parameters(), backward_passes_per_step=2, gradient_predivide_factor=2.0)
+    optimizer = wrap(
+        sgd(model),
+        model.named_parameters(),
+        backward_passes_per_step=2,
+        gradient_predivide_factor=2.0,
+    )
     names = optimizer._parameter_names
 
     def now():
-        return (sorted(names[p] for p in optimizer._handles),
-                {names[p]: optimizer._allreduce_delay[p] for p in model.parameters()})
+        return (
+            sorted(names[p] for p in optimizer._handles),
+            {names[p]: optimizer._allreduce_delay[p] for p in model.parameters()},
+        )
 
-    seen = [sorted(names.values()), all(dict(model.named_parameters())[name] is p for p, name in names.items()),
-            optimizer.op == hvd.Average, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense,
-            optimizer.backward_passes_per_step, optimizer.process_set is hvd.global_process_set, optimizer._groups,
-            sorted(names[p] for p in optimizer._requires_update), now()]
+    seen = [
+        sorted(names.values()),
+        all(dict(model.named_parameters())[name] is p for p, name in names.items()),
+        optimizer.op == hvd.Average,
+        optimizer.gradient_predivide_factor,
+        optimizer.sparse_as_dense,
+        optimizer.backward_passes_per_step,
+        optimizer.process_set is hvd.global_process_set,
+        optimizer._groups,
+        sorted(names[p] for p in optimizer._requires_update),
+        now(),
+    ]
     for step in range(2):
         backward(model, step)
         seen.append(now())
@@ -189,6 +224,7 @@ def names_made_up(wrap):
 
 # -- what may differ between ranks, and what nobody trains -------------------------------------------------------------
 
+
 @behaviour
 def other_values_and_settings_on_each_rank(wrap):
     model = network(hvd.rank())
@@ -203,11 +239,21 @@ def other_values_and_settings_on_each_rank(wrap):
 def integer_parameters_that_are_frozen(wrap):
     model = network()
     model.register_parameter("places", nn.Parameter(torch.tensor([1, 3]), requires_grad=False))
-    model.register_parameter("phases", nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False))
+    model.register_parameter(
+        "phases", nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    )
     optimizer = wrap(sgd(model, momentum=0.9, weight_decay=0.1), model.named_parameters())
     hvd.broadcast_parameters({"places": model.places.data}, root_rank=0)
     result = trained(nn.Sequential(*model), optimizer)
-    return {**result, "alike": (model.places.tolist(), model.phases.tolist(), model.places.grad, model.phases.grad)}
+    return {
+        **result,
+        "alike": (
+            model.places.tolist(),
+            model.phases.tolist(),
+            model.places.grad,
+            model.phases.grad,
+        ),
+    }
 
 
 @behaviour
@@ -232,7 +278,10 @@ def parameters_that_one_rank_uses(wrap):
         x = torch.full((1, 40), 1.0 + step + hvd.rank())
         model["all"](x + model["some"](x) if hvd.rank() == 0 else x).sum().backward()
         optimizer.step()
-    return {"close": [*gradients(model), flat(model)], "alike": [p.grad is None for p in model.parameters()]}
+    return {
+        "close": [*gradients(model), flat(model)],
+        "alike": [p.grad is None for p in model.parameters()],
+    }
 
 
 @behaviour
@@ -242,7 +291,10 @@ def requires_update_may_be_emptied(wrap):
     optimizer._requires_update = set()
     before = model["unused"].weight.detach().clone()
     result = trained(model["used"], optimizer)
-    return {**result, "alike": (model["unused"].weight.grad is None, torch.equal(model["unused"].weight, before))}
+    return {
+        **result,
+        "alike": (model["unused"].weight.grad is None, torch.equal(model["unused"].weight, before)),
+    }
 
 
 @behaviour
@@ -256,10 +308,14 @@ def gradients_that_are_not_finite(wrap):
 
 # -- the step ----------------------------------------------------------------------------------------------------------
 
+
 @behaviour
 def a_training(wrap):
     model = network()
-    return trained(model, wrap(sgd(model, momentum=0.9, nesterov=True, weight_decay=0.1), model.named_parameters()))
+    return trained(
+        model,
+        wrap(sgd(model, momentum=0.9, nesterov=True, weight_decay=0.1), model.named_parameters()),
+    )
 
 
 @behaviour
@@ -271,7 +327,9 @@ def a_sum_instead_of_an_average(wrap):
 @behaviour
 def groups_of_parameters(wrap):
     model = network()
-    return trained(model, wrap(sgd(model), model.named_parameters(), groups=[[model[0].weight, model[2].bias]]))
+    return trained(
+        model, wrap(sgd(model), model.named_parameters(), groups=[[model[0].weight, model[2].bias]])
+    )
 
 
 @behaviour
@@ -440,7 +498,9 @@ def sparse_gradients(wrap):
     for as_dense in (False, True):
         model = nn.Embedding(50, 30, sparse=True)
         nn.init.constant_(model.weight, 0.5)
-        optimizer = wrap(torch.optim.SparseAdam(list(model.parameters()), lr=0.1), sparse_as_dense=as_dense)
+        optimizer = wrap(
+            torch.optim.SparseAdam(list(model.parameters()), lr=0.1), sparse_as_dense=as_dense
+        )
         optimizer.zero_grad()
         model(torch.tensor([[1, 2, 4], [4, 3, 9 + hvd.rank()]])).square().sum().backward()
         optimizer.step()
@@ -450,18 +510,26 @@ def sparse_gradients(wrap):
 
 # -- state -------------------------------------------------------------------------------------------------------------
 
+
 @behaviour
 def state_broadcast_when_fresh(wrap):
     """Learning rate and momentum of rank 0 on all of them. Stock's own step decays the weights meanwhile; ours not."""
     model = network(hvd.rank())
-    settings = {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.2, "nesterov": True} if hvd.rank() == 0 else {
-        "lr": 0.2, "momentum": 0.9, "weight_decay": 0.1}
+    settings = (
+        {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.2, "nesterov": True}
+        if hvd.rank() == 0
+        else {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1}
+    )
     optimizer = wrap(sgd(model, **settings), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     group = optimizer.param_groups[0]
-    return {"alike": ([group[key] for key in ("lr", "momentum", "weight_decay", "nesterov")],
-                      [g is not None and not g.any() for g in gradients(model)])}
+    return {
+        "alike": (
+            [group[key] for key in ("lr", "momentum", "weight_decay", "nesterov")],
+            [g is not None and not g.any() for g in gradients(model)],
+        )
+    }
 
 
 @behaviour
@@ -513,14 +581,22 @@ def state_loaded_into_another(wrap):
 def every_optimizer():
     """What torch ships, but for those that stock's tests leave out: LBFGS, SparseAdam (above), and Muon (below)."""
     left_out = ("LBFGS", "SparseAdam", "Muon")
-    kinds = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind is not torch.optim.Optimizer
-             and issubclass(kind, torch.optim.Optimizer) and kind.__name__ not in left_out]
+    kinds = [
+        kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind)
+        and kind is not torch.optim.Optimizer
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind.__name__ not in left_out
+    ]
     return sorted(kinds, key=lambda kind: kind.__name__)
 
 
 def _made(kind, model, settings):
     accepted = inspect.signature(kind).parameters
-    return kind(model.parameters(), **{key: value for key, value in settings.items() if key in accepted})
+    return kind(
+        model.parameters(), **{key: value for key, value in settings.items() if key in accepted}
+    )
 
 
 def _with(kind, settings):
@@ -539,19 +615,31 @@ def _with(kind, settings):
         optimizer = wrap(_made(kind, model, settings), model.named_parameters())
         trained(model, optimizer)
         saved = optimizer.state_dict()
-        values = [sorted((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-                  for state in saved["state"].values()] if hvd.rank() == 0 else None
+        values = (
+            [
+                sorted(
+                    (key, value) for key, value in state.items() if isinstance(value, torch.Tensor)
+                )
+                for state in saved["state"].values()
+            ]
+            if hvd.rank() == 0
+            else None
+        )
         other = SimpleNamespace(model=network())
         other.optimizer = wrap(_made(kind, other.model, settings), other.model.named_parameters())
         if hvd.rank() == 0:
             other.optimizer.load_state_dict(saved)
         hvd.broadcast_optimizer_state(other.optimizer, root_rank=0)
-        after = [sorted((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-                 for state in other.optimizer.state_dict()["state"].values()]
+        after = [
+            sorted((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+            for state in other.optimizer.state_dict()["state"].values()
+        ]
         values = hvd.broadcast_object(values, name="values")
         same = len(values) == len(after) and all(
             a[0] == b[0] and torch.equal(a[1], b[1])
-            for before, now in zip(values, after, strict=True) for a, b in zip(before, now, strict=True))
+            for before, now in zip(values, after, strict=True)
+            for a, b in zip(before, now, strict=True)
+        )
         return {"alike": same}
 
     return trains, is_loaded
@@ -561,10 +649,15 @@ def _with(kind, settings):
 def muon(wrap):
     """Which takes matrices alone."""
     model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Tanh(), nn.Linear(40, 3, bias=False))
-    return trained(model, wrap(torch.optim.Muon(model.parameters(), lr=0.02), model.named_parameters()))
+    return trained(
+        model, wrap(torch.optim.Muon(model.parameters(), lr=0.02), model.named_parameters())
+    )
 
 
-SETTINGS = {"defaults": {"lr": 0.02}, "all": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "centered": True}}
+SETTINGS = {
+    "defaults": {"lr": 0.02},
+    "all": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "centered": True},
+}
 for _kind in every_optimizer():
     for _label, _settings in SETTINGS.items():
         for _name, _behave in zip(("trains", "is_loaded"), _with(_kind, _settings), strict=True):

@@ -50,9 +50,11 @@ class Side:
         names = [(name + key, p) for key, p in model.named_parameters()]
         if self.stock:
             return model, horovod().DistributedOptimizer(
-                optimizer, names, backward_passes_per_step=passes)
+                optimizer, names, backward_passes_per_step=passes
+            )
         return model, dgc.DistributedOptimizer(
-            optimizer, names, config, backward_passes_per_step=passes, grad_scaler=scaler)
+            optimizer, names, config, backward_passes_per_step=passes, grad_scaler=scaler
+        )
 
     def register(self, called, optimizer, config=None, scaler=None):
         """The one line more that a script with DDP has."""
@@ -74,13 +76,15 @@ class Side:
 
 def horovod():
     import horovod.torch as hvd
+
     return hvd
 
 
 def script(over=BOTH, modes=ALL, **variants):
     """Keeps a function as a script. ``variants``: a name, and the values that it takes in turn."""
+
     def keep(function):
-        (argument, values), = variants.items() or [("", ("",))]
+        ((argument, values),) = variants.items() or [("", ("",))]
         for value in values:
             name = f"{function.__name__}_{value}" if argument else function.__name__
             bound = functools.partial(function, **{argument: value}) if argument else function
@@ -126,6 +130,7 @@ def outcome(function, side):
 
 
 # -- what the scripts are made of ------------------------------------------------------------------
+
 
 def network(seed=3):
     """A parameter that is compressed, and three that are too small for it."""

@@ -62,8 +62,13 @@ def account(side, act, **arguments):
     before = pending(optimizer)
     came = act(model, called, optimizer)
     applied = {name: (weights[name] - model.get_parameter(name).detach()) / LR for name in NAMES}
-    return {"before": before, "after": pending(optimizer), "applied": applied, "came": came,
-            "end": flat(model)}
+    return {
+        "before": before,
+        "after": pending(optimizer),
+        "applied": applied,
+        "came": came,
+        "end": flat(model),
+    }
 
 
 def summed(gradients):
@@ -72,6 +77,7 @@ def summed(gradients):
 
 def dropped(side, drop, scale=1.0, **arguments):
     """One step is dropped, and one is taken: what travels dense is gone with the first."""
+
     def act(model, called, optimizer):
         first = local_gradient(side, model, 7, scale)
         (loss(side, called, 7) * scale).backward()
@@ -86,6 +92,7 @@ def dropped(side, drop, scale=1.0, **arguments):
 
 def one_weight_dropped(side):
     """A compressed weight's gradient is set to None before step(); and one more step is taken."""
+
     def act(model, called, optimizer):
         first = local_gradient(side, model, 7)
         loss(side, called, 7).backward()
@@ -105,6 +112,7 @@ def one_weight_dropped(side):
 
 def two_passes(side, **manner):
     """Two backward passes before one step(), and once more."""
+
     def act(model, called, optimizer):
         came = []
         for step in (10, 20):
@@ -154,8 +162,14 @@ def restored(side, spike):
             optimizer.zero_grad()
         train(side, called, optimizer, range(4, 8))
         residuals = optimizer.residual_state_dict()
-        ends.append([flat(model), residuals["u"]["0.weight"], residuals["v"]["0.weight"],
-                     torch.tensor(optimizer.param_groups[0]["dgc_step"])])
+        ends.append(
+            [
+                flat(model),
+                residuals["u"]["0.weight"],
+                residuals["v"]["0.weight"],
+                torch.tensor(optimizer.param_groups[0]["dgc_step"]),
+            ]
+        )
     return ends
 
 
@@ -235,8 +249,12 @@ def two_models(side):
     optimizer.step()
     after = list(optimizer.residual_state_dict()["v"].values())
     applied = [(w - part[0].weight.detach()) / LR for w, part in zip(weights, parts, strict=True)]
-    return {"before": torch.stack(before), "after": torch.stack(after),
-            "applied": torch.stack(applied), "came": torch.stack(came[:2]) + torch.stack(came[2:])}
+    return {
+        "before": torch.stack(before),
+        "after": torch.stack(after),
+        "applied": torch.stack(applied),
+        "came": torch.stack(came[:2]) + torch.stack(came[2:]),
+    }
 
 
 OVER_BOTH = {
@@ -244,10 +262,14 @@ OVER_BOTH = {
     "a spike is dropped": functools.partial(dropped, drop="zero_grad", scale=1e4),
     "one weight": one_weight_dropped,
     "two passes": two_passes,
-    **{f"nan, {each}": functools.partial(a_nan_is_dropped, nonfinite=each)
-       for each in ("error", "skip")},
-    **{f"restored from {spike:g}": functools.partial(restored, spike=spike)
-       for spike in (1e4, math.nan)},
+    **{
+        f"nan, {each}": functools.partial(a_nan_is_dropped, nonfinite=each)
+        for each in ("error", "skip")
+    },
+    **{
+        f"restored from {spike:g}": functools.partial(restored, spike=spike)
+        for spike in (1e4, math.nan)
+    },
     **{f"told of {drop}": functools.partial(told_of_dropped_steps, drop=drop) for drop in DROPS},
     "left out": left_out_by_report,
     "counted": counted_steps,

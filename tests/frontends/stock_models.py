@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 # -- several models, several optimizers ------------------------------------------------------------
 
+
 @script(kind=KINDS)
 def a_generator_and_its_critic(side, kind):
     """The generator's loss runs through the critic, whose gradient is dropped."""
@@ -68,8 +69,11 @@ def an_actor_whose_loss_runs_through_the_critic(side, kind):
 def one_optimizer_of_two_models(side):
     backbone, head = network(1)[0], network(2)
     parts = [DistributedDataParallel(backbone), DistributedDataParallel(head)]
-    optimizer = torch.optim.SGD([{"params": backbone.parameters()},
-                                 {"params": head.parameters(), "lr": 0.02}], LR, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": backbone.parameters()}, {"params": head.parameters(), "lr": 0.02}],
+        LR,
+        momentum=0.9,
+    )
     for part in parts:
         side.register(part, optimizer)
     for step in range(8):
@@ -196,6 +200,7 @@ def a_wrapper_around_an_optimizer(side, climbs):
 
 # -- parameters that are not used, complex, lazy ---------------------------------------------------
 
+
 class Layers(nn.Module):
     """One of them is dropped in some steps, alike on all ranks, or on one of them."""
 
@@ -249,8 +254,13 @@ def a_layer_that_no_rank_uses_in_a_bucket_that_is_skipped(side):
 def a_layer_that_is_never_used_in_a_bucket_that_is_skipped(side):
     model = nn.ModuleDict({"used": network(), "never": nn.Linear(40, 40).double()})
     model.forward = model["used"].forward
-    called, optimizer = side.ready(model, sgd(model), find_unused_parameters=True,
-                                   skip_all_reduce_unused_params=True, bucket_cap_mb=0.002)
+    called, optimizer = side.ready(
+        model,
+        sgd(model),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=0.002,
+    )
     before = flat(model["never"])
     train(side, called, optimizer, range(4))
     return {"end": flat(model), "close": [flat(model["never"]) - before]}
@@ -321,6 +331,7 @@ def a_layer_that_is_checkpointed_and_used_twice(side):
 
 # -- copies, and ranks that leave ------------------------------------------------------------------
 
+
 @script(DDP)
 def copies_between_backward_and_step(side):
     """Saved, copied, and averaged; the model goes on, and its copies are those of that moment."""
@@ -337,8 +348,12 @@ def copies_between_backward_and_step(side):
         averaged.update_parameters(called)
         same += [torch.equal(flat(each), flat(model)) for each in (loaded, copy.deepcopy(called))]
         optimizer.step()
-    return {"end": flat(model), "close": [flat(averaged)], "alike": same,
-            "bytes": len(buffer.getvalue())}
+    return {
+        "end": flat(model),
+        "close": [flat(averaged)],
+        "alike": same,
+        "bytes": len(buffer.getvalue()),
+    }
 
 
 def joined(side, **arguments):

@@ -69,9 +69,11 @@ def trained(side, info, settings, dtype, sparse):
         side.exchange(optimizer)
         if step != 1:
             side.step(optimizer)
-    return ({name: p.detach().clone() for name, p in model.named_parameters()},
-            {name: p.grad.to_dense().clone() for name, p in model.named_parameters()},
-            {name: copy.deepcopy(dict(optimizer.state[p])) for name, p in model.named_parameters()})
+    return (
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        {name: p.grad.to_dense().clone() for name, p in model.named_parameters()},
+        {name: copy.deepcopy(dict(optimizer.state[p])) for name, p in model.named_parameters()},
+    )
 
 
 def cases():
@@ -81,6 +83,7 @@ def cases():
     be compressed.
     """
     from torch.testing._internal.common_optimizers import optim_db  # here, as it takes seconds
+
     for info in optim_db:
         if info.optim_cls is torch.optim.LBFGS:  # which is refused
             continue
@@ -120,8 +123,10 @@ def compared(ours, stock):
     looked at.
     """
     if isinstance(ours, str) or isinstance(stock, str):
-        return f"ours: {ours if isinstance(ours, str) else 'trained'}; " \
-               f"stock: {stock if isinstance(stock, str) else 'trained'}"
+        return (
+            f"ours: {ours if isinstance(ours, str) else 'trained'}; "
+            f"stock: {stock if isinstance(stock, str) else 'trained'}"
+        )
     worst = 0.0
     for what, mine, its in zip(("parameter", "gradient", "state"), ours, stock, strict=True):
         for name, value in its.items():
@@ -153,7 +158,9 @@ def beside_stock(dtype):
         print(*key, flush=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ours, stock = (attempted(Side(over, each), info, settings, dtype, sparse)
-                           for each in (mode, "stock"))
+            ours, stock = (
+                attempted(Side(over, each), info, settings, dtype, sparse)
+                for each in (mode, "stock")
+            )
         found[key] = compared(ours, stock)
     return found

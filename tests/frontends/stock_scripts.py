@@ -28,6 +28,7 @@ from torch import nn
 
 # -- gradients that are read, changed, clipped -----------------------------------------------------
 
+
 @script()
 def a_training(side):
     model = network()
@@ -93,6 +94,7 @@ def clipping_after_the_exchange(side, kind):
 
 
 # -- steps that are not taken ----------------------------------------------------------------------
+
 
 def steps_left_out(side, kind, drop, **manner):
     model = network()
@@ -237,6 +239,7 @@ def a_nan_that_is_an_error_of_step(side):
 
 # -- several passes, closures, schedules, groups, scales -------------------------------------------
 
+
 @script()
 def two_backward_passes(side):
     model = network()
@@ -349,10 +352,15 @@ def a_schedule_of_learning_rate_and_momentum(side):
 def grouped(side, **more):
     model = nn.ModuleList([network(seed) for seed in range(4)])
     model.forward = lambda x: sum(part(x) for part in model)
-    settings = ({"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1}, {"momentum": 0.0},
-                {"nesterov": True, "weight_decay": 0.0}, {"maximize": True, "lr": 0.001, **more})
-    groups = [{"params": part.parameters(), **each}
-              for part, each in zip(model, settings, strict=True)]
+    settings = (
+        {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1},
+        {"momentum": 0.0},
+        {"nesterov": True, "weight_decay": 0.0},
+        {"maximize": True, "lr": 0.001, **more},
+    )
+    groups = [
+        {"params": part.parameters(), **each} for part, each in zip(model, settings, strict=True)
+    ]
     optimizer = torch.optim.SGD(groups, LR, momentum=0.9, weight_decay=0.01)
     called, optimizer = side.ready(model, optimizer)
     train(side, called, optimizer, range(5))
@@ -372,7 +380,7 @@ def groups_of_which_one_has_a_dampening(side):
 def scaled(side, known):
     """A loss scale that grows, and an overflow on rank 1; with clipping, as in Horovod's recipe."""
     model, scales = network(), []
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     called, optimizer = side.ready(model, sgd(model), scaler=scaler if known else None)
     for step in range(8):
         optimizer.zero_grad()
@@ -401,7 +409,7 @@ def a_loss_scale_that_is_not_given(side):
 @script(modes=(DENSE,))
 def a_loss_scale_without_clipping_that_is_not_given(side):
     model, scales = network(), []
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     called, optimizer = side.ready(model, sgd(model))
     for step in range(6):
         optimizer.zero_grad()

@@ -38,9 +38,13 @@ def against_stock():
     """
     import horovod.torch as hvd
 
-    def run(wrap, steps=50, nesterov=False, momentum=0.9, synchronize=False, op="Average", **arguments):
+    def run(
+        wrap, steps=50, nesterov=False, momentum=0.9, synchronize=False, op="Average", **arguments
+    ):
         network = model()
-        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum, weight_decay=0.01, nesterov=nesterov)
+        optimizer = torch.optim.SGD(
+            network.parameters(), 0.01, momentum, weight_decay=0.01, nesterov=nesterov
+        )
         optimizer = wrap(optimizer, network.named_parameters(), op=getattr(hvd, op), **arguments)
         gradients = []
         passes = arguments.get("backward_passes_per_step", 1)
@@ -62,8 +66,14 @@ def against_stock():
 
     results = {}
     for name, arguments in VARIANTS.items():
-        (p, gradients), (stock, stock_gradients) = run(ours, **arguments), run(hvd.DistributedOptimizer, **arguments)
-        steps = [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, stock_gradients, strict=True)]
+        (p, gradients), (stock, stock_gradients) = (
+            run(ours, **arguments),
+            run(hvd.DistributedOptimizer, **arguments),
+        )
+        steps = [
+            ((a - b).norm() / b.norm()).item()
+            for a, b in zip(gradients, stock_gradients, strict=True)
+        ]
         results[name] = ((p - stock).norm() / stock.norm()).item(), max(steps, default=0.0), stock
     return results
 
@@ -71,12 +81,24 @@ def against_stock():
 def gradients_against_stock():
     """Without momentum, p.grad at density 1 is what stock Horovod leaves there: unused, sparse and frozen ones too."""
     import horovod.torch as hvd
+
     results = {}
-    for name, wrap in {"stock": hvd.DistributedOptimizer, "ours": lambda *a, **kw: dgc.DistributedOptimizer(
-            *a, compression=dgc.Config(sparsity=0.0, min_numel=0), **kw)}.items():
+    for name, wrap in {
+        "stock": hvd.DistributedOptimizer,
+        "ours": lambda *a, **kw: dgc.DistributedOptimizer(
+            *a, compression=dgc.Config(sparsity=0.0, min_numel=0), **kw
+        ),
+    }.items():
         torch.manual_seed(4)
-        network = nn.ModuleDict({"words": nn.Embedding(20, 8, sparse=True), "all": nn.Linear(8, 8),
-                                 "some": nn.Linear(8, 8), "none": nn.Linear(8, 8), "frozen": nn.Linear(8, 8)})
+        network = nn.ModuleDict(
+            {
+                "words": nn.Embedding(20, 8, sparse=True),
+                "all": nn.Linear(8, 8),
+                "some": nn.Linear(8, 8),
+                "none": nn.Linear(8, 8),
+                "frozen": nn.Linear(8, 8),
+            }
+        )
         network["frozen"].requires_grad_(False)
         network["tied"] = network["all"]
         network["image"] = nn.Conv2d(1, 4, 3).to(memory_format=torch.channels_last)
@@ -91,19 +113,29 @@ def gradients_against_stock():
             y = network["image"](torch.randn(2, 1, 6, 6, generator=generator))
             (x.square().mean() + y.square().mean()).backward()
             optimizer.step()
-        results[name] = ({key: None if p.grad is None else p.grad.to_dense() for key, p in network.named_parameters()},
-                         flat(network))
+        results[name] = (
+            {
+                key: None if p.grad is None else p.grad.to_dense()
+                for key, p in network.named_parameters()
+            },
+            flat(network),
+        )
     return results
 
 
 def broadcast_state():
     """hvd.broadcast_optimizer_state: fresh, in mid-training, and after loading on rank 0 alone."""
     import horovod.torch as hvd
+
     results = {}
     for momentum in (0.0, 0.9):
         network, config = model(seed=hvd.rank()), dgc.Config(sparsity=0.9)
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.05 if hvd.rank() == 0 else 0.5, momentum=momentum,
-                                    weight_decay=0.1)
+        optimizer = torch.optim.SGD(
+            network.parameters(),
+            lr=0.05 if hvd.rank() == 0 else 0.5,
+            momentum=momentum,
+            weight_decay=0.1,
+        )
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
         hvd.broadcast_parameters(network.state_dict(), root_rank=0)
         before = flat(network)
@@ -113,7 +145,10 @@ def broadcast_state():
         before = flat(network)
         residuals = copy.deepcopy(optimizer.residual_state_dict())
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        kept = all(torch.equal(a, optimizer.residual_state_dict()["v"][k]) for k, a in residuals["v"].items())
+        kept = all(
+            torch.equal(a, optimizer.residual_state_dict()["v"][k])
+            for k, a in residuals["v"].items()
+        )
         middle = torch.equal(flat(network), before), kept, optimizer.param_groups[0]["dgc_step"]
         saved = copy.deepcopy(optimizer.state_dict())
         del optimizer  # two that live would both exchange the gradients of these parameters
@@ -122,7 +157,11 @@ def broadcast_state():
         if hvd.rank() == 0:
             other.load_state_dict(saved)
         hvd.broadcast_optimizer_state(other, root_rank=0)
-        loaded = (torch.equal(flat(network), before), other.param_groups[0]["dgc_step"], other.param_groups[0]["lr"])
+        loaded = (
+            torch.equal(flat(network), before),
+            other.param_groups[0]["dgc_step"],
+            other.param_groups[0]["lr"],
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(range(4, 6), config, network, other)
@@ -143,20 +182,28 @@ def resumed():
     results = {}
     for op, before_wrapping in itertools.product(("Average", "Sum"), (False, True)):
         network = model()
-        saved = train(range(3), None, network, wrapped(hvd.DistributedOptimizer, network)[1]())[1].state_dict()
+        saved = train(range(3), None, network, wrapped(hvd.DistributedOptimizer, network)[1]())[
+            1
+        ].state_dict()
         saved = copy.deepcopy({"optimizer": saved, "model": network.state_dict()})
         ends = []
-        for wrap, arguments in ((hvd.DistributedOptimizer, {}),
-                                (dgc.DistributedOptimizer, {"compression": dgc.Config(sparsity=0.0)})):
+        for wrap, arguments in (
+            (hvd.DistributedOptimizer, {}),
+            (dgc.DistributedOptimizer, {"compression": dgc.Config(sparsity=0.0)}),
+        ):
             network = model(seed=hvd.rank())
             optimizer, wrapping = wrapped(wrap, network, op=getattr(hvd, op), **arguments)
-            before = before_wrapping and wrap is dgc.DistributedOptimizer  # stock would leave the momentum behind
+            before = (
+                before_wrapping and wrap is dgc.DistributedOptimizer
+            )  # stock would leave the momentum behind
             optimizer = optimizer if before else wrapping()
             if hvd.rank() == 0:
                 network.load_state_dict(saved["model"])
                 optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
             optimizer = wrapping() if before else optimizer
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # stock's takes a step with the decay on rank 1
+            hvd.broadcast_optimizer_state(
+                optimizer, root_rank=0
+            )  # stock's takes a step with the decay on rank 1
             hvd.broadcast_parameters(network.state_dict(), root_rank=0)
             ends.append(flat(train(range(3, 6), None, network, optimizer)[0]))
         results[op, before_wrapping] = difference(*ends)
@@ -166,6 +213,7 @@ def resumed():
 def rolled_back():
     """An earlier state, loaded in mid-training on rank 0 alone and broadcast, or on all ranks: the same from there."""
     import horovod.torch as hvd
+
     ends = []
     for everywhere in (False, True):
         network, optimizer = train(range(4), SPARSE)
@@ -185,6 +233,7 @@ def rolled_back():
 def stock_compression():
     """hvd.Compression.none and fp16 give Horovod's own optimizer."""
     import horovod.torch as hvd
+
     results = {}
     for name in ("none", "fp16"):
         ends, said = [], []
@@ -193,16 +242,28 @@ def stock_compression():
             optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                optimizer = wrap(optimizer, network.named_parameters(), compression=getattr(hvd.Compression, name))
+                optimizer = wrap(
+                    optimizer,
+                    network.named_parameters(),
+                    compression=getattr(hvd.Compression, name),
+                )
             said.append([str(w.message)[:25] for w in told])
             ends.append(flat(train(range(3), None, network, optimizer)[0]))
         results[name] = torch.equal(*ends), optimizer.__module__, said
     return results
 
 
-IN_PROCESSES = {2: (against_stock, gradients_against_stock, broadcast_state, resumed, rolled_back,
-                    stock_compression),
-                3: (against_stock, resumed)}
+IN_PROCESSES = {
+    2: (
+        against_stock,
+        gradients_against_stock,
+        broadcast_state,
+        resumed,
+        rolled_back,
+        stock_compression,
+    ),
+    3: (against_stock, resumed),
+}
 
 
 def test_what_rank_0_alone_rolls_back_is_undone_on_all():
@@ -227,7 +288,9 @@ def test_gradients_are_those_of_stock_horovod():
         assert ours.keys() == stock.keys()
         for name, gradient in stock.items():
             assert (gradient is None) == (ours[name] is None), name
-            assert gradient is None or torch.allclose(ours[name], gradient, rtol=1e-5, atol=1e-7), name
+            assert gradient is None or torch.allclose(ours[name], gradient, rtol=1e-5, atol=1e-7), (
+                name
+            )
         assert difference(parameters, stock_parameters) < 1e-6
 
 
@@ -245,7 +308,9 @@ def test_broadcast_optimizer_state():
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_checkpoint_of_stock_horovod_is_loaded_on_rank_0_and_broadcast(size):
     for rank in ran("horovod", size, IN_PROCESSES[size])[resumed]:
-        assert rank.keys() == {(op, before) for op in ("Average", "Sum") for before in (False, True)}
+        assert rank.keys() == {
+            (op, before) for op in ("Average", "Sum") for before in (False, True)
+        }
         assert max(rank.values()) < 1e-6, rank
 
 

@@ -10,7 +10,12 @@ import dgc
 from dgc.transport import find
 
 # Manner -> graphs: with DDP one for each of its two buckets, as torch divides the model where they end.
-MANNERS = {"the model": 1, "the model, before wrapping": 1, "the model in DDP": 2, "DDP around it": 2}
+MANNERS = {
+    "the model": 1,
+    "the model, before wrapping": 1,
+    "the model in DDP": 2,
+    "DDP around it": 2,
+}
 
 
 class Model(nn.Module):
@@ -21,7 +26,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 10))
+        self.layers = nn.Sequential(
+            nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 10)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -38,7 +45,10 @@ def trained(network, optimizer, runs):
 
 def batches():
     rank = find().world.rank
-    return [torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank)) for step in range(4)]
+    return [
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+        for step in range(4)
+    ]
 
 
 def wrapping(network):
@@ -51,7 +61,9 @@ def made(manner, compiled):
     network = Model()
     if manner == "the model":
         return network, wrapping(network), compiled(network)
-    if manner == "the model, before wrapping":  # its parameters have other names: _orig_mod.layers.0.weight
+    if (
+        manner == "the model, before wrapping"
+    ):  # its parameters have other names: _orig_mod.layers.0.weight
         runs = compiled(network)
         return network, wrapping(runs), runs
     if manner == "the model in DDP":
@@ -64,11 +76,14 @@ def made(manner, compiled):
 def compiled_models():
     """Each manner: whether it ends as the plain model does, and how many graphs were compiled for it."""
     from torch._dynamo import lookup_backend
+
     graphs, results = [], {}
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)  # forward and backward graphs, and no compiler
+        return lookup_backend("aot_eager")(
+            graph, inputs
+        )  # forward and backward graphs, and no compiler
 
     network = Model()
     expected = trained(network, wrapping(network), network)
@@ -82,6 +97,7 @@ def compiled_models():
 
 def stepped(whole, compiling, network, optimizer, runs):
     """The same training, with a function for backward() alone or for all of a step."""
+
     def backward(x):
         runs(x).square().mean().backward()
 
@@ -105,8 +121,10 @@ def compiled_steps(manners):
     for manner in manners:
         for whole in (False, True):
             torch._dynamo.reset()
-            one, other = (stepped(whole, compiling, *made(manner, lambda module: module))
-                          for compiling in (torch.compile(backend="aot_eager"), lambda step: step))
+            one, other = (
+                stepped(whole, compiling, *made(manner, lambda module: module))
+                for compiling in (torch.compile(backend="aot_eager"), lambda step: step)
+            )
             results[manner, whole] = same_end(one, other)
     return results
 
@@ -122,7 +140,9 @@ def steps_of_horovod():
 IN_PROCESSES = {"torch": (steps_of_both, compiled_models), "horovod": (steps_of_horovod,)}
 
 
-@pytest.mark.parametrize(("launcher", "steps"), [("torch", steps_of_both), ("horovod", steps_of_horovod)])
+@pytest.mark.parametrize(
+    ("launcher", "steps"), [("torch", steps_of_both), ("horovod", steps_of_horovod)]
+)
 def test_a_compiled_step(launcher, steps):
     """Dynamo would trace what a gradient's hook calls, and step(): it fails at that."""
     for results in ran(launcher, 2, IN_PROCESSES[launcher])[steps]:

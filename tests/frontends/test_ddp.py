@@ -34,8 +34,12 @@ def ddp_trajectories():
         warnings.simplefilter("error")
         for name, config in CONFIGS.items():
             expected = train(range(5), config)
-            for manner, arguments in DDP.items() if name == "default" else [("views", DDP["views"])]:
-                results[name, manner] = same_end(train(range(5), None, *in_ddp(model(), config, **arguments)), expected)
+            for manner, arguments in (
+                DDP.items() if name == "default" else [("views", DDP["views"])]
+            ):
+                results[name, manner] = same_end(
+                    train(range(5), None, *in_ddp(model(), config, **arguments)), expected
+                )
     return results
 
 
@@ -45,13 +49,19 @@ class Orders(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.late = (nn.Conv2d(8, 24, 3).to(memory_format=torch.channels_last) for _ in range(2))
+        self.first, self.late = (
+            nn.Conv2d(8, 24, 3).to(memory_format=torch.channels_last) for _ in range(2)
+        )
         self.transposed = nn.Parameter(torch.randn(24, 60).t())
-        self.single = nn.Conv2d(1, 24, 1).to(memory_format=torch.channels_last)  # contiguous in both orders
+        self.single = nn.Conv2d(1, 24, 1).to(
+            memory_format=torch.channels_last
+        )  # contiguous in both orders
 
     def forward(self, x, step):
         y = self.first(x) + self.single(x[:, :1, 1:-1, 1:-1])
-        return nn.functional.linear((y + self.late(x) if step < 2 else y).mean((2, 3)), self.transposed)
+        return nn.functional.linear(
+            (y + self.late(x) if step < 2 else y).mean((2, 3)), self.transposed
+        )
 
 
 def ddp_orders():
@@ -59,23 +69,32 @@ def ddp_orders():
     that DDP leaves to the hook, flush(), AdamW's denominator, a clipped norm.
     """
     rank, results = find().world.rank, {}
-    for name, settings in {"sgd": {}, "clipped": {"clip_norm": 0.1},
-                           "adamw": {"sparsity": dgc.piecewise({0: 0.0, 2: 0.9}), "factor_masking": False}}.items():
+    for name, settings in {
+        "sgd": {},
+        "clipped": {"clip_norm": 0.1},
+        "adamw": {"sparsity": dgc.piecewise({0: 0.0, 2: 0.9}), "factor_masking": False},
+    }.items():
         config, ends = dgc.Config(**{"sparsity": 0.9, "min_numel": 100, **settings}), []
         for ddp in (True, False):
             network = Orders()
-            optimizer = torch.optim.AdamW(network.parameters()) if name == "adamw" else torch.optim.SGD(
-                network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+            optimizer = (
+                torch.optim.AdamW(network.parameters())
+                if name == "adamw"
+                else torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+            )
             called = network
             if ddp:
-                called = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True,
-                                                             gradient_as_bucket_view=name == "clipped")
+                called = nn.parallel.DistributedDataParallel(
+                    network, find_unused_parameters=True, gradient_as_bucket_view=name == "clipped"
+                )
                 dgc.register_comm_hook(called, optimizer, config)
             else:
                 optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
             for step in range(6):
                 optimizer.zero_grad()
-                x = torch.randn(4, 8, 7, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+                x = torch.randn(
+                    4, 8, 7, 7, generator=torch.Generator().manual_seed(10 * step + rank)
+                )
                 called(x.to(memory_format=torch.channels_last), step).square().mean().backward()
                 optimizer.step()
             before = list(optimizer.residual_state_dict()["v"].values())
@@ -91,8 +110,9 @@ def ddp_accumulation():
     network, optimizer = in_ddp(model(), CONFIGS["default"])
     reference = model()
     wrapped = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    wrapped = dgc.DistributedOptimizer(wrapped, reference.named_parameters(), CONFIGS["default"],
-                                       backward_passes_per_step=2)
+    wrapped = dgc.DistributedOptimizer(
+        wrapped, reference.named_parameters(), CONFIGS["default"], backward_passes_per_step=2
+    )
     rank = find().world.rank
     for step in range(4):
         optimizer.zero_grad()
@@ -132,13 +152,24 @@ def ddp_unused():
             for ddp in (True, False):
                 network = Branches(rank)
                 if ddp:
-                    network, optimizer = in_ddp(network, dgc.Config(0.5), momentum=0.9, find_unused_parameters=True,
-                                                gradient_as_bucket_view=view)
+                    network, optimizer = in_ddp(
+                        network,
+                        dgc.Config(0.5),
+                        momentum=0.9,
+                        find_unused_parameters=True,
+                        gradient_as_bucket_view=view,
+                    )
                     network.module.words.weight.register_hook(lambda g: g)
                 else:
-                    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-                    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.5))
-                optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
+                    optimizer = torch.optim.SGD(
+                        network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2
+                    )
+                    optimizer = dgc.DistributedOptimizer(
+                        optimizer, network.named_parameters(), dgc.Config(0.5)
+                    )
+                optimizer.param_groups[0]["weight_decay"] = (
+                    0  # torch's SGD has none for sparse gradients
+                )
                 for step in range(6):
                     optimizer.zero_grad(set_to_none)
                     generator = torch.Generator().manual_seed(10 * step + rank)
@@ -155,16 +186,24 @@ def ddp_static_sparse():
     rank, ends = find().world.rank, []
     for ddp in (True, False):
         torch.manual_seed(1)
-        network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40), nn.Linear(40, 40))
+        network = nn.Sequential(
+            nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40), nn.Linear(40, 40)
+        )
         if ddp:
             network, optimizer = in_ddp(network, dgc.Config(0.5), static_graph=True)
         else:
-            optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-            optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.5))
+            optimizer = torch.optim.SGD(
+                network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2
+            )
+            optimizer = dgc.DistributedOptimizer(
+                optimizer, network.named_parameters(), dgc.Config(0.5)
+            )
         optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
         for step in range(4):
             optimizer.zero_grad()
-            words = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
+            words = torch.randint(
+                0, 50, (4,), generator=torch.Generator().manual_seed(10 * step + rank)
+            )
             network(words).square().mean().backward()
             optimizer.step()
         ends.append((network, optimizer))
@@ -175,11 +214,12 @@ def ddp_unused_scaled():
     """No rank uses one of two layers in half of the steps. Whether a loss scale changes nothing: unfused, and fused."""
     rank, results = find().world.rank, {}
     for fused in (False, True):
-        for scale in (None, 2.0 ** 14):
+        for scale in (None, 2.0**14):
             torch.manual_seed(0)
             network = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 40)])
             network.forward = lambda x, both, layers=network: sum(
-                layer(x).square().mean() for layer in (layers if both else layers[:1]))
+                layer(x).square().mean() for layer in (layers if both else layers[:1])
+            )
             called = nn.parallel.DistributedDataParallel(network, find_unused_parameters=True)
             optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, fused=fused)
             scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
@@ -192,7 +232,7 @@ def ddp_unused_scaled():
                 scaler.step(optimizer)
                 scaler.update()
             results[fused, scale] = flat(network)
-    return [torch.equal(results[fused, None], results[fused, 2.0 ** 14]) for fused in (False, True)]
+    return [torch.equal(results[fused, None], results[fused, 2.0**14]) for fused in (False, True)]
 
 
 def ddp_join():
@@ -209,8 +249,14 @@ def ddp_join():
         wrapped.zero_grad()
         (loss(reference, rank, step) * (rank > 0)).backward()
         wrapped.step()
-    residuals = [torch.equal(a, b) for a, b in zip(optimizer.residual_state_dict()["v"].values(),
-                                                   wrapped.residual_state_dict()["v"].values(), strict=True)]
+    residuals = [
+        torch.equal(a, b)
+        for a, b in zip(
+            optimizer.residual_state_dict()["v"].values(),
+            wrapped.residual_state_dict()["v"].values(),
+            strict=True,
+        )
+    ]
     trained = torch.equal(flat(network), flat(reference))
     optimizer.flush()
     wrapped.flush()
@@ -220,7 +266,7 @@ def ddp_join():
 def ddp_join_scaled():
     """The same with a loss scale, which grows and overflows meanwhile; and a step after it, in which all have data."""
     rank = find().world.rank
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     network, optimizer = in_ddp(model(), CONFIGS["default"], scaler=scaler)
 
     def train(steps):
@@ -242,8 +288,10 @@ def ddp_join_state():
     """
     rank, results = find().world.rank, {}
     for few in (0, 2):
-        for inner, settings in ((torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}),
-                                (torch.optim.AdamW, {"lr": 0.01})):
+        for inner, settings in (
+            (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}),
+            (torch.optim.AdamW, {"lr": 0.01}),
+        ):
             config = dgc.Config(dgc.piecewise({0: 0.0, 2: 0.9}), min_numel=100)
             network, wholes = nn.parallel.DistributedDataParallel(model()), model()
             optimizer = inner(network.parameters(), **settings)
@@ -261,10 +309,15 @@ def ddp_join_state():
                 train(range(few if rank == 0 else 5), network, optimizer, few)
             train([5], network, optimizer, few)
             train(range(6), wholes, wrapped, few)
-            states = [[x for state in o.state_dict()["state"].values() for x in state.values()]
-                      for o in (optimizer, wrapped)]
-            results[few, inner.__name__] = same_end((network, optimizer), (wholes, wrapped)) and len(states[0]) == len(
-                states[1]) > 0 and all(map(torch.equal, *states))
+            states = [
+                [x for state in o.state_dict()["state"].values() for x in state.values()]
+                for o in (optimizer, wrapped)
+            ]
+            results[few, inner.__name__] = (
+                same_end((network, optimizer), (wholes, wrapped))
+                and len(states[0]) == len(states[1]) > 0
+                and all(map(torch.equal, *states))
+            )
     return results
 
 
@@ -282,7 +335,9 @@ def ddp_user():
                 warnings.simplefilter("ignore")  # that it was changed
                 optimizer.step()
         results["cancelled", view] = torch.equal(before, network.module[8].weight)
-    network, optimizer = in_ddp(Branches(rank), dgc.Config(0.5), momentum=0.9, find_unused_parameters=True)
+    network, optimizer = in_ddp(
+        Branches(rank), dgc.Config(0.5), momentum=0.9, find_unused_parameters=True
+    )
     optimizer.param_groups[0]["weight_decay"] = 0  # torch's SGD has none for sparse gradients
     for step in range(5):
         before = flat(network)
@@ -304,16 +359,26 @@ def ddp_user():
     except RuntimeError as error:
         results["thawed"] = str(error)
     network, optimizer = in_ddp(model(), dgc.Config(0.9))
-    for wrong in (lambda: optimizer.set_backward_passes_per_step(2),
-                  lambda: dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer,
-                                                 dgc.Config(0.9, factor_masking=False)),
-                  lambda: dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer,
-                                                 grad_scaler=torch.amp.GradScaler("cpu"))):
+    for wrong in (
+        lambda: optimizer.set_backward_passes_per_step(2),
+        lambda: dgc.register_comm_hook(
+            nn.parallel.DistributedDataParallel(network.module),
+            optimizer,
+            dgc.Config(0.9, factor_masking=False),
+        ),
+        lambda: dgc.register_comm_hook(
+            nn.parallel.DistributedDataParallel(network.module),
+            optimizer,
+            grad_scaler=torch.amp.GradScaler("cpu"),
+        ),
+    ):
         try:
             wrong()
         except ValueError as error:
             results.setdefault("refused", []).append(str(error))
-    dgc.register_comm_hook(nn.parallel.DistributedDataParallel(network.module), optimizer, dgc.Config(0.5))
+    dgc.register_comm_hook(
+        nn.parallel.DistributedDataParallel(network.module), optimizer, dgc.Config(0.5)
+    )
     results["sparsity"] = optimizer._compression.sparsity
     return results
 
@@ -329,14 +394,14 @@ def ddp_pickled():
 
 def ddp_scaled():
     """Loss scale and an overflow on rank 1, as `scaled`."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     network, optimizer = in_ddp(model(), dgc.Config(sparsity=0.9), scaler=scaler)
     return overflowing(network, optimizer, scaler)
 
 
 def ddp_unscaled():
     """The same with `unscale_` before each step."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     network, optimizer = in_ddp(model(), dgc.Config(sparsity=0.9), scaler=scaler)
     return overflowing(network, optimizer, scaler, unscale=True)
 
@@ -350,7 +415,9 @@ def ddp_skipped():
     optimizer.step()
     gone = all(p.grad is None for p in network.parameters())
     train([3, 4], None, network, optimizer)
-    return gone and same_end((network, optimizer), train([0, 1, 3, 4], config)), optimizer.report().skipped
+    return gone and same_end(
+        (network, optimizer), train([0, 1, 3, 4], config)
+    ), optimizer.report().skipped
 
 
 def ddp_no_step():
@@ -411,16 +478,22 @@ def ddp_goes_on():
         for step in range(6):
             optimizer.zero_grad()
             with contextlib.suppress(FloatingPointError) if step == 2 else contextlib.nullcontext():
-                (loss(network, rank, step) * (math.nan if rank == 1 and step == 2 else 1)).backward()
+                (
+                    loss(network, rank, step) * (math.nan if rank == 1 and step == 2 else 1)
+                ).backward()
                 optimizer.step()
         return network, optimizer
 
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    expected = trained(network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), CONFIGS["default"]))
+    expected = trained(
+        network, dgc.DistributedOptimizer(optimizer, network.named_parameters(), CONFIGS["default"])
+    )
     assert torch.isfinite(flat(network)).all() and optimizer.param_groups[0]["dgc_step"] == 5
-    return {manner: same_end(trained(*in_ddp(model(), CONFIGS["default"], **arguments)), expected)
-            for manner, arguments in DDP.items()}
+    return {
+        manner: same_end(trained(*in_ddp(model(), CONFIGS["default"], **arguments)), expected)
+        for manner, arguments in DDP.items()
+    }
 
 
 def ddp_changed():
@@ -443,9 +516,27 @@ def ddp_changed():
     return seen, optimizer.param_groups[0]["lr"]
 
 
-CASES = (ddp_trajectories, ddp_accumulation, ddp_unused, ddp_static_sparse, ddp_unused_scaled, ddp_join, ddp_pickled,
-         ddp_scaled, ddp_unscaled, scaled, ddp_skipped, ddp_refusals, ddp_goes_on, ddp_changed, ddp_join_scaled,
-         ddp_join_state, ddp_user, ddp_orders, ddp_no_step)
+CASES = (
+    ddp_trajectories,
+    ddp_accumulation,
+    ddp_unused,
+    ddp_static_sparse,
+    ddp_unused_scaled,
+    ddp_join,
+    ddp_pickled,
+    ddp_scaled,
+    ddp_unscaled,
+    scaled,
+    ddp_skipped,
+    ddp_refusals,
+    ddp_goes_on,
+    ddp_changed,
+    ddp_join_scaled,
+    ddp_join_state,
+    ddp_user,
+    ddp_orders,
+    ddp_no_step,
+)
 sizes = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -454,8 +545,9 @@ sizes = pytest.mark.parametrize("size", [2, 3])
 def test_as_distributed_optimizer(size, name):
     """Parameters and residuals, to the bit: each configuration, and each of DDP's manners; no warning."""
     for results in ran("torch", size, CASES)[ddp_trajectories]:
-        assert {manner: same for (config, manner), same in results.items() if config == name} == dict.fromkeys(
-            DDP if name == "default" else ["views"], True)
+        assert {
+            manner: same for (config, manner), same in results.items() if config == name
+        } == dict.fromkeys(DDP if name == "default" else ["views"], True)
 
 
 @sizes
@@ -466,15 +558,19 @@ def test_to_the_bit(size, name):
 
 @sizes
 def test_parameters_in_any_order_in_memory(size):
-    assert ran("torch", size, CASES)[ddp_orders] == [
-        dict.fromkeys(("sgd", "clipped", "adamw"), True)] * size
+    assert (
+        ran("torch", size, CASES)[ddp_orders]
+        == [dict.fromkeys(("sgd", "clipped", "adamw"), True)] * size
+    )
 
 
 @sizes
 def test_parameters_that_some_or_no_rank_uses_and_sparse_ones(size):
     """What is pending of a branch that no rank uses any longer is applied all the same."""
     both = (True, False)
-    assert ran("torch", size, CASES)[ddp_unused] == [{(a, b): True for a in both for b in both}] * size
+    assert (
+        ran("torch", size, CASES)[ddp_unused] == [{(a, b): True for a in both for b in both}] * size
+    )
     assert ran("torch", size, CASES)[ddp_unused_scaled] == [[True, True]] * size
     assert ran("torch", size, CASES)[ddp_static_sparse] == [True] * size
 
@@ -493,7 +589,7 @@ def test_a_rank_joins_with_a_loss_scale(size):
     for parameters, scaler, skipped in results:
         assert torch.equal(parameters, results[0][0]) and parameters.isfinite().all()
         assert scaler == results[0][1] and skipped == 1
-    assert results[0][1]["scale"] == 2.0 ** 12  # after 2 + 2 steps, an overflow, and 2 more
+    assert results[0][1]["scale"] == 2.0**12  # after 2 + 2 steps, an overflow, and 2 more
 
 
 @sizes
@@ -506,11 +602,16 @@ def test_a_rank_that_joins_keeps_up(size):
 def test_what_a_user_does_with_it(size):
     for results in ran("torch", size, CASES)[ddp_user]:
         assert results["cancelled", True] and results["cancelled", False] and results["zeroed"]
-        assert results["thawed"].startswith("DistributedDataParallel does not exchange 0.weight, 0.bias: when it was")
+        assert results["thawed"].startswith(
+            "DistributedDataParallel does not exchange 0.weight, 0.bias: when it was"
+        )
         passes, config, scaler = results["refused"]
         assert "passes must be 1 with DistributedDataParallel" in passes
         assert "but for the sparsity, got" in config
-        assert scaler == "grad_scaler must be given for each model of an optimizer or for none, got both"
+        assert (
+            scaler
+            == "grad_scaler must be given for each model of an optimizer or for none, got both"
+        )
         assert results["sparsity"] == 0.5
 
 
@@ -518,7 +619,9 @@ def test_what_a_user_does_with_it(size):
 @pytest.mark.parametrize("name", [ddp_scaled, ddp_unscaled])
 def test_a_loss_scale(size, name):
     results = ran("torch", size, CASES)
-    for (parameters, scales, skipped), (expected, *rest) in zip(results[name], results[scaled], strict=True):
+    for (parameters, scales, skipped), (expected, *rest) in zip(
+        results[name], results[scaled], strict=True
+    ):
         assert torch.equal(parameters, expected) and [scales, skipped] == rest and skipped == 1
 
 
@@ -531,11 +634,15 @@ def test_a_step_that_is_skipped_never_was(size):
 def test_what_goes_wrong_is_told_on_all_ranks(size):
     for told in ran("torch", size, CASES)[ddp_refusals]:
         again, unused, unsynchronised, bad = told
-        assert again[0] == unsynchronised[0] == "RuntimeError" and again[1].startswith("nothing was exchanged")
+        assert again[0] == unsynchronised[0] == "RuntimeError" and again[1].startswith(
+            "nothing was exchanged"
+        )
         assert unsynchronised[1] == again[1]
         assert unused[0] == "RuntimeError" and "no gradient for 1.weight" in unused[1]
         assert "find_unused_parameters=True" in unused[1]
-        assert bad == ("FloatingPointError", bad[1]) and bad[1].startswith("rank 1 has a gradient that is not finite")
+        assert bad == ("FloatingPointError", bad[1]) and bad[1].startswith(
+            "rank 1 has a gradient that is not finite"
+        )
 
 
 @sizes
@@ -547,13 +654,18 @@ def test_whoever_catches_it_goes_on(size):
 def test_clipping_after_the_exchange_is_told_and_an_earlier_scheduler_goes_on(size):
     for (first, second), lr in ran("torch", size, CASES)[ddp_changed]:
         assert first == [] and lr == 0.25
-        assert len(second) == 1 and (
-            "was changed between its exchange, in backward() or synchronize(), and step()") in second[0]
+        assert (
+            len(second) == 1
+            and ("was changed between its exchange, in backward() or synchronize(), and step()")
+            in second[0]
+        )
 
 
 @pytest.fixture
 def alone(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -575,16 +687,26 @@ def test_errors_at_the_door(alone):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 5))], lr=0.1)
     for arguments, error, message in (
-            ((network, optimizer), TypeError, "ddp_model must be a torch.nn.parallel"),
-            ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
-            ((parallel, torch.optim.RMSprop(network.parameters())), TypeError,
-             "optimizer must be torch.optim.SGD or AdamW for momentum correction"),
-            ((parallel, foreign), ValueError, "must have a parameter of ddp_model that requires a gradient, got none")):
+        ((network, optimizer), TypeError, "ddp_model must be a torch.nn.parallel"),
+        ((parallel, "sgd"), TypeError, "optimizer must be a torch.optim.Optimizer, got 'sgd'"),
+        (
+            (parallel, torch.optim.RMSprop(network.parameters())),
+            TypeError,
+            "optimizer must be torch.optim.SGD or AdamW for momentum correction",
+        ),
+        (
+            (parallel, foreign),
+            ValueError,
+            "must have a parameter of ddp_model that requires a gradient, got none",
+        ),
+    ):
         with pytest.raises(error, match=message):
             dgc.register_comm_hook(*arguments)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         compiled = nn.parallel.DistributedDataParallel(model())
-    with pytest.raises(ValueError, match=r"ddp_model must have the reducer of C\+\+, .* 'python_reducer'"):
+    with pytest.raises(
+        ValueError, match=r"ddp_model must have the reducer of C\+\+, .* 'python_reducer'"
+    ):
         dgc.register_comm_hook(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
     assert type(optimizer) is torch.optim.SGD and not optimizer.state
     dgc.register_comm_hook(parallel, optimizer)

@@ -8,8 +8,10 @@ from torch import nn
 
 import dgc
 
-OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
-              "AdamW": lambda p: torch.optim.AdamW(p, 0.01)}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+}
 SCHEDULES = {"dense": 0.0, "compressed": 0.99, "dense first": dgc.piecewise({0: 0.0, 3: 0.9})}
 
 
@@ -30,7 +32,10 @@ def frozen_later():
                 optimizer.zero_grad()
                 model(torch.randn(8, 32)).square().mean().backward()
                 optimizer.step()
-            results[kind, name] = torch.equal(flat(network[0]), frozen), torch.equal(flat(network[2]), other)
+            results[kind, name] = (
+                torch.equal(flat(network[0]), frozen),
+                torch.equal(flat(network[2]), other),
+            )
     return results
 
 
@@ -48,8 +53,12 @@ def thawed(registered):
             model = nn.parallel.DistributedDataParallel(network)
             dgc.register_comm_hook(model, optimizer, config)
         else:
-            model, optimizer = network, dgc.DistributedOptimizer(optimizer, network[2].named_parameters("2"),
-                                                                 compression=config)
+            model, optimizer = (
+                network,
+                dgc.DistributedOptimizer(
+                    optimizer, network[2].named_parameters("2"), compression=config
+                ),
+            )
         for step, x in enumerate(batches):
             if step == 5:
                 network[0].requires_grad_(True)

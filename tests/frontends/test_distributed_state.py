@@ -7,8 +7,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dgc
 
-OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
-              "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01), "NAdam": lambda p: torch.optim.NAdam(p, 0.01)}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+}
 
 
 def resumed():
@@ -17,6 +21,7 @@ def resumed():
     for kind, make in OPTIMIZERS.items():
         config = dgc.Config(0.9, min_numel=0, momentum_correction=kind in ("SGD", "AdamW"))
         for frontend in ("DDP", "Horovod's"):
+
             def fresh(make=make, config=config, frontend=frontend):
                 torch.manual_seed(0)
                 network = nn.Linear(32, 8)
@@ -25,7 +30,9 @@ def resumed():
                     network = nn.parallel.DistributedDataParallel(network)
                     dgc.register_comm_hook(network, optimizer, config)
                 else:
-                    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
+                    optimizer = dgc.DistributedOptimizer(
+                        optimizer, network.named_parameters(), config
+                    )
                 return network, optimizer
 
             network, optimizer = fresh()
@@ -37,11 +44,17 @@ def resumed():
             network, optimizer = fresh()
             before = [p.detach().clone() for p in network.parameters()]
             get_state_dict(network, optimizer)
-            untouched = all(map(torch.equal, before, network.parameters())) and optimizer.report().steps == 0
+            untouched = (
+                all(map(torch.equal, before, network.parameters()))
+                and optimizer.report().steps == 0
+            )
             set_state_dict(network, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
             state = get_state_dict(network, optimizer)[1]["state"]
-            same = all(torch.equal(value, saved[1]["state"][name][key]) for name, entries in state.items()
-                       for key, value in entries.items())
+            same = all(
+                torch.equal(value, saved[1]["state"][name][key])
+                for name, entries in state.items()
+                for key, value in entries.items()
+            )
             optimizer.zero_grad()
             network(torch.randn(4, 32)).square().mean().backward()
             optimizer.step()
@@ -50,5 +63,7 @@ def resumed():
 
 
 def test_a_fresh_optimizer_has_a_state_to_load_into():
-    expected = {(kind, frontend): (True, True) for kind in OPTIMIZERS for frontend in ("DDP", "Horovod's")}
+    expected = {
+        (kind, frontend): (True, True) for kind in OPTIMIZERS for frontend in ("DDP", "Horovod's")
+    }
     assert ran("torch", 2, (resumed,))[resumed] == [expected] * 2

@@ -17,7 +17,10 @@ IN_PROCESSES = {1: (contract.observed,), 2: (contract.observed, differences.show
 SAID_BESIDES = {
     "other_values_and_settings_on_each_rank": (0, "the ranks differ in the optimizer's settings"),
     "gradients_that_are_not_finite": (0, "It is applied as it is, as by Horovod"),
-    "a_scheduler_that_is_broadcast": (1, "a copy of rank 0's DistributedOptimizer begins without residuals"),
+    "a_scheduler_that_is_broadcast": (
+        1,
+        "a copy of rank 0's DistributedOptimizer begins without residuals",
+    ),
     "state_loaded_into_another": (None, "training goes on at step 1 without the residuals"),
 }
 
@@ -43,11 +46,22 @@ def test_as_on_stock(name, mode, size):
         assert ours["alike"] == stock["alike"]
         if mode == "dense" or size == 1:
             for a, b in zip(ours["close"], stock["close"], strict=True):
-                assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6))
-        extra = [text for text in ours["warnings"] if not any(text.startswith(said) for said in stock["warnings"])]
-        assert len(ours["warnings"]) - len(extra) == len(stock["warnings"]), (ours["warnings"], stock["warnings"])
+                assert (a is None) == (b is None) and (
+                    a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+                )
+        extra = [
+            text
+            for text in ours["warnings"]
+            if not any(text.startswith(said) for said in stock["warnings"])
+        ]
+        assert len(ours["warnings"]) - len(extra) == len(stock["warnings"]), (
+            ours["warnings"],
+            stock["warnings"],
+        )
         who, words = SAID_BESIDES.get(name, (-1, ""))
-        tells = size > 1 and (mode != "dense" or name != "state_loaded_into_another")  # stock's state has all of it
+        tells = size > 1 and (
+            mode != "dense" or name != "state_loaded_into_another"
+        )  # stock's state has all of it
         if tells and who in (None, rank):
             assert len(extra) == 1 and words in extra[0]
         else:
@@ -63,9 +77,12 @@ def test_ranks_that_compress_have_the_same_parameters(name):
 def test_a_changed_update_is_told_in_the_same_warning():
     said = [seen["clip_what_travels_compressed"] for seen in observed(2)]
     for seen in said:
-        text, = seen["sparse"]["warnings"]
-        assert text.startswith(seen["stock"]["warnings"][0]) and (
-            "was changed between its exchange, in backward() or synchronize(), and step()") in text
+        (text,) = seen["sparse"]["warnings"]
+        assert (
+            text.startswith(seen["stock"]["warnings"][0])
+            and ("was changed between its exchange, in backward() or synchronize(), and step()")
+            in text
+        )
 
 
 BEFORE_INIT = """
@@ -85,7 +102,9 @@ for mode in contract.MODES:
 
 def test_before_init_what_is_wrong_with_arguments_is_said_first():
     script = BEFORE_INIT.format(folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     stock, *ours = done.stdout.splitlines()
     assert stock == "stock Horovod has not been initialized; use hvd.init()."

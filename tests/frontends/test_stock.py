@@ -21,8 +21,11 @@ from torch import nn
 import dgc
 
 ROUNDING = {stock_optimizers.in_float64: 1e-12, stock_optimizers.in_float32: 1e-5}
-KINDS = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)
-         and issubclass(kind, torch.optim.Optimizer)}
+KINDS = {
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
 OPTIMIZERS = sorted(KINDS - {"Optimizer", "LBFGS"})
 LAUNCHED = (stock.observed, stock_kept.kept, stock_optimizers.in_float64)
 LONG = (stock_optimizers.in_float32,)
@@ -44,9 +47,15 @@ def same(a, b):
 
 # -- every optimizer -------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("over", BOTH)
-@pytest.mark.parametrize("trained", [
-    stock_optimizers.in_float64, pytest.param(stock_optimizers.in_float32, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        stock_optimizers.in_float64,
+        pytest.param(stock_optimizers.in_float32, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_of_torchs_optimizers_is_itself_where_nothing_is_compressed(name, trained, over):
     """Parameters, gradients and the state, with torch's own test inputs, in float64 and float32: to
@@ -55,8 +64,11 @@ def test_each_of_torchs_optimizers_is_itself_where_nothing_is_compressed(name, t
     for found in results(over, trained):
         cases = {case: difference for case, difference in found.items() if case[0] == name}
         assert cases
-        wrong = {case: difference for case, difference in cases.items() if not (
-            isinstance(difference, float) and difference <= case[3] * ROUNDING[trained])}
+        wrong = {
+            case: difference
+            for case, difference in cases.items()
+            if not (isinstance(difference, float) and difference <= case[3] * ROUNDING[trained])
+        }
         assert not wrong
 
 
@@ -81,8 +93,13 @@ def seen(over, name):
 
 
 def runs(*modes):
-    return [(name, over, mode) for name, (_, where, own) in stock.scripts().items()
-            for over in where for mode in modes if mode in own and name != MAY_BE_REFUSED]
+    return [
+        (name, over, mode)
+        for name, (_, where, own) in stock.scripts().items()
+        for over in where
+        for mode in modes
+        if mode in own and name != MAY_BE_REFUSED
+    ]
 
 
 @pytest.mark.parametrize(("name", "over", "mode"), runs(DENSE, SCHEDULED))
@@ -131,9 +148,14 @@ def test_join_that_divides_by_the_ranks_that_are_left_is_right_or_refused(mode):
 
 # -- what is kept of a step that is not taken ------------------------------------------------------
 
-CONSERVED = {name: over for name, over in itertools.chain(
-    ((name, BOTH) for name in stock_kept.OVER_BOTH), ((name, DDP) for name in stock_kept.OVER_DDP))
-    if name.startswith(("dropped", "a spike", "one weight", "two"))}
+CONSERVED = {
+    name: over
+    for name, over in itertools.chain(
+        ((name, BOTH) for name in stock_kept.OVER_BOTH),
+        ((name, DDP) for name in stock_kept.OVER_DDP),
+    )
+    if name.startswith(("dropped", "a spike", "one weight", "two"))
+}
 
 
 def kept(over, name):
@@ -162,8 +184,12 @@ def test_what_came_is_applied_or_pending(name, over):
     """
     found = kept(over, name)
     if name == "two models":
-        assert torch.allclose(mean(found, "before") + mean(found, "came"),
-                              mean(found, "after") + found[0]["applied"], rtol=1e-9, atol=1e-10)
+        assert torch.allclose(
+            mean(found, "before") + mean(found, "came"),
+            mean(found, "after") + found[0]["applied"],
+            rtol=1e-9,
+            atol=1e-10,
+        )
         return
     scale = mean(found, "came", "0.weight").abs().max().item()
     accumulated = mean(found, "before") + mean(found, "came", "0.weight")
@@ -231,16 +257,19 @@ VARIANTS = {
     "nesterov": {"nesterov": True},
     "maximize": {"maximize": True},
 }
-DECAYING = [{"weight_decay": 0.1, **more} for more in (
-    {}, {"nesterov": True}, {"momentum": 0.0}, {"maximize": True})]
+DECAYING = [
+    {"weight_decay": 0.1, **more}
+    for more in ({}, {"nesterov": True}, {"momentum": 0.0}, {"maximize": True})
+]
 WEIGHTS = {"a": (40, 40), "b": (40,), "c": (50, 30)}  # b travels dense; c is in a group of its own
 OPS = {"average": dgc.Average, "sum": dgc.Sum}
 
 
 def weights():
     generator = torch.Generator().manual_seed(1)
-    return nn.ParameterDict({name: torch.randn(shape, generator=generator).double()
-                             for name, shape in WEIGHTS.items()})
+    return nn.ParameterDict(
+        {name: torch.randn(shape, generator=generator).double() for name, shape in WEIGHTS.items()}
+    )
 
 
 def fixed(name, step, of_rank):
@@ -251,8 +280,10 @@ def fixed(name, step, of_rank):
 
 def grouped(network, settings):
     given = {"lr": 0.05, "momentum": 0.9, **settings}
-    groups = [{"params": [network["a"], network["b"]]},
-              {"params": [network["c"]], "lr": 0.02, "momentum": given["momentum"] / 2}]
+    groups = [
+        {"params": [network["a"], network["b"]]},
+        {"params": [network["c"]], "lr": 0.02, "momentum": given["momentum"] / 2},
+    ]
     return torch.optim.SGD(groups, **given)
 
 
@@ -269,12 +300,18 @@ def steps_of(network, optimizer, steps, gradients=fixed):
         optimizer.zero_grad()
         sum((p * gradients(name, step, rank())).sum() for name, p in network.items()).backward()
         optimizer.step()
-        history.append({"p": {name: p.detach().clone() for name, p in network.items()},
-                        "g": {name: p.grad.clone() for name, p in network.items()},
-                        "m": {name: copy.deepcopy(optimizer.state[p].get("momentum_buffer"))
-                              for name, p in network.items()},
-                        "from": optimizer.param_groups[0].get("dgc_compressed_from"),
-                        "step": optimizer.param_groups[0].get("dgc_step")})
+        history.append(
+            {
+                "p": {name: p.detach().clone() for name, p in network.items()},
+                "g": {name: p.grad.clone() for name, p in network.items()},
+                "m": {
+                    name: copy.deepcopy(optimizer.state[p].get("momentum_buffer"))
+                    for name, p in network.items()
+                },
+                "from": optimizer.param_groups[0].get("dgc_compressed_from"),
+                "step": optimizer.param_groups[0].get("dgc_step"),
+            }
+        )
     return history
 
 
@@ -287,10 +324,16 @@ def by_torch(settings, op=dgc.Average, size=2, gradients=fixed):
             total = sum(gradients(name, step, r) for r in range(size))
             p.grad = total / size if op == dgc.Average else total
         optimizer.step()
-        history.append({"p": {name: p.detach().clone() for name, p in network.items()},
-                        "g": {name: p.grad.clone() for name, p in network.items()},
-                        "m": {name: copy.deepcopy(optimizer.state[p].get("momentum_buffer"))
-                              for name, p in network.items()}})
+        history.append(
+            {
+                "p": {name: p.detach().clone() for name, p in network.items()},
+                "g": {name: p.grad.clone() for name, p in network.items()},
+                "m": {
+                    name: copy.deepcopy(optimizer.state[p].get("momentum_buffer"))
+                    for name, p in network.items()
+                },
+            }
+        )
     return history
 
 
@@ -331,20 +374,22 @@ def test_the_optimizer_says_since_when_something_is_compressed(settings):
     for history in in_lockstep(lambda: steps_of(*distributed(settings), range(END))):
         assert [each["from"] for each in history[:FIRST]] == [-1] * FIRST
         assert {each["from"] for each in history[FIRST:BACK]} == {FIRST}
-        assert {each["from"] for each in history[BACK + 1:]} == {-1}
+        assert {each["from"] for each in history[BACK + 1 :]} == {-1}
         assert [each["step"] for each in history] == list(range(1, END + 1))
 
 
 @pytest.mark.parametrize("settings", DECAYING)
 def test_weight_decay_alone_is_stocks_when_compressed_and_back(settings):
     """Without gradients, and compressed from the start: what decays is never sent."""
+
     def none(name, step, of_rank):
         return torch.zeros(WEIGHTS[name]).double()
 
     config = dgc.Config(dgc.piecewise({0: 0.9, BACK: 0.0}), factor_masking=False)
     expected = by_torch(settings, gradients=none)
     for history in in_lockstep(
-            lambda: steps_of(*distributed(settings, config=config), range(END), none)):
+        lambda: steps_of(*distributed(settings, config=config), range(END), none)
+    ):
         for step, name in itertools.product(range(END), WEIGHTS):
             assert agree(history[step]["p"][name], expected[step]["p"][name]), (step, name)
 
@@ -359,8 +404,10 @@ def test_with_weight_decay_ranks_agree_and_learn(settings):
         losses = []
         for step in range(40):
             optimizer.zero_grad()
-            parts = [(p - target[name] - 0.1 * fixed(name, step, rank())).square().sum() / 2
-                     for name, p in network.items()]
+            parts = [
+                (p - target[name] - 0.1 * fixed(name, step, rank())).square().sum() / 2
+                for name, p in network.items()
+            ]
             losses.append(sum(parts).item())
             sum(parts).backward()
             optimizer.step()
@@ -382,6 +429,7 @@ def uninterrupted(name):
 
 def resumed(name, stop, with_residuals):
     """On each rank: from a training that has stopped there, its states are loaded into another."""
+
     def worker():
         network, optimizer = distributed(RESUMED[name])
         steps_of(network, optimizer, range(stop))
@@ -418,6 +466,7 @@ def test_a_training_that_stops_there_and_goes_on(stop, name):
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_checkpoint_of_there(stop, name, tmp_path):
     """By dgc.save_checkpoint and dgc.load_checkpoint."""
+
     def saves():
         network, optimizer = distributed(RESUMED[name])
         steps_of(network, optimizer, range(stop))

@@ -42,10 +42,14 @@ def told(tmp_path_factory):
     for line, script in scripts.items():
         script.write_text(SCRIPT.format(line=line))
     # As make lint does, whose cache fits then: to read all of torch takes a minute.
-    output, errors, _ = mypy.run([*map(str, scripts.values()), f"--config-file={ROOT / 'pyproject.toml'}"])
+    output, errors, _ = mypy.run(
+        [*map(str, scripts.values()), f"--config-file={ROOT / 'pyproject.toml'}"]
+    )
     assert not errors and f"checked {len(scripts)} source files" in output
-    return {line: [said for said in output.splitlines() if f"{script.name}:" in said]
-            for line, script in scripts.items()}
+    return {
+        line: [said for said in output.splitlines() if f"{script.name}:" in said]
+        for line, script in scripts.items()
+    }
 
 
 @pytest.mark.parametrize("line", RIGHT)

@@ -30,7 +30,9 @@ from dgc.frontends.facade import Distributed
 def test_it_is_the_optimizer_that_was_wrapped():
     def worker():
         network = model()
-        inner = torch.optim.SGD(network.parameters(), lr=0.3, momentum=0.7, weight_decay=0.2, nesterov=True)
+        inner = torch.optim.SGD(
+            network.parameters(), lr=0.3, momentum=0.7, weight_decay=0.2, nesterov=True
+        )
         optimizer = dgc.DistributedOptimizer(inner, network.named_parameters())
         assert isinstance(optimizer, torch.optim.SGD) and type(optimizer).__name__ == "SGD"
         assert optimizer.defaults == inner.defaults  # Horovod's are those of SGD() instead
@@ -45,7 +47,13 @@ def test_with_one_process_it_is_the_plain_optimizer():
         network, optimizer = wrapped(settings={"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2})
         train(range(6), None, network, optimizer)
         optimizer.flush()
-        assert optimizer.residual_state_dict() == {"version": 1, "rank": 0, "size": 1, "u": {}, "v": {}}
+        assert optimizer.residual_state_dict() == {
+            "version": 1,
+            "rank": 0,
+            "size": 1,
+            "u": {},
+            "v": {},
+        }
         assert optimizer.report().bytes_sent == 0
         return flat(network)
 
@@ -61,7 +69,9 @@ def scheduled():
 
     def drives():
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the optimizer that it knows is not the one that is stepped
+            warnings.simplefilter(
+                "error"
+            )  # the optimizer that it knows is not the one that is stepped
             scheduler.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
@@ -92,6 +102,7 @@ def test_it_drives_it_after_a_state_was_loaded():
 
 def test_two_optimizers_take_turns():
     """A GAN's: each has its own parameters, residuals and steps."""
+
     def worker():
         torch.manual_seed(0)
         g, d = nn.Linear(40, 40), nn.Linear(40, 40)
@@ -146,7 +157,9 @@ def test_a_wrapper_that_inherits_from_it_passes_on(config):
                     optimizer.flush()
                     optimizer.load_residual_state_dict(saved[0])
                     optimizer.load_state_dict(saved[1])
-            results.append((torch.cat([flat(network), other.detach().flatten()]), optimizer.report()))
+            results.append(
+                (torch.cat([flat(network), other.detach().flatten()]), optimizer.report())
+            )
         (plain, reported), (through, same) = results
         assert torch.equal(plain, through) and reported == same
 
@@ -155,8 +168,13 @@ def test_a_wrapper_that_inherits_from_it_passes_on(config):
         in_lockstep(worker)
 
 
-KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer
-         and issubclass(kind, torch.optim.Optimizer)]
+KINDS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and kind is not torch.optim.Optimizer
+    and issubclass(kind, torch.optim.Optimizer)
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,7 +182,9 @@ def test_names_of_ours_are_not_those_of_torch(kind):
     """The wrapped optimizer's attributes come along, and its methods call one another."""
     inner = kind([nn.Parameter(torch.ones(2, 2))])
     ours = {name for name in vars(Distributed) if not name.startswith("__")}
-    theirs = {name for name in dir(torch.optim.Optimizer) if not name.startswith("__")}  # which ours mean to replace
+    theirs = {
+        name for name in dir(torch.optim.Optimizer) if not name.startswith("__")
+    }  # which ours mean to replace
     assert not ours & vars(inner).keys() and not (ours - theirs) & set(dir(kind))
 
 
@@ -172,12 +192,17 @@ def test_names_of_ours_are_not_those_of_torch(kind):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_without_its_momentum_is_refused(kind, sparsity):
     """Before anything is exchanged, so on each rank alone. Dense it accumulates nothing; other optimizers may."""
+
     def wrap(kind, sparsity, **settings):
         p = nn.Parameter(torch.zeros(40, 40))
-        dgc.DistributedOptimizer(kind([p], **settings), [("p", p)], dgc.Config(sparsity, momentum_correction=False))
+        dgc.DistributedOptimizer(
+            kind([p], **settings), [("p", p)], dgc.Config(sparsity, momentum_correction=False)
+        )
 
     def worker():
-        with pytest.raises(ValueError, match=rf"must be True for {kind.__name__}, got False \(.* 7 % above dense"):
+        with pytest.raises(
+            ValueError, match=rf"must be True for {kind.__name__}, got False \(.* 7 % above dense"
+        ):
             wrap(kind, sparsity)
         wrap(kind, 0.0)
         wrap(torch.optim.RMSprop, sparsity)
@@ -186,7 +211,9 @@ def test_adam_without_its_momentum_is_refused(kind, sparsity):
         warnings.simplefilter("error")
         in_lockstep(worker)
 
-    with pytest.warns(UserWarning, match="should be True, with torch.optim.AdamW in place of Adam") as told:
+    with pytest.warns(
+        UserWarning, match="should be True, with torch.optim.AdamW in place of Adam"
+    ) as told:
         in_lockstep(lambda: wrap(torch.optim.Adam, sparsity, weight_decay=0.1))
     assert [warning.filename for warning in told] == [__file__]  # of rank 0 alone
 
@@ -202,8 +229,11 @@ def test_it_adds_one_attribute():
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
 def test_any_optimizer_without_momentum_correction(kind):
     def worker():
-        network, optimizer = wrapped(dgc.Config(sparsity=0.0, momentum_correction=False), kind=kind,
-                                     settings={"lr": 1e-3, "weight_decay": 0.1})
+        network, optimizer = wrapped(
+            dgc.Config(sparsity=0.0, momentum_correction=False),
+            kind=kind,
+            settings={"lr": 1e-3, "weight_decay": 0.1},
+        )
         train(range(4), None, network, optimizer)
         optimizer.flush()  # nothing is pending
         return flat(network)
@@ -218,6 +248,7 @@ def test_any_optimizer_without_momentum_correction(kind):
 
 def test_an_sgd_with_a_step_of_its_own():
     """It would take updates for gradients; without momentum correction it is given gradients."""
+
     def worker():
         with pytest.raises(TypeError, match=r"momentum correction, .* got Lars"):
             wrapped(SPARSE, kind=Lars)
@@ -229,7 +260,9 @@ def test_an_sgd_with_a_step_of_its_own():
         return flat(network)
 
     network = model()
-    expected = flat(reference(range(4), 2, network, Lars(network.parameters(), lr=0.05, momentum=0.9))[0])
+    expected = flat(
+        reference(range(4), 2, network, Lars(network.parameters(), lr=0.05, momentum=0.9))[0]
+    )
     results = in_lockstep(worker)
     assert torch.equal(*results) and difference(results[0], expected) < 1e-5
 
@@ -251,6 +284,7 @@ def test_copies_train_on_like_the_original(copied):
 
 def test_a_copy_knows_whose_gradients_are_sparse():
     """Also on a rank that has none at its next step."""
+
     def worker():
         network = nn.Embedding(50, 40, sparse=True)
         with torch.no_grad():
@@ -273,17 +307,23 @@ def test_a_copy_knows_whose_gradients_are_sparse():
 
 def test_hooks_may_change_a_state_before_it_is_loaded():
     """As torch's documentation of load_state_dict has them, to adapt what another model has saved."""
+
     def worker():
         network, optimizer = train(range(3), SPARSE)
         state, residuals = copy.deepcopy(optimizer.state_dict()), optimizer.residual_state_dict()
         other, fresh = copy.deepcopy(network), None
-        fresh = dgc.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9),
-                                         other.named_parameters(), SPARSE)
+        fresh = dgc.DistributedOptimizer(
+            torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9),
+            other.named_parameters(),
+            SPARSE,
+        )
         fresh.register_load_state_dict_pre_hook(lambda _, saved: {**saved, **state})
         fresh.load_residual_state_dict(residuals)
         fresh.load_state_dict({"state": {}, "param_groups": []})
         assert fresh.param_groups[0]["dgc_step"] == 3
-        return flat(train(range(3, 5), None, other, fresh)[0]), flat(train(range(3, 5), None, network, optimizer)[0])
+        return flat(train(range(3, 5), None, other, fresh)[0]), flat(
+            train(range(3, 5), None, network, optimizer)[0]
+        )
 
     for got, expected in in_lockstep(worker):
         assert torch.equal(got, expected)

@@ -17,14 +17,23 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 
 from dgc.integrations.accelerate import compress  # noqa: E402
 
-SPARSE, CLIPPED = dgc.Config(sparsity=0.9, min_numel=64), dgc.Config(sparsity=0.9, min_numel=64, clip_norm=0.2)
+SPARSE, CLIPPED = (
+    dgc.Config(sparsity=0.9, min_numel=64),
+    dgc.Config(sparsity=0.9, min_numel=64, clip_norm=0.2),
+)
 EPOCHS, BATCH, STEPS = 3, 8, 4  # batches of each rank in an epoch
 
 
 def network(dropout):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 32), nn.Tanh(),
-                         nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(20, 64),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(64, 32),
+        nn.Tanh(),
+        nn.Linear(32, 5),
+    )
 
 
 def samples():
@@ -51,7 +60,8 @@ def made(config, dropout=0.0, scaler=None, **arguments):
     optimizer = sgd(model.parameters())
     loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH)
     model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    )
     if config is not None:
         compress(accelerator, model, optimizer, config)
     torch.manual_seed(7 + accelerator.process_index)
@@ -71,7 +81,9 @@ def train(parts, epochs=EPOCHS, clip=None):
                     accelerator.backward(loss)
                     if clip is not None and accelerator.sync_gradients:
                         norm = accelerator.clip_grad_norm_(model.parameters(), clip)
-                        if accelerator.scaler is None:  # else it is torch's, which is scaled where it was not told
+                        if (
+                            accelerator.scaler is None
+                        ):  # else it is torch's, which is scaled where it was not told
                             grads = torch.cat([p.grad.flatten() for p in model.parameters()])
                             torch.testing.assert_close(norm, grads.norm())
                     optimizer.step()
@@ -82,10 +94,16 @@ def train(parts, epochs=EPOCHS, clip=None):
 
 # -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
+
 def dense():
-    return {name: [train(made(config, **arguments)) for config in (None, dgc.Config(sparsity=0.0))]
-            for name, arguments in {"plain": {}, "accumulated": {"gradient_accumulation_steps": 2},
-                                    "bf16": {"mixed_precision": "bf16"}}.items()}
+    return {
+        name: [train(made(config, **arguments)) for config in (None, dgc.Config(sparsity=0.0))]
+        for name, arguments in {
+            "plain": {},
+            "accumulated": {"gradient_accumulation_steps": 2},
+            "bf16": {"mixed_precision": "bf16"},
+        }.items()
+    }
 
 
 def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
@@ -98,7 +116,7 @@ def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
     for _ in range(EPOCHS):
         for i, (x, y) in enumerate(batches):
             sync = (i + 1) % accumulate == 0
-            with (torch.enable_grad() if sync else model.no_sync()):
+            with torch.enable_grad() if sync else model.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision):
                     loss = nn.functional.cross_entropy(model(x), y)
                 loss = loss / accumulate
@@ -118,13 +136,18 @@ def like_a_script():
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=128.0)
 
-    return {"plain": (train(made(SPARSE)), script()),
-            "accumulated": (train(made(SPARSE, gradient_accumulation_steps=2)), script(accumulate=2)),
-            "bf16": (train(made(SPARSE, mixed_precision="bf16")), script(precision=True)),
-            "clipped": (train(made(CLIPPED), clip=0.2), script(config=CLIPPED)),
-            "scaled": (train(made(CLIPPED, scaler=scaler()), clip=0.2), script(config=CLIPPED, scaler=scaler())),
-            "compiled": (train(made(SPARSE, dynamo_backend="aot_eager")), script()),
-            "looked at": (train(made(SPARSE), clip=float("inf")), script())}
+    return {
+        "plain": (train(made(SPARSE)), script()),
+        "accumulated": (train(made(SPARSE, gradient_accumulation_steps=2)), script(accumulate=2)),
+        "bf16": (train(made(SPARSE, mixed_precision="bf16")), script(precision=True)),
+        "clipped": (train(made(CLIPPED), clip=0.2), script(config=CLIPPED)),
+        "scaled": (
+            train(made(CLIPPED, scaler=scaler()), clip=0.2),
+            script(config=CLIPPED, scaler=scaler()),
+        ),
+        "compiled": (train(made(SPARSE, dynamo_backend="aot_eager")), script()),
+        "looked at": (train(made(SPARSE), clip=float("inf")), script()),
+    }
 
 
 def resumed():
@@ -169,7 +192,9 @@ def two_models():
     accelerator.save_state(name[0])
     again, _, others = both(True)
     again.load_state(name[0])
-    return [[each.optimizer.residual_state_dict() for each in pair] for pair in (optimizers, others)]
+    return [
+        [each.optimizer.residual_state_dict() for each in pair] for pair in (optimizers, others)
+    ]
 
 
 def from_ddp():
@@ -222,16 +247,24 @@ def of(job):
 
 # -- laws --------------------------------------------------------------------------------------------------------------
 
+
 def test_at_sparsity_0_it_is_accelerates_ddp():
     for results in of(dense):
         for name in ("plain", "accumulated"):
             theirs, ours = results[name]
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (name, (ours - theirs).abs().max())
-        theirs, ours = results["bf16"]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (
+                name,
+                (ours - theirs).abs().max(),
+            )
+        theirs, ours = results[
+            "bf16"
+        ]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "scaled", "compiled", "looked at"])
+@pytest.mark.parametrize(
+    "name", ["plain", "accumulated", "bf16", "clipped", "scaled", "compiled", "looked at"]
+)
 def test_it_is_a_script_with_the_hook_to_the_bit(name):
     first, second = of(like_a_script)
     assert torch.equal(*first[name]) and torch.equal(first[name][0], second[name][0])
@@ -247,9 +280,14 @@ def test_resumed_it_goes_on_to_the_bit(name):
 def test_each_model_has_a_part_of_its_own():
     for saved, loaded in of(two_models):
         for before, after in zip(saved, loaded, strict=True):
-            assert all(torch.equal(before[letter][name], after[letter][name]) for letter in "uv"
-                       for name in before[letter])
-        assert any(not torch.equal(saved[0]["v"][name], saved[1]["v"][name]) for name in saved[0]["v"])
+            assert all(
+                torch.equal(before[letter][name], after[letter][name])
+                for letter in "uv"
+                for name in before[letter]
+            )
+        assert any(
+            not torch.equal(saved[0]["v"][name], saved[1]["v"][name]) for name in saved[0]["v"]
+        )
 
 
 def test_one_process_says_what_it_leaves_out(tmp_path):
@@ -257,7 +295,9 @@ def test_one_process_says_what_it_leaves_out(tmp_path):
     accelerator.save_state(str(tmp_path))
     accelerator.load_state(str(tmp_path))
     (tmp_path / "dgc").mkdir()
-    with pytest.warns(UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"):
+    with pytest.warns(
+        UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"
+    ):
         accelerator.load_state(str(tmp_path))
 
 
@@ -268,8 +308,13 @@ def test_a_state_without_dgc_goes_on():
 
 def test_what_cannot_be_is_refused():
     for (unknown, other, wrapper, both), norm in of(refused):
-        assert both.startswith("parameters must be all of models whose gradients are compressed, or none of them")
-        assert unknown.startswith("max_norm must be that of Config(clip_norm=...)") and "None" in unknown
+        assert both.startswith(
+            "parameters must be all of models whose gradients are compressed, or none of them"
+        )
+        assert (
+            unknown.startswith("max_norm must be that of Config(clip_norm=...)")
+            and "None" in unknown
+        )
         assert "0.2, with norm_type 2, got 0.5 and 2" in other
         assert wrapper == "optimizer must be the one that accelerator.prepare() returned, got a SGD"
         assert norm == pytest.approx(0.5, abs=1e-6)

@@ -13,18 +13,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dgc
 
-fabric = pytest.importorskip("lightning.fabric", reason="lightning is not installed (make examples)")
+fabric = pytest.importorskip(
+    "lightning.fabric", reason="lightning is not installed (make examples)"
+)
 
 from dgc.integrations.fabric import compress  # noqa: E402
 
 STEPS, BATCH = 12, 16
-CASES = {"plain": {}, "clipped": {"clip_norm": 0.2}, "accumulated": {"accumulate": 2}, "bf16": {"bf16": True},
-         "compiled": {"compiled": True}}
+CASES = {
+    "plain": {},
+    "clipped": {"clip_norm": 0.2},
+    "accumulated": {"accumulate": 2},
+    "bf16": {"bf16": True},
+    "compiled": {"compiled": True},
+}
 
 
 def network():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 5)
+    )
 
 
 def batch(step):
@@ -36,8 +45,11 @@ def batch(step):
 def made(clip_norm):
     """A model, its optimizer and the config."""
     model = network()
-    return (model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
-            dgc.Config(sparsity=0.9, min_numel=64, clip_norm=clip_norm))
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+        dgc.Config(sparsity=0.9, min_numel=64, clip_norm=clip_norm),
+    )
 
 
 def parameters(model):
@@ -62,13 +74,24 @@ def script(clip_norm=None, accumulate=1, bf16=False, compiled=False):
     return parameters(model)
 
 
-def with_fabric(clip_norm=None, accumulate=1, bf16=False, compiled=False, steps=range(STEPS), load=None, save=None):
+def with_fabric(
+    clip_norm=None,
+    accumulate=1,
+    bf16=False,
+    compiled=False,
+    steps=range(STEPS),
+    load=None,
+    save=None,
+):
     """With it; ``load`` and ``save`` are folders of checkpoints."""
-    lightning = fabric.Fabric(accelerator="cpu", devices=2, strategy="ddp",
-                              precision="bf16-mixed" if bf16 else "32-true")
+    lightning = fabric.Fabric(
+        accelerator="cpu", devices=2, strategy="ddp", precision="bf16-mixed" if bf16 else "32-true"
+    )
     lightning.launch()
     net, sgd, config = made(clip_norm)
-    model, optimizer = lightning.setup(torch.compile(net, backend="aot_eager") if compiled else net, sgd)
+    model, optimizer = lightning.setup(
+        torch.compile(net, backend="aot_eager") if compiled else net, sgd
+    )
     compress(lightning, model, optimizer, config)
     if load is not None:
         dgc.load_checkpoint(load, model.module, optimizer.optimizer)
@@ -105,7 +128,9 @@ def resumed():
 def of(job):
     """What the ranks returned."""
     here = sys.modules[__name__]
-    return ran("torch", 2, [getattr(here, other.__name__) for other in (like_a_script, resumed)])[job]
+    return ran("torch", 2, [getattr(here, other.__name__) for other in (like_a_script, resumed)])[
+        job
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,5 +147,7 @@ def test_resumed_it_goes_on_to_the_bit():
 
 
 def test_what_was_not_set_up_is_refused():
-    with pytest.raises(TypeError, match=r"model must be the one that fabric\.setup\(\) returned, got a Sequential"):
+    with pytest.raises(
+        TypeError, match=r"model must be the one that fabric\.setup\(\) returned, got a Sequential"
+    ):
         compress(fabric.Fabric(accelerator="cpu", devices=1), network(), None)

@@ -28,7 +28,14 @@ EPOCHS, BATCH, STEPS = 3, 8, 4  # batches of each rank in an epoch
 
 def network():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 5))
+    return nn.Sequential(
+        nn.Linear(20, 64),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 32),
+        nn.Tanh(),
+        nn.Linear(32, 5),
+    )
 
 
 def samples():
@@ -59,7 +66,10 @@ class Module(lightning.LightningModule):
         if self.optimizers_made > 1:
             return [sgd(self.net[0].parameters()), sgd(self.net[3:].parameters())]
         optimizer = sgd(self.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(samples(), batch_size=BATCH, shuffle=True)
@@ -75,8 +85,15 @@ def fit(strategy, module=None, path=None, epochs=EPOCHS, **arguments):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     arguments.setdefault("enable_checkpointing", False)
     torch.manual_seed(5)
-    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs,
-                                log_every_n_steps=1, **quiet, **arguments)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        log_every_n_steps=1,
+        **quiet,
+        **arguments,
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*gradient.*")
         trainer.fit(module, ckpt_path=path)
@@ -102,13 +119,19 @@ def folder():
 
 # -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
+
 def dense():
     """At sparsity 0, beside Lightning's DDP: plain, accumulating, in bf16."""
     results = {}
-    for name, arguments in {"plain": {}, "accumulated": {"accumulate_grad_batches": 2},
-                            "bf16": {"precision": "bf16-mixed"}}.items():
-        pair = [fit(strategy, Module(dropout=False), **arguments)[0]
-                for strategy in (DDPStrategy(), compressed(dgc.Config(sparsity=0.0)))]
+    for name, arguments in {
+        "plain": {},
+        "accumulated": {"accumulate_grad_batches": 2},
+        "bf16": {"precision": "bf16-mixed"},
+    }.items():
+        pair = [
+            fit(strategy, Module(dropout=False), **arguments)[0]
+            for strategy in (DDPStrategy(), compressed(dgc.Config(sparsity=0.0)))
+        ]
         results[name] = [parameters(module) for module in pair]
     return results
 
@@ -128,7 +151,9 @@ def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
         for i, (x, y) in enumerate(loader):
             sync = (i + 1) % accumulate == 0
             with torch.enable_grad() if sync else model.no_sync():
-                with torch.autocast("cpu", torch.float16 if scaler else torch.bfloat16, enabled=precision):
+                with torch.autocast(
+                    "cpu", torch.float16 if scaler else torch.bfloat16, enabled=precision
+                ):
                     loss = nn.functional.cross_entropy(model(x), y) / accumulate
                 (scaler.scale(loss) if scaler else loss).backward()
             if sync and scaler:
@@ -145,15 +170,23 @@ def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
 
 def like_a_script():
     """Sparse, beside the script: plain, accumulating, in bf16, clipped, in fp16 with a loss scale."""
+
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=128.0)
 
-    plain = {"plain": ({}, {}), "accumulated": ({"accumulate_grad_batches": 2}, {"accumulate": 2}),
-             "bf16": ({"precision": "bf16-mixed"}, {"precision": True}),
-             "clipped": ({"gradient_clip_val": 0.2},
-                         {"config": dgc.Config(sparsity=0.9, min_numel=64, clip_norm=0.2)}),
-             "fp16": ({"plugins": [MixedPrecision("16-mixed", "cpu", scaler())]},
-                      {"precision": True, "scaler": scaler()})}
+    plain = {
+        "plain": ({}, {}),
+        "accumulated": ({"accumulate_grad_batches": 2}, {"accumulate": 2}),
+        "bf16": ({"precision": "bf16-mixed"}, {"precision": True}),
+        "clipped": (
+            {"gradient_clip_val": 0.2},
+            {"config": dgc.Config(sparsity=0.9, min_numel=64, clip_norm=0.2)},
+        ),
+        "fp16": (
+            {"plugins": [MixedPrecision("16-mixed", "cpu", scaler())]},
+            {"precision": True, "scaler": scaler()},
+        ),
+    }
     results = {}
     for name, (ours, theirs) in plain.items():
         module, trainer = fit(compressed(), Module(dropout=False), **ours)
@@ -163,21 +196,41 @@ def like_a_script():
 
 
 def keep(where, **arguments):
-    return ModelCheckpoint(folder() / where, filename="{epoch}-{step}", every_n_epochs=1,
-                           save_on_train_epoch_end=True, **arguments)
+    return ModelCheckpoint(
+        folder() / where,
+        filename="{epoch}-{step}",
+        every_n_epochs=1,
+        save_on_train_epoch_end=True,
+        **arguments,
+    )
 
 
 def resumed():
     """Three epochs at once; and one, then two more in a new trainer, from its file and from a link to it."""
     results = {}
-    for name, arguments in {"plain": {}, "clipped": {"gradient_clip_val": 0.2},
-                            "accumulated": {"accumulate_grad_batches": 2}}.items():
-        whole = fit(compressed(), enable_checkpointing=True, callbacks=[keep(name + "-whole")], **arguments)[0]
-        fit(compressed(), epochs=1, enable_checkpointing=True,
-            callbacks=[keep(name, save_last="link")], **arguments)
+    for name, arguments in {
+        "plain": {},
+        "clipped": {"gradient_clip_val": 0.2},
+        "accumulated": {"accumulate_grad_batches": 2},
+    }.items():
+        whole = fit(
+            compressed(), enable_checkpointing=True, callbacks=[keep(name + "-whole")], **arguments
+        )[0]
+        fit(
+            compressed(),
+            epochs=1,
+            enable_checkpointing=True,
+            callbacks=[keep(name, save_last="link")],
+            **arguments,
+        )
         torch.distributed.barrier()
-        again, trainer = fit(compressed(), path=folder() / name / "last.ckpt", enable_checkpointing=True,
-                             callbacks=[keep(name + "-again")], **arguments)
+        again, trainer = fit(
+            compressed(),
+            path=folder() / name / "last.ckpt",
+            enable_checkpointing=True,
+            callbacks=[keep(name + "-again")],
+            **arguments,
+        )
         reports = trainer.optimizers[0].report()
         results[name] = parameters(whole), parameters(again), reports.residual_norm
     return results
@@ -185,36 +238,75 @@ def resumed():
 
 def files():
     """Of a training that keeps its best two; of one that keeps one name."""
-    fit(compressed(), enable_checkpointing=True, callbacks=[keep("two", save_top_k=2, monitor="epoch", mode="max")])
-    saver = ModelCheckpoint(folder() / "one", filename="one", every_n_train_steps=2, enable_version_counter=False,
-                            save_top_k=1)
+    fit(
+        compressed(),
+        enable_checkpointing=True,
+        callbacks=[keep("two", save_top_k=2, monitor="epoch", mode="max")],
+    )
+    saver = ModelCheckpoint(
+        folder() / "one",
+        filename="one",
+        every_n_train_steps=2,
+        enable_version_counter=False,
+        save_top_k=1,
+    )
     fit(compressed(), enable_checkpointing=True, callbacks=[saver])
-    for path in (None, folder() / "linked" / "last.ckpt"):  # a link to the first epoch's, which stays the best
-        fit(compressed(), path=path, epochs=1 if path is None else 2, enable_checkpointing=True,
-            callbacks=[keep("linked", save_last="link", save_top_k=1, monitor="epoch", mode="min",
-                            enable_version_counter=False)])
+    for path in (
+        None,
+        folder() / "linked" / "last.ckpt",
+    ):  # a link to the first epoch's, which stays the best
+        fit(
+            compressed(),
+            path=path,
+            epochs=1 if path is None else 2,
+            enable_checkpointing=True,
+            callbacks=[
+                keep(
+                    "linked",
+                    save_last="link",
+                    save_top_k=1,
+                    monitor="epoch",
+                    mode="min",
+                    enable_version_counter=False,
+                )
+            ],
+        )
     torch.distributed.barrier()
-    return {name: [sorted(str(path.relative_to(folder() / name)) for path in (folder() / name).glob(glob))
-                   for glob in ("*", "*/*")] for name in ("two", "one", "linked")}
+    return {
+        name: [
+            sorted(str(path.relative_to(folder() / name)) for path in (folder() / name).glob(glob))
+            for glob in ("*", "*/*")
+        ]
+        for name in ("two", "one", "linked")
+    }
 
 
 def from_ddp():
     """A checkpoint of Lightning's own DDP, gone on with at sparsity 0; and that training gone on with by DDP."""
-    fit(DDPStrategy(), Module(dropout=False), epochs=1, enable_checkpointing=True, callbacks=[keep("ddp")])
+    fit(
+        DDPStrategy(),
+        Module(dropout=False),
+        epochs=1,
+        enable_checkpointing=True,
+        callbacks=[keep("ddp")],
+    )
     torch.distributed.barrier()
     path = next((folder() / "ddp").glob("*.ckpt"))
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        return [parameters(fit(strategy, Module(dropout=False), path=path)[0])
-                for strategy in (DDPStrategy(), compressed(dgc.Config(sparsity=0.0)))]
+        return [
+            parameters(fit(strategy, Module(dropout=False), path=path)[0])
+            for strategy in (DDPStrategy(), compressed(dgc.Config(sparsity=0.0)))
+        ]
 
 
 def refused():
     errors = []
     for strategy, module, arguments in (
-            (compressed(), Module(optimizers_made=2), {}),
-            (compressed(), Module(), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-            (compressed(dgc.Config(clip_norm=0.3)), Module(), {"gradient_clip_val": 0.1})):
+        (compressed(), Module(optimizers_made=2), {}),
+        (compressed(), Module(), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        (compressed(dgc.Config(clip_norm=0.3)), Module(), {"gradient_clip_val": 0.1}),
+    ):
         try:
             fit(strategy, module, **arguments)
         except ValueError as error:
@@ -233,12 +325,18 @@ def of(job):
 
 # -- laws --------------------------------------------------------------------------------------------------------------
 
+
 def test_at_sparsity_0_it_is_lightnings_ddp():
     for results in of(dense):
         for name in ("plain", "accumulated"):
             theirs, ours = results[name]
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (name, (ours - theirs).abs().max())
-        theirs, ours = results["bf16"]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (
+                name,
+                (ours - theirs).abs().max(),
+            )
+        theirs, ours = results[
+            "bf16"
+        ]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
@@ -260,10 +358,14 @@ def test_resumed_it_goes_on_to_the_bit(name):
 def test_a_checkpoints_file_and_folder_come_and_go_together():
     found = of(files)[0]
     assert found["one"] == [["one.ckpt", "one.ckpt.dgc"], ["one.ckpt.dgc/step-12"]]
-    for name, steps in {"two": {"epoch=1-step=8": 8, "epoch=2-step=12": 12},
-                        "linked": {"epoch=0-step=4": 4, "last": 8}}.items():
-        assert found[name] == [[f"{file}.ckpt{end}" for file in steps for end in ("", ".dgc")],
-                               [f"{file}.ckpt.dgc/step-{step}" for file, step in steps.items()]]
+    for name, steps in {
+        "two": {"epoch=1-step=8": 8, "epoch=2-step=12": 12},
+        "linked": {"epoch=0-step=4": 4, "last": 8},
+    }.items():
+        assert found[name] == [
+            [f"{file}.ckpt{end}" for file in steps for end in ("", ".dgc")],
+            [f"{file}.ckpt.dgc/step-{step}" for file, step in steps.items()],
+        ]
 
 
 def test_a_checkpoint_of_lightnings_ddp_goes_on():
@@ -279,5 +381,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_a_path_that_is_on_no_disk_is_refused():
-    with pytest.raises(ValueError, match=r"must be on a disk with DGCStrategy, .*, got s3://bucket/x\.ckpt"):
+    with pytest.raises(
+        ValueError, match=r"must be on a disk with DGCStrategy, .*, got s3://bucket/x\.ckpt"
+    ):
         compressed().save_checkpoint({"global_step": 1}, "s3://bucket/x.ckpt")

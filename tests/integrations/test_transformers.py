@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dgc
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed (make examples)")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (make examples)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (make examples)"
+)
 
 from dgc.integrations.transformers import Trainer  # noqa: E402
 
@@ -44,8 +46,18 @@ def numbers():
 
 def language_model(dropout):
     torch.manual_seed(3)
-    config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=32, n_layer=1, n_head=2, resid_pdrop=dropout,
-                                     embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_positions=8,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -81,10 +93,22 @@ def train(kind, model, data, path=None, name="out", own_optimizer=True, **argume
     accelerate.state.GradientState._reset_state()
     logging.disable(logging.WARNING)
     compression = arguments.pop("compression", SPARSE)
-    settings = {"max_grad_norm": 0.0, "save_strategy": "no", "per_device_train_batch_size": BATCH, **arguments}
+    settings = {
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "per_device_train_batch_size": BATCH,
+        **arguments,
+    }
     given = transformers.TrainingArguments(
-        output_dir=str(folder() / name), use_cpu=True, report_to="none",
-        num_train_epochs=EPOCHS, disable_tqdm=True, learning_rate=0.05, logging_steps=2, **settings)
+        output_dir=str(folder() / name),
+        use_cpu=True,
+        report_to="none",
+        num_train_epochs=EPOCHS,
+        disable_tqdm=True,
+        learning_rate=0.05,
+        logging_steps=2,
+        **settings,
+    )
     optimizers = (sgd(model.parameters()), None) if own_optimizer else (None, None)
     ours = {"compression": compression} if kind is Trainer else {}
     trainer = kind(model, given, train_dataset=data, optimizers=optimizers, **ours)
@@ -97,13 +121,21 @@ def train(kind, model, data, path=None, name="out", own_optimizer=True, **argume
 
 # -- jobs: each on both ranks ------------------------------------------------------------------------------------------
 
+
 def dense():
     """At sparsity 0, beside the stock Trainer."""
     at_0 = {"compression": dgc.Config(sparsity=0.0)}
-    return {name: [flat(train(kind, language_model(0.0), text(), **at_0, **arguments).model)
-                   for kind in (transformers.Trainer, Trainer)]
-            for name, arguments in {"plain": {}, "accumulated": {"gradient_accumulation_steps": 3},
-                                    "bf16": {"bf16": True}}.items()}
+    return {
+        name: [
+            flat(train(kind, language_model(0.0), text(), **at_0, **arguments).model)
+            for kind in (transformers.Trainer, Trainer)
+        ]
+        for name, arguments in {
+            "plain": {},
+            "accumulated": {"gradient_accumulation_steps": 3},
+            "bf16": {"bf16": True},
+        }.items()
+    }
 
 
 def script(accumulate=1, precision=False, config=SPARSE):
@@ -115,7 +147,7 @@ def script(accumulate=1, precision=False, config=SPARSE):
     for _ in range(EPOCHS):
         for i, batch in enumerate(batches):
             sync = (i + 1) % accumulate == 0
-            with (torch.enable_grad() if sync else model.no_sync()):
+            with torch.enable_grad() if sync else model.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision):
                     loss = model(**batch)["loss"].float()
                 (loss / accumulate).backward()
@@ -127,27 +159,42 @@ def script(accumulate=1, precision=False, config=SPARSE):
 
 def like_a_script():
     clipped = dgc.Config(sparsity=0.9, min_numel=64, clip_norm=0.2)
-    pairs = {"plain": ({}, {}), "accumulated": ({"gradient_accumulation_steps": 3}, {"accumulate": 3}),
-             "bf16": ({"bf16": True}, {"precision": True}),
-             "clipped": ({"max_grad_norm": 0.2}, {"config": clipped})}
+    pairs = {
+        "plain": ({}, {}),
+        "accumulated": ({"gradient_accumulation_steps": 3}, {"accumulate": 3}),
+        "bf16": ({"bf16": True}, {"precision": True}),
+        "clipped": ({"max_grad_norm": 0.2}, {"config": clipped}),
+    }
     same = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
-    return {name: (flat(train(Trainer, Regression(), numbers(), **ours, **same).model), script(**theirs))
-            for name, (ours, theirs) in pairs.items()}
+    return {
+        name: (
+            flat(train(Trainer, Regression(), numbers(), **ours, **same).model),
+            script(**theirs),
+        )
+        for name, (ours, theirs) in pairs.items()
+    }
 
 
 def resumed():
     """Two epochs at once; and the second one in a new trainer."""
     results = {}
-    for name, arguments in {"plain": {}, "clipped": {"max_grad_norm": 0.5},
-                            "accumulated": {"gradient_accumulation_steps": 3},
-                            "AdamW": {"own_optimizer": False, "adam_beta2": 0.5}}.items():
+    for name, arguments in {
+        "plain": {},
+        "clipped": {"max_grad_norm": 0.5},
+        "accumulated": {"gradient_accumulation_steps": 3},
+        "AdamW": {"own_optimizer": False, "adam_beta2": 0.5},
+    }.items():
         saving = {"save_strategy": "steps", "save_steps": 2, **arguments}
         whole = train(Trainer, language_model(0.1), text(), name=name, **saving)
         torch.distributed.barrier()
         middle = 2 if name == "accumulated" else 4  # within an epoch
         path = str(folder() / name / f"checkpoint-{middle}")
         again = train(Trainer, language_model(0.1), text(), path, name + "-again", **saving)
-        results[name] = flat(whole.model), flat(again.model), again.optimizer.optimizer.report().residual_norm
+        results[name] = (
+            flat(whole.model),
+            flat(again.model),
+            again.optimizer.optimizer.report().residual_norm,
+        )
     return results
 
 
@@ -159,7 +206,9 @@ def from_stock():
     pair = []
     for kind in (transformers.Trainer, Trainer):
         model = language_model(0.0)
-        pair.append(flat(train(kind, model, text(), path, compression=dgc.Config(sparsity=0.0)).model))
+        pair.append(
+            flat(train(kind, model, text(), path, compression=dgc.Config(sparsity=0.0)).model)
+        )
     return pair
 
 
@@ -173,6 +222,7 @@ def twice():
 
 def retried():
     """Memory runs out in the first step, and the trainer begins anew with smaller batches."""
+
     class Large(Regression):
         calls = 0
 
@@ -188,7 +238,13 @@ def retried():
 
 def refused():
     try:
-        train(Trainer, Regression(), numbers(), compression=dgc.Config(clip_norm=0.3), max_grad_norm=1.0)
+        train(
+            Trainer,
+            Regression(),
+            numbers(),
+            compression=dgc.Config(clip_norm=0.3),
+            max_grad_norm=1.0,
+        )
     except ValueError as error:
         return str(error)
 
@@ -204,12 +260,18 @@ def of(job):
 
 # -- laws --------------------------------------------------------------------------------------------------------------
 
+
 def test_at_sparsity_0_it_is_the_stock_trainer():
     for results in of(dense):
         for name in ("plain", "accumulated"):
             theirs, ours = results[name]
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (name, (ours - theirs).abs().max())
-        theirs, ours = results["bf16"]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), (
+                name,
+                (ours - theirs).abs().max(),
+            )
+        theirs, ours = results[
+            "bf16"
+        ]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
@@ -233,7 +295,9 @@ def test_a_checkpoint_of_the_stock_trainer_goes_on():
 
 def test_it_can_train_twice():
     (before, after, steps), (_, other, _) = of(twice)
-    assert not torch.equal(before, after) and torch.equal(after, other) and steps == 2 * EPOCHS * STEPS
+    assert (
+        not torch.equal(before, after) and torch.equal(after, other) and steps == 2 * EPOCHS * STEPS
+    )
 
 
 def test_two_bounds_are_refused():
@@ -252,5 +316,7 @@ def test_one_process_says_what_it_leaves_out(tmp_path, monkeypatch):
     train(Trainer, Regression(), numbers(), save_strategy="epoch")
     checkpoint = min((tmp_path / "out").glob("checkpoint-*"))
     (checkpoint / "dgc").mkdir()
-    with pytest.warns(UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"):
+    with pytest.warns(
+        UserWarning, match=r"what these had pending in .*dgc, and the momentum .* is left out"
+    ):
         train(Trainer, Regression(), numbers(), str(checkpoint))

@@ -19,5 +19,7 @@ def test_gathering_grows_with_the_ranks():
     given, _ = counted_sizes(0.99)
     assert gathered[2] == given.message
     for n in sizes:
-        assert gathered[n] == pytest.approx(min((n - 1) * given.message, 2 * (n - 1) / n * given.dense))
+        assert gathered[n] == pytest.approx(
+            min((n - 1) * given.message, 2 * (n - 1) / n * given.dense)
+        )
     assert gathered[32] == pytest.approx(31 * given.message)

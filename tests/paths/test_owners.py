@@ -37,7 +37,9 @@ def owners(numel, n):
 def test_each_entry_has_one_owner_and_one_place(numel, n):
     regions, every = Regions(numel, n, CPU), torch.arange(numel)
     owner, local = regions.owner(every), regions.local(every)
-    assert owner.tolist() == owners(numel, n).tolist() and torch.equal(regions.index(owner, local), every)
+    assert owner.tolist() == owners(numel, n).tolist() and torch.equal(
+        regions.index(owner, local), every
+    )
     assert regions.sizes.tolist() == torch.bincount(owner, minlength=n).tolist()
     assert max(regions.sizes) <= regions.size and max(regions.sizes) - min(regions.sizes) <= 16
     flat = torch.randn(numel)
@@ -63,7 +65,9 @@ def transcription(shapes, gradient, size, steps, lr, m, k, masking, nesterov):
             g = np.concatenate([x.numpy().ravel() for x in gradient(r, step)])
             u[r] = m * u[r] + g
             new = g + m * u[r] if nesterov else u[r]
-            seen = np.where(owner == r, 0, v[r]) + new  # others' entries, in the own region, are not chosen again
+            seen = (
+                np.where(owner == r, 0, v[r]) + new
+            )  # others' entries, in the own region, are not chosen again
             v[r] += new
             for part, count in zip(parts, k, strict=True):
                 for i in part.start + np.argsort(-np.abs(seen[part]))[:count]:
@@ -74,8 +78,14 @@ def transcription(shapes, gradient, size, steps, lr, m, k, masking, nesterov):
         for r in range(size):
             here = np.flatnonzero(owner == r)
             v[r, here] += arrived[here]
-            means = np.array([np.abs(v[r, here[parameter[here] == i]]).mean() if (parameter[here] == i).any() else 1
-                              for i in range(len(numels))])
+            means = np.array(
+                [
+                    np.abs(v[r, here[parameter[here] == i]]).mean()
+                    if (parameter[here] == i).any()
+                    else 1
+                    for i in range(len(numels))
+                ]
+            )
             for i in here[np.argsort(-np.abs(v[r, here]) / means[parameter[here]])[:kept]]:
                 p[i] -= lr * v[r, i] / size
                 v[r, i] = 0
@@ -83,31 +93,45 @@ def transcription(shapes, gradient, size, steps, lr, m, k, masking, nesterov):
     return p
 
 
-@pytest.mark.parametrize(("size", "masking", "nesterov"), [
-    (2, True, False), (3, False, True), (8, True, True)])
+@pytest.mark.parametrize(
+    ("size", "masking", "nesterov"), [(2, True, False), (3, False, True), (8, True, True)]
+)
 def test_it_is_the_transcription(size, masking, nesterov):
     shapes, k = [(30, 40), (7, 11), (200, 3)], [36, 3, 18]  # three times a hundredth
 
     def gradient(rank, step):
         draw = torch.Generator().manual_seed(100 * step + rank)
-        return [10.0**i * torch.randn(shape, generator=draw, dtype=torch.float64) for i, shape in enumerate(shapes)]
+        return [
+            10.0**i * torch.randn(shape, generator=draw, dtype=torch.float64)
+            for i, shape in enumerate(shapes)
+        ]
 
     def worker():
-        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
+        parameters = [
+            torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes
+        ]
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=nesterov)
         optimizer = dgc.DistributedOptimizer(
-            optimizer, [(str(i), p) for i, p in enumerate(parameters)],
-            dgc.Config(0.99, exchange="reduce", factor_masking=masking, value_bits=32, min_numel=0))
+            optimizer,
+            [(str(i), p) for i, p in enumerate(parameters)],
+            dgc.Config(0.99, exchange="reduce", factor_masking=masking, value_bits=32, min_numel=0),
+        )
         for step in range(30):
-            for p, g in zip(parameters, gradient(dgc.lockstep.current().world.rank, step), strict=True):
+            for p, g in zip(
+                parameters, gradient(dgc.lockstep.current().world.rank, step), strict=True
+            ):
                 p.grad = g
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in parameters])
 
-    def backwards(rank, step):  # a bucket has its parameters in the order in which a backward pass completes them
+    def backwards(
+        rank, step
+    ):  # a bucket has its parameters in the order in which a backward pass completes them
         return gradient(rank, step)[::-1]
 
-    expected = transcription(shapes[::-1], backwards, size, 30, 0.1, 0.9, k[::-1], masking, nesterov)
+    expected = transcription(
+        shapes[::-1], backwards, size, 30, 0.1, 0.9, k[::-1], masking, nesterov
+    )
     expected = np.concatenate([expected[677:], expected[600:677], expected[:600]])
     for result in dgc.lockstep.run(worker, size):
         assert np.allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
@@ -122,10 +146,16 @@ def test_nothing_is_lost(n, masking, slack, monkeypatch):
     mine, total = buckets(n, torch.float64), torch.zeros(buckets(1)[0].numel, dtype=torch.float64)
     config = dgc.Config(0.9, exchange="reduce", factor_masking=masking, min_numel=0)
     for step in range(8):
-        plain = [gradients(r, step, torch.float64, 0.0) for r in range(n)]  # without momentum nothing is masked
+        plain = [
+            gradients(r, step, torch.float64, 0.0) for r in range(n)
+        ]  # without momentum nothing is masked
         total += sum(torch.cat([g[name].g.flatten() for name in mine[0].names]) for g in plain)
-        updates = walk([reduce(b, g, config, step, w, average=False)
-                        for b, g, w in zip(mine, plain, worlds(n), strict=True)])
+        updates = walk(
+            [
+                reduce(b, g, config, step, w, average=False)
+                for b, g, w in zip(mine, plain, worlds(n), strict=True)
+            ]
+        )
         assert all(torch.equal(update, updates[0]) for update in updates)
         total -= updates[0]
         assert torch.allclose(total, sum(b.v for b in mine), rtol=0, atol=1e-11)
@@ -136,14 +166,20 @@ def test_what_is_masked_was_taken_and_nothing_else():
     before = buckets(4)
     for r, b in enumerate(before):
         b.accumulate(gradients(r, 0))
-    update = walk([reduce(b, gradients(r, 0), REDUCE, 0, w) for r, (b, w) in enumerate(
-        zip(mine, worlds(4), strict=True))])[0]
+    update = walk(
+        [
+            reduce(b, gradients(r, 0), REDUCE, 0, w)
+            for r, (b, w) in enumerate(zip(mine, worlds(4), strict=True))
+        ]
+    )[0]
     whose = torch.from_numpy(owners(mine[0].numel, 4))
     for r, (b, c) in enumerate(zip(mine, before, strict=True)):
         masked, own = (b.u == 0) & (c.u != 0), whose == r
         assert torch.equal(b.u[~masked], c.u[~masked])
         assert not masked[own & (update == 0)].any() and masked[own & (update != 0)].all()
-        assert (b.v[masked & ~own].abs() <= 1e-3 * c.v[masked & ~own].abs()).all()  # but for rounding
+        assert (
+            b.v[masked & ~own].abs() <= 1e-3 * c.v[masked & ~own].abs()
+        ).all()  # but for rounding
         assert torch.equal(b.v[~masked & ~own], c.v[~masked & ~own])
 
 
@@ -160,15 +196,19 @@ def test_a_gradient_that_is_not_finite_is_told_to_all(bad):
         rest = {k: g.g for k, g in gradients(r, 0, torch.float64).items()}
         if r == 1:
             rest["b"][5, 5] = 0
-        assert torch.allclose(bucket.v, torch.cat([rest[k].flatten() for k in bucket.names]), rtol=1e-12, atol=1e-12)
+        assert torch.allclose(
+            bucket.v, torch.cat([rest[k].flatten() for k in bucket.names]), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_damaged_message_is_refused_by_all(at):
     """Also where one worker alone has received it: it tells the others."""
     mine = buckets(4, torch.float64)
-    paths = [reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
-             for r, (bucket, w) in enumerate(zip(mine, worlds(4), strict=True))]
+    paths = [
+        reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
+        for r, (bucket, w) in enumerate(zip(mine, worlds(4), strict=True))
+    ]
 
     def damaged(rank, path):
         request = next(path)
@@ -184,7 +224,8 @@ def test_a_damaged_message_is_refused_by_all(at):
 
     assert set(refusals([damaged(r, path) for r, path in enumerate(paths)])) == {
         "the message of rank 1 for bucket 0 is corrupt: it is not what a rank with the same model, Config and "
-        "schedule has written"}
+        "schedule has written"
+    }
     for r, bucket in enumerate(mine):
         expected = torch.cat([gradients(r, 0, torch.float64)[k].g.flatten() for k in bucket.names])
         assert torch.allclose(bucket.v, expected, rtol=1e-12, atol=1e-12)
@@ -203,25 +244,37 @@ def test_a_sum_that_is_too_large_is_refused_and_leaves_what_it_was_added_to(mask
         for g in given if step == 3 else ():
             g["b"].g[0, 7] = 1.5e38
         for bucket, g in zip(mine, given, strict=True):
-            u = 0.9 * bucket.u.double() + torch.cat([g[name].g.double().flatten() for name in bucket.names])
+            u = 0.9 * bucket.u.double() + torch.cat(
+                [g[name].g.double().flatten() for name in bucket.names]
+            )
             pending.append(bucket.v + u)
-        paths = [reduce(*each, config, step, w) for *each, w in zip(mine, given, worlds(n), strict=True)]
+        paths = [
+            reduce(*each, config, step, w) for *each, w in zip(mine, given, worlds(n), strict=True)
+        ]
         if step < 3:
             walk(paths)
-    assert set(refusals(paths)) == {"the sum over ranks of their gradients is not finite, in bucket 0"}
+    assert set(refusals(paths)) == {
+        "the sum over ranks of their gradients is not finite, in bucket 0"
+    }
     for bucket, expected in zip(mine, pending[-n:], strict=True):
-        assert torch.allclose(bucket.v.double(), expected, rtol=1e-5, atol=1e-5)  # sums of up to 1,000, in float32
+        assert torch.allclose(
+            bucket.v.double(), expected, rtol=1e-5, atol=1e-5
+        )  # sums of up to 1,000, in float32
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_an_exchange_that_is_given_up_puts_back(rounds):
     n = 3
     mine = buckets(n, torch.float64)
-    paths = [reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
-             for r, (bucket, w) in enumerate(zip(mine, worlds(n), strict=True))]
+    paths = [
+        reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
+        for r, (bucket, w) in enumerate(zip(mine, worlds(n), strict=True))
+    ]
     requests = [next(path) for path in paths]
     for _ in range(rounds - 1):
-        requests = [path.send(result) for path, result in zip(paths, performed(requests), strict=True)]
+        requests = [
+            path.send(result) for path, result in zip(paths, performed(requests), strict=True)
+        ]
     for r, path in enumerate(paths):
         with suppress(AbandonedError):
             path.throw(AbandonedError())
@@ -239,7 +292,11 @@ def test_what_is_not_sent_is_counted(monkeypatch):
     monkeypatch.setattr(messages, "WIDE", 1)
     every = torch.randn(n, 40, 50, generator=torch.Generator().manual_seed(0))
     g, whose = every.view(n, -1).double().numpy(), owners(2000, n)
-    sums, came, overflow = np.where(whose == np.arange(n)[:, None], g, 0).sum(0), [[] for _ in range(n)], [0] * n
+    sums, came, overflow = (
+        np.where(whose == np.arange(n)[:, None], g, 0).sum(0),
+        [[] for _ in range(n)],
+        [0] * n,
+    )
     for r in range(n):
         chosen = np.argsort(-np.abs(g[r]))[:k]
         for o in set(range(n)) - {r}:
@@ -257,14 +314,19 @@ def test_what_is_not_sent_is_counted(monkeypatch):
     def worker():
         p = torch.nn.Parameter(torch.zeros(40, 50))
         config = dgc.Config(lambda step: 0.0 if step else 0.95, exchange="reduce")
-        optimizer, told = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], config), []
+        optimizer, told = (
+            dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], config),
+            [],
+        )
         for _ in range(2):
             p.grad = every[dgc.lockstep.current().world.rank].clone()
             optimizer.step()
             told.append((optimizer.report().overflow_entries, optimizer.report().held_entries))
         return told
 
-    assert dgc.lockstep.run(worker, n) == [[counts, (0, 0)] for counts in zip(overflow, held, strict=True)]
+    assert dgc.lockstep.run(worker, n) == [
+        [counts, (0, 0)] for counts in zip(overflow, held, strict=True)
+    ]
 
 
 def test_what_is_too_small_for_a_row_is_counted_and_waits():
@@ -282,8 +344,15 @@ def test_what_is_too_small_for_a_row_is_counted_and_waits():
         p.grad = g.view(80, 50)
         optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], REDUCE)
         optimizer.step()
-        waits, own = optimizer.residual_state_dict()["v"]["p"].flatten() == 2.0**-42, torch.from_numpy(whose) == rank
-        return optimizer.report().overflow_entries, int((waits & ~own).sum()), int((waits & own).sum())
+        waits, own = (
+            optimizer.residual_state_dict()["v"]["p"].flatten() == 2.0**-42,
+            torch.from_numpy(whose) == rank,
+        )
+        return (
+            optimizer.report().overflow_entries,
+            int((waits & ~own).sum()),
+            int((waits & own).sum()),
+        )
 
     assert dgc.lockstep.run(worker, 4) == [(15, 15, 5)] * 4
 
@@ -297,8 +366,9 @@ def test_what_cancels_is_gone_and_what_all_want_is_learned():
 
     def worker():
         p = torch.nn.Parameter(torch.zeros(4, 500))
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)],
-                                             dgc.Config(0.9965, exchange="reduce"))  # 7 of 2,000, three times
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("p", p)], dgc.Config(0.9965, exchange="reduce")
+        )  # 7 of 2,000, three times
         for _ in range(steps):
             p.grad = g[dgc.lockstep.current().world.rank].clone()
             optimizer.step()
@@ -313,13 +383,20 @@ def test_what_cancels_is_gone_and_what_all_want_is_learned():
 @pytest.mark.parametrize("numel", [2_000_000])
 def test_bytes_do_not_grow_with_the_workers(numel):
     """While a row holds some tens of entries; and never are they more than a dense sum's."""
+
     def nbytes(n):
         bucket = Bucket("b", {"a": torch.empty(numel // 1000, 1000)})
-        g = {"a": Gradient(torch.randn(numel // 1000, 1000, generator=torch.Generator().manual_seed(0)))}
+        g = {
+            "a": Gradient(
+                torch.randn(numel // 1000, 1000, generator=torch.Generator().manual_seed(0))
+            )
+        }
         path, total = reduce(bucket, g, dgc.Config(0.999, exchange="reduce"), 0, World(0, n)), 0.0
         request = next(path)
         total += sent_bytes(request, World(0, n))
-        request = path.send(request.tensor[:1].expand(n, -1).contiguous())  # its own, empty, from everybody
+        request = path.send(
+            request.tensor[:1].expand(n, -1).contiguous()
+        )  # its own, empty, from everybody
         total += sent_bytes(request, World(0, n))
         path.close()
         return total
@@ -329,6 +406,10 @@ def test_bytes_do_not_grow_with_the_workers(numel):
     assert by_workers[64] < 1.3 * by_workers[8] and max(by_workers.values()) < 10
     for n, ratio in by_workers.items():
         mean, size = 3 * numel / 1000 / (n - 1), 16 * math.ceil(numel / 16 / n)
-        row = math.ceil(mean + 4 * math.sqrt(mean)) + 1  # four standard deviations of what is dealt out at random
+        row = (
+            math.ceil(mean + 4 * math.sqrt(mean)) + 1
+        )  # four standard deviations of what is dealt out at random
         kept = math.ceil(3 * numel / 1000 / n)
-        assert ratio * message == (n - 1) * sum(bytes_of_a_row(count, size, 16) for count in (row, kept))
+        assert ratio * message == (n - 1) * sum(
+            bytes_of_a_row(count, size, 16) for count in (row, kept)
+        )

@@ -24,12 +24,20 @@ VARIANTS = {
 
 
 def config(variant, sparsity):
-    return dgc.Config(sparsity=sparsity, value_bits=32, clip_norm=variant.get("clip"),
-                      factor_masking=variant.get("masking", True), min_numel=0)
+    return dgc.Config(
+        sparsity=sparsity,
+        value_bits=32,
+        clip_norm=variant.get("clip"),
+        factor_masking=variant.get("masking", True),
+        min_numel=0,
+    )
 
 
-@pairwise(nodes=[1, 2, 4], variant=VARIANTS,
-          density=[(0.99, torch.float32), (0.99, torch.float64), (0.75, torch.float64)])
+@pairwise(
+    nodes=[1, 2, 4],
+    variant=VARIANTS,
+    density=[(0.99, torch.float32), (0.99, torch.float64), (0.75, torch.float64)],
+)
 def test_path(nodes, variant, density):
     """The path of a bucket, with the gradient that the weights reached so far give.
 
@@ -37,7 +45,14 @@ def test_path(nodes, variant, density):
     """
     variant, (sparsity, dtype) = VARIANTS[variant], density
     network, m = Network(), variant.get("momentum", 0.9)
-    oracle = Oracle(network.start, network.gradient, nodes, lr=0.1, sparsity=sparsity, **{"momentum": m, **variant})
+    oracle = Oracle(
+        network.start,
+        network.gradient,
+        nodes,
+        lr=0.1,
+        sparsity=sparsity,
+        **{"momentum": m, **variant},
+    )
     settings = config(variant, sparsity)
     weights = {name: torch.tensor(w).to(dtype) for name, w in zip("ab", network.start, strict=True)}
     buckets = [Bucket("bucket 0", weights) for _ in range(nodes)]
@@ -46,12 +61,16 @@ def test_path(nodes, variant, density):
         paths = []
         for node, world in enumerate(worlds(nodes)):
             g = network.gradient([w.double().numpy() for w in weights.values()], node, step)
-            gradients = {name: Gradient(torch.tensor(x).to(dtype), m, variant.get("nesterov", False))
-                         for name, x in zip("ab", g, strict=True)}
+            gradients = {
+                name: Gradient(torch.tensor(x).to(dtype), m, variant.get("nesterov", False))
+                for name, x in zip("ab", g, strict=True)
+            }
             scale = None
             if settings.clip_norm is not None:
                 norm = torch.tensor(np.sqrt(sum((x**2).sum() for x in g))).to(dtype)
-                scale = dgc.compression.residual.clip_scale(norm, settings.clip_norm, nodes, average=True)
+                scale = dgc.compression.residual.clip_scale(
+                    norm, settings.clip_norm, nodes, average=True
+                )
                 clipped += bool(scale < 1)
             paths.append(reduce(buckets[node], gradients, settings, step, world, scale=scale))
         updates = walk(paths)
@@ -60,7 +79,9 @@ def test_path(nodes, variant, density):
         oracle.step(step)
     assert clipped == (STEPS * nodes if settings.clip_norm else 0)  # the bound was met at each step
     for got, expected in zip(weights.values(), oracle.weights, strict=True):
-        moved = np.linalg.norm(expected - network.start[0 if expected.shape == network.start[0].shape else 1])
+        moved = np.linalg.norm(
+            expected - network.start[0 if expected.shape == network.start[0].shape else 1]
+        )
         assert moved > 0.05  # there was something to get right
         assert np.linalg.norm(got.numpy() - expected) / np.linalg.norm(expected) <= 1e-5
 
@@ -71,11 +92,15 @@ def test_optimizer(nodes, variant):
     """The whole of it: a torch model in float64, backward passes, DistributedOptimizer around SGD."""
     variant = VARIANTS[variant]
     network, m = Network(), variant.get("momentum", 0.9)
-    oracle = Oracle(network.start, network.gradient, nodes, lr=0.1, sparsity=0.99, **{"momentum": m, **variant})
+    oracle = Oracle(
+        network.start, network.gradient, nodes, lr=0.1, sparsity=0.99, **{"momentum": m, **variant}
+    )
 
     def worker():
         weights = [torch.nn.Parameter(torch.tensor(w).double()) for w in network.start]
-        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=m, nesterov=variant.get("nesterov", False))
+        optimizer = torch.optim.SGD(
+            weights, lr=0.1, momentum=m, nesterov=variant.get("nesterov", False)
+        )
         optimizer = dgc.DistributedOptimizer(optimizer, compression=config(variant, 0.99))
         rank = dgc.lockstep.current().world.rank
         for step in range(STEPS):

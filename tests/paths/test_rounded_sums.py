@@ -18,20 +18,25 @@ SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
 
 
 def bucket(residual=torch.float32, velocity=False):
-    return Bucket("bucket 0", {k: torch.empty(s, dtype=residual) for k, s in SHAPES.items()}, velocity)
+    return Bucket(
+        "bucket 0", {k: torch.empty(s, dtype=residual) for k, s in SHAPES.items()}, velocity
+    )
 
 
 def gradients(rank, step, dtype=torch.float32):
     """Of other sizes by parameter, and with large and small entries."""
     draw = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64).pow(3).mul(10.0**i).to(dtype)
-            for i, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64).pow(3).mul(10.0**i).to(dtype)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 def rounded_to_8_bits(x):
-    """As wire.py has it: 512 neighbours share the smallest and the largest of 128 levels, whose roots are equidistant.
+    """As wire.py has it: 512 neighbours share the smallest and the largest of 128 levels, whose roots
+    are equidistant.
     """
-    parts = [rounded_together(x[first:first + 512]) for first in range(0, len(x), 512)]
+    parts = [rounded_together(x[first : first + 512]) for first in range(0, len(x), 512)]
     return np.concatenate(parts)
 
 
@@ -39,7 +44,11 @@ def rounded_together(x):
     size = np.abs(x).astype(np.float32)
     a = cut(np.sqrt(size.min()))
     d = cut((np.sqrt(size.max()) - a) / np.float32(127))
-    level = np.clip(np.floor((np.sqrt(size) - a) / d + np.float32(0.5)), 1 if a == 0 else 0, 127) if d else 0 * size
+    level = (
+        np.clip(np.floor((np.sqrt(size) - a) / d + np.float32(0.5)), 1 if a == 0 else 0, 127)
+        if d
+        else 0 * size
+    )
     level = np.where(size == 0, 0, level)
     return np.where(x < 0, -1, 1) * np.square(a + level.astype(np.float32) * d).astype(np.float64)
 
@@ -56,7 +65,9 @@ def transcription(n, steps):
     v, updates = np.zeros((n, n * size)), []
     for step in range(steps):
         for r in range(n):
-            v[r, :total] += np.concatenate([g.numpy().ravel() for g in gradients(r, step, torch.float64).values()])
+            v[r, :total] += np.concatenate(
+                [g.numpy().ravel() for g in gradients(r, step, torch.float64).values()]
+            )
         update = np.zeros(n * size)
         sent = v.copy()
         for owner in range(n):
@@ -75,8 +86,12 @@ def transcription(n, steps):
 def test_it_is_the_transcription(n):
     mine, (updates, left) = [bucket(torch.float64) for _ in range(n)], transcription(n, 3)
     for step, expected in enumerate(updates):
-        got = walk([reduce_rounded(b, gradients(r, step, torch.float64), 8, World(r, n))
-                    for r, b in enumerate(mine)])
+        got = walk(
+            [
+                reduce_rounded(b, gradients(r, step, torch.float64), 8, World(r, n))
+                for r, b in enumerate(mine)
+            ]
+        )
         assert all(np.allclose(one, expected, rtol=1e-12, atol=0) for one in got)
     for b, v in zip(mine, left, strict=True):
         assert np.allclose(b.v, v, rtol=0, atol=1e-12) and b.v.any()
@@ -88,8 +103,12 @@ def test_nothing_is_lost(bits, residual, n):
     mine = [bucket(residual) for _ in range(n)]
     for step in range(4):
         g = [gradients(r, step, residual) for r in range(n)]
-        before = torch.stack([b.v + torch.cat([g[r][k].flatten() for k in b.names]) for r, b in enumerate(mine)])
-        updates = walk([reduce_rounded(b, g[r], bits, World(r, n), average=False) for r, b in enumerate(mine)])
+        before = torch.stack(
+            [b.v + torch.cat([g[r][k].flatten() for k in b.names]) for r, b in enumerate(mine)]
+        )
+        updates = walk(
+            [reduce_rounded(b, g[r], bits, World(r, n), average=False) for r, b in enumerate(mine)]
+        )
         assert all(torch.equal(update, updates[0]) for update in updates)
         left = before.double().sum(0) - torch.stack([b.v for b in mine]).double().sum(0)
         size = before.double().abs().sum(0).max()  # small entries are rounded to what is larger
@@ -108,13 +127,23 @@ def test_dense_sums_of_what_is_compressed(sparsity, node_size):
         worlds = [World(r, n, node_size) for r in range(n)]
         total, nbytes = 0.0, []
         for step in range(3):
-            paths = [reduce(b, {k: Gradient(g, 0.9) for k, g in gradients(r // node_size, step).items()}, config, step,
-                            w) for r, (b, w) in enumerate(zip(mine, worlds, strict=True))]
+            paths = [
+                reduce(
+                    b,
+                    {k: Gradient(g, 0.9) for k, g in gradients(r // node_size, step).items()},
+                    config,
+                    step,
+                    w,
+                )
+                for r, (b, w) in enumerate(zip(mine, worlds, strict=True))
+            ]
             got = in_nodes(paths, worlds, nbytes)
             assert all(torch.equal(one, got[0]) for one in got)
             total = total + got[0]
         kept = any(b.v.any() for b in mine)
-        got = in_nodes([flush(b, b.names, w) for b, w in zip(mine, worlds, strict=True)], worlds, [])
+        got = in_nodes(
+            [flush(b, b.names, w) for b, w in zip(mine, worlds, strict=True)], worlds, []
+        )
         assert not any(b.v.any() for b in mine)
         ends.append((kept, total + got[0], sum(nbytes)))
     (plain, expected, whole), (rounded, got, quarter) = ends
@@ -132,9 +161,13 @@ def in_nodes(paths, worlds, nbytes):
         for request, world in zip(requests, worlds, strict=True):
             members = world.members(request.group)
             tensors = [requests[r].tensor for r in members]
-            results.append({"gather": lambda t, _: torch.stack(t), "sum": lambda t, _: torch.stack(t).sum(0),
-                            "alltoall": lambda t, own: torch.stack([each[own] for each in t])}[request.op](
-                                tensors, members.index(world.rank)))
+            results.append(
+                {
+                    "gather": lambda t, _: torch.stack(t),
+                    "sum": lambda t, _: torch.stack(t).sum(0),
+                    "alltoall": lambda t, own: torch.stack([each[own] for each in t]),
+                }[request.op](tensors, members.index(world.rank))
+            )
         requests = []
         for path, result in zip(paths, results, strict=True):
             try:
@@ -146,6 +179,7 @@ def in_nodes(paths, worlds, nbytes):
 
 def test_so_short_a_sum_is_not_rounded():
     """Where its rows are more bytes than the entries as they are."""
+
     def op(numel, n):
         b = Bucket("bucket 0", {"a": torch.empty(numel)}, False)
         return next(reduce_rounded(b, {"a": torch.ones(numel)}, 8, World(0, n))).op
@@ -156,10 +190,14 @@ def test_so_short_a_sum_is_not_rounded():
         assert op(numel, 16) == ("alltoall" if fewer else "sum") and fewer == (numel >= 100)
 
 
-@pytest.mark.parametrize(("what", "error"), [
-    ("nan", "rank 1 has a gradient that is not finite, in: c"),
-    ("corrupt", "message of rank 1 for bucket 0 is corrupt"),
-    ("corrupt later", "message of rank 2 for bucket 0 is corrupt")])
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("nan", "rank 1 has a gradient that is not finite, in: c"),
+        ("corrupt", "message of rank 1 for bucket 0 is corrupt"),
+        ("corrupt later", "message of rank 2 for bucket 0 is corrupt"),
+    ],
+)
 def test_what_is_bad(what, error):
     """Not finite: all ranks are told which; corrupt, in either round: whose. What was not sent is kept."""
     n, mine, g = 3, [bucket() for _ in range(3)], [gradients(r, 0) for r in range(3)]

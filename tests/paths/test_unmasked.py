@@ -20,30 +20,56 @@ def to_come(m, nesterov):
 
 
 def flat(some, bucket):
-    return torch.cat([some[name].g.flatten() if name in some else torch.zeros(n, dtype=torch.float64)
-                      for name, n in zip(bucket.names, bucket.numels, strict=True)])
+    return torch.cat(
+        [
+            some[name].g.flatten() if name in some else torch.zeros(n, dtype=torch.float64)
+            for name, n in zip(bucket.names, bucket.numels, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(("exchange", "n", "bits"), [
-    *((*case, bits) for bits in (2, 16, 32) for case in (
-        ("allgather", 1), ("allgather", 3), ("reduce", 3))),
-    ("allgather", 16, 4), ("allgather", 16, 16), ("reduce", 16, 32)])
-def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange, n, bits, nesterov):
+@pytest.mark.parametrize(
+    ("exchange", "n", "bits"),
+    [
+        *(
+            (*case, bits)
+            for bits in (2, 16, 32)
+            for case in (("allgather", 1), ("allgather", 3), ("reduce", 3))
+        ),
+        ("allgather", 16, 4),
+        ("allgather", 16, 16),
+        ("reduce", 16, 32),
+    ],
+)
+def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
+    exchange, n, bits, nesterov
+):
     """Through changes of the sparsity, dense steps, dense sums (which are fewer bytes with 16 ranks), rounding, missing
     gradients, messages that are put back, early or late, and a flush.
     """
-    config = dgc.Config(SPARSITY, factor_masking=False, exchange=exchange, value_bits=bits, min_numel=0)
+    config = dgc.Config(
+        SPARSITY, factor_masking=False, exchange=exchange, value_bits=bits, min_numel=0
+    )
     mine, m = buckets(n, torch.float64), 0.9
     c = to_come(m, nesterov)
-    accumulated, sent = torch.zeros(mine[0].numel, dtype=torch.float64), torch.zeros(mine[0].numel, dtype=torch.float64)
+    accumulated, sent = (
+        torch.zeros(mine[0].numel, dtype=torch.float64),
+        torch.zeros(mine[0].numel, dtype=torch.float64),
+    )
     for step in range(24):
         given = [gradients(r, step, torch.float64, m, nesterov) for r in range(n)]
         if step == 5:
             given[0].pop("b")  # sits this step out
             continue_from = mine[0].u.clone()
-        paths = [reduce(b, g, config, step, w, average=False) for b, g, w in zip(mine, given, worlds(n), strict=True)]
-        if step in (6, 9):  # taken, and put back; of a reduce at step 9 when the owners have taken, too
+        paths = [
+            reduce(b, g, config, step, w, average=False)
+            for b, g, w in zip(mine, given, worlds(n), strict=True)
+        ]
+        if step in (
+            6,
+            9,
+        ):  # taken, and put back; of a reduce at step 9 when the owners have taken, too
             asked = [next(path) for path in paths]
             if step == 9 and exchange == "reduce":
                 for r, path in enumerate(paths):
@@ -54,7 +80,9 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(exchange
         else:
             sent += walk(paths)[0]
         if step == 15:
-            sent += walk([flush(b, b.names, w, average=False) for b, w in zip(mine, worlds(n), strict=True)])[0]
+            sent += walk(
+                [flush(b, b.names, w, average=False) for b, w in zip(mine, worlds(n), strict=True)]
+            )[0]
         for b, g in zip(mine, given, strict=True):
             accumulated += flat(g, b)
         if step == 5:  # momentum without a gradient waits, as torch.optim.SGD's does

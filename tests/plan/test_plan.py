@@ -48,8 +48,9 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
 
     def train():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        optimizer = dgc.DistributedOptimizer(torch.optim.SGD(parameters, 0.1, momentum=0.9),
-                                             compression=dgc.Config(sparsity))
+        optimizer = dgc.DistributedOptimizer(
+            torch.optim.SGD(parameters, 0.1, momentum=0.9), compression=dgc.Config(sparsity)
+        )
         torch.manual_seed(0)
         sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
         optimizer.step()
@@ -66,15 +67,21 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
 @pytest.mark.long
 def test_defaults_are_what_was_measured():
     rows = json.loads((RESULTS / "compress-1core.json").read_text())["rows"]
-    row = next(r for r in rows if (r["numel"], r["method"], r["mode"]) == (
-        25_557_032, "fused (numba)", "through p.grad"))
+    row = next(
+        r
+        for r in rows
+        if (r["numel"], r["method"], r["mode"]) == (25_557_032, "fused (numba)", "through p.grad")
+    )
     assert pytest.approx(1e-3 * row["ms"] / row["numel"], rel=0.01) == Local().compress
     received = json.loads((RESULTS / "receive.json").read_text())
     assert pytest.approx(1e-9 * received["ns_per_entry"], rel=0.05) == Local().receive
     rounded = json.loads((RESULTS / "rounded.json").read_text())
     assert pytest.approx(1e-9 * rounded["ns_per_entry"], rel=0.1) == Local().round
     machine = json.loads((RESULTS / "plan.json").read_text())["machine"]
-    assert pytest.approx(machine["convert"], rel=0.05) == Local().convert and plan.LOCAL["gpu"].convert == 0
+    assert (
+        pytest.approx(machine["convert"], rel=0.05) == Local().convert
+        and plan.LOCAL["gpu"].convert == 0
+    )
 
 
 @pytest.mark.long
@@ -82,8 +89,14 @@ def test_defaults_are_what_was_measured():
 def test_what_the_reduce_exchange_works_beyond_an_all_gather_is_what_was_measured(workers):
     """Within 15 % of the whole: for each entry, and each of an owner's; and messages of which fewer are received."""
     run = json.loads((RESULTS / "owners.json").read_text())
-    gather, reduce = (next(1e-3 * row["in all"] for row in run["rows"] if (row["exchange"], row["workers"]) == (
-        exchange, workers)) for exchange in ("allgather", "reduce"))
+    gather, reduce = (
+        next(
+            1e-3 * row["in all"]
+            for row in run["rows"]
+            if (row["exchange"], row["workers"]) == (exchange, workers)
+        )
+        for exchange in ("allgather", "reduce")
+    )
     more = run["entries"] * Local().compress * (REDUCE + OWNED / workers)
     fewer = 1e-3 * run["entries"] * Local().receive * (workers - 2 * WIDE)
     assert more - fewer == pytest.approx(reduce - gather, abs=0.15 * gather)
@@ -93,17 +106,24 @@ def test_what_the_reduce_exchange_works_beyond_an_all_gather_is_what_was_measure
 def test_dense_float16_is_as_fast_as_the_best_that_is_offered():
     """By whose figures it is that DGC pays: as measured, DistributedDataParallel's hook, not Horovod's compression."""
     cases = json.loads((RESULTS / "network-1gbit.json").read_text())["cases"]
-    seconds = {case["method"]: case["median_seconds"] for case in cases if case["model"] == "resnet50"}
+    seconds = {
+        case["method"]: case["median_seconds"] for case in cases if case["model"] == "resnet50"
+    }
     link, shapes = Link(50e-6, 1.25e8), plan.load("resnet50").shapes
-    whole, half = (plan.predict(shapes, Cluster(4, 1, link, link), Method("ring", kind), 0.0).step_seconds
-                   for kind in ("float32", "float16"))
+    whole, half = (
+        plan.predict(shapes, Cluster(4, 1, link, link), Method("ring", kind), 0.0).step_seconds
+        for kind in ("float32", "float16")
+    )
     assert half / whole == pytest.approx(seconds["torch-fp16"] / seconds["torch-dense"], rel=0.05)
     assert seconds["horovod-fp16"] > 2 * seconds["torch-fp16"]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
-TWO = ((3000, 3000), (3000, 3000))  # two buckets of 36 MB: among 2 workers each sends as many bytes of each
+TWO = (
+    (3000, 3000),
+    (3000, 3000),
+)  # two buckets of 36 MB: among 2 workers each sends as many bytes of each
 
 
 def over(seconds):
@@ -112,33 +132,54 @@ def over(seconds):
     return Cluster(2, 1, link, link)
 
 
-@pytest.mark.parametrize(("exchange", "overlap", "step"), [
-    (0.5, True, 3.5),  # of 3 s: forward 1, backward 2; exchanges from 2 to 2.5 and from 3 to 3.5
-    (2.0, True, 6.0),  # from 2 to 4 and from 4 to 6
-    (0.5, False, 4.0), (2.0, False, 7.0)])
+@pytest.mark.parametrize(
+    ("exchange", "overlap", "step"),
+    [
+        (
+            0.5,
+            True,
+            3.5,
+        ),  # of 3 s: forward 1, backward 2; exchanges from 2 to 2.5 and from 3 to 3.5
+        (2.0, True, 6.0),  # from 2 to 4 and from 4 to 6
+        (0.5, False, 4.0),
+        (2.0, False, 7.0),
+    ],
+)
 def test_exchanges_overlap_with_the_backward_pass(exchange, overlap, step):
     predicted = plan.predict(TWO, over(exchange), RING, 3.0, local=FREE, overlap=overlap)
-    assert predicted.step_seconds == pytest.approx(step) and predicted.efficiency == pytest.approx(3 / step)
+    assert predicted.step_seconds == pytest.approx(step) and predicted.efficiency == pytest.approx(
+        3 / step
+    )
     assert predicted.exchange_seconds == pytest.approx(2 * exchange)
 
 
 def test_half_the_bytes_take_half_the_time_and_conversion_and_start_add_to_it():
     half = Method("ring", "float16")
     assert plan.predict(TWO, over(2.0), half, 3.0, local=FREE).step_seconds == pytest.approx(4.0)
-    slow = Local(0, 0, convert=1 / 9e6, start=0.25)  # a second and a quarter for each bucket: 2 + 2 * 2.25
+    slow = Local(
+        0, 0, convert=1 / 9e6, start=0.25
+    )  # a second and a quarter for each bucket: 2 + 2 * 2.25
     assert plan.predict(TWO, over(2.0), half, 3.0, local=slow).step_seconds == pytest.approx(6.5)
-    assert plan.predict(TWO, over(2.0), RING, 3.0, local=slow).step_seconds == pytest.approx(6.5)  # 2 + 2 * 2.25
+    assert plan.predict(TWO, over(2.0), RING, 3.0, local=slow).step_seconds == pytest.approx(
+        6.5
+    )  # 2 + 2 * 2.25
 
 
 def test_compressing_delays_and_decoding_follows():
-    local = Local(compress=0.1e-6, receive=1e-6)  # 0.9 s for each bucket; 9,000 entries from each of two, for each
+    local = Local(
+        compress=0.1e-6, receive=1e-6
+    )  # 0.9 s for each bucket; 9,000 entries from each of two, for each
     predicted = plan.predict(TWO, over(1e-9), GATHER, 3.0, local=local)
     assert predicted.step_seconds == pytest.approx(3.0 + 1.8 + 4 * 9000e-6)
 
 
 def test_global_clipping_waits_for_the_end_of_the_backward_pass():
-    clip, by_tensor = (dgc.Config(0.5, clip_norm=1.0, clip_per_tensor=each) for each in (False, True))
-    early, late = (plan.predict(TWO, over(4.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip))
+    clip, by_tensor = (
+        dgc.Config(0.5, clip_norm=1.0, clip_per_tensor=each) for each in (False, True)
+    )
+    early, late = (
+        plan.predict(TWO, over(4.0), GATHER, 3.0, c, FREE).step_seconds for c in (by_tensor, clip)
+    )
     assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
 
 
@@ -158,7 +199,9 @@ def test_powersgd_sends_what_was_measured_and_takes_about_as_long(rate):
     run = json.loads((RESULTS / f"network-{rate}.json").read_text())
     case = next(c for c in run["cases"] if (c["model"], c["method"]) == ("resnet50", "powersgd"))
     on = Cluster(4, 1, Link(50e-6, 0.125e9 if rate == "1gbit" else 0.0125e9), plan.INSIDE["pcie"])
-    told = plan.predict(plan.load("resnet50").shapes, on, POWER, 0.0, local=Local(low_rank=2 * Local().low_rank))
+    told = plan.predict(
+        plan.load("resnet50").shapes, on, POWER, 0.0, local=Local(low_rank=2 * Local().low_rank)
+    )
     assert told.port_bytes == pytest.approx(case["median_link_bytes"], rel=0.03)
     assert told.step_seconds == pytest.approx(case["median_seconds"], rel=0.15)
 
@@ -181,7 +224,10 @@ def config(advice):
 
 
 def test_advice_turns_at_the_bandwidth_that_it_names():
-    slow, fast = (plan.advise(RESNET50, cluster(4, network=network), 0.25) for network in ("1gbit", "infiniband"))
+    slow, fast = (
+        plan.advise(RESNET50, cluster(4, network=network), 0.25)
+        for network in ("1gbit", "infiniband")
+    )
     assert slow.pays and not fast.pays
     assert slow.below == pytest.approx(fast.below, rel=0.3)  # another latency
     for factor, pays in ((0.95, True), (1.06, False)):
@@ -207,7 +253,11 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         bandwidth = factor * (turn or 0.125e9)
         told = advise(bandwidth)
         assert told.sparsity == sparsity or (sparsity is None and told.sparsity in SPARSITIES)
-        assert told.pays == (told.below is not None and bandwidth <= told.below) == (told.faster >= WORTH)
+        assert (
+            told.pays
+            == (told.below is not None and bandwidth <= told.below)
+            == (told.faster >= WORTH)
+        )
         assert told.dense.step_seconds >= WORTH / NEARLY * told.dgc.step_seconds or not told.pays
         assert told.dgc in told.here and told.dense in told.here
         assert ("Saves" in notes(told)) == told.pays == ("does not" not in verdict(told))
@@ -223,30 +273,59 @@ def test_what_is_faster_but_does_not_pay_is_told_so():
     assert 1 < told.faster < WORTH and "does not pay" in verdict(told)
 
 
-@pytest.mark.parametrize(("steps", "share", "lost"), [
-    (64_000, "1.56 %", "lost nothing"), (9_750, "10.3 %", "0.4 points"), (1_950, "51.3 %", "3.5 points"),
-    (1_200, "83.3 %", "5.9 points"), (500, "100 %", "5.9 points")])
+@pytest.mark.parametrize(
+    ("steps", "share", "lost"),
+    [
+        (64_000, "1.56 %", "lost nothing"),
+        (9_750, "10.3 %", "0.4 points"),
+        (1_950, "51.3 %", "3.5 points"),
+        (1_200, "83.3 %", "5.9 points"),
+        (500, "100 %", "5.9 points"),
+    ],
+)
 def test_how_long_an_entry_waits_is_told(steps, share, lost):
     """The mean wait is one over the density; more than all of the training it cannot be."""
     told = plan.advise(RESNET50, cluster(16), 0.25, dgc.Config(0.999), FREE, steps=steps)
     said = notes(told)["Accuracy"]
     assert "about 1,000 steps" in said and share in said and lost in said
-    assert "of the training" not in notes(plan.advise(RESNET50, cluster(16), 0.25, dgc.Config(0.999), FREE))["Accuracy"]
+    assert (
+        "of the training"
+        not in notes(plan.advise(RESNET50, cluster(16), 0.25, dgc.Config(0.999), FREE))["Accuracy"]
+    )
 
 
-@pytest.mark.parametrize(("steps", "sparsity"), [
-    (None, 0.999), (64_000, 0.999), (10_000, 0.999), (9_999, 0.99), (1_000, 0.99), (999, 0.9), (10, 0.9)])
+@pytest.mark.parametrize(
+    ("steps", "sparsity"),
+    [
+        (None, 0.999),
+        (64_000, 0.999),
+        (10_000, 0.999),
+        (9_999, 0.99),
+        (1_000, 0.99),
+        (999, 0.9),
+        (10, 0.9),
+    ],
+)
 def test_a_short_training_is_advised_to_send_more(steps, sparsity):
     """Where an entry would wait for more than a tenth of it; the sparsity that is given is kept."""
     told = plan.advise(RESNET50, cluster(4), 0.01, local=FREE, steps=steps)
     assert told.sparsity == sparsity == config(told).sparsity_at(10**6)
-    assert plan.advise(RESNET50, cluster(4), 0.01, dgc.Config(0.999), FREE, steps=steps).sparsity == 0.999
+    assert (
+        plan.advise(RESNET50, cluster(4), 0.01, dgc.Config(0.999), FREE, steps=steps).sparsity
+        == 0.999
+    )
     assert ("without masking" in notes(told)["Accuracy"]) == (sparsity < 0.999)
     assert fits(told) == (f"{steps:,} steps" if steps else "10,000 steps or more")
 
 
-@pytest.mark.parametrize(("steps", "schedule"), [
-    (None, "{0: 0.0, 1000: 0.9, 2000: 0.99}"), (20_000, "{0: 0.0, 2000: 0.9, 4000: 0.99}"), (500, "{0: 0.0, 50: 0.9}")])
+@pytest.mark.parametrize(
+    ("steps", "schedule"),
+    [
+        (None, "{0: 0.0, 1000: 0.9, 2000: 0.99}"),
+        (20_000, "{0: 0.0, 2000: 0.9, 4000: 0.99}"),
+        (500, "{0: 0.0, 50: 0.9}"),
+    ],
+)
 def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     """Dense steps first, a tenth of the training as in the recipe, and 99 % at most; the line is one that works."""
     told = plan.advise(RESNET50, cluster(4), 0.01, None, FREE, steps=steps, optimizer="adamw")
@@ -272,8 +351,10 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     told = plan.advise(RESNET50, on, 0.25, given, GPU, steps=steps, optimizer=optimizer)
     line = config(told)
     assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
-    of = {s: plan.predict(RESNET50, on, told.dgc.method, 0.25, dgc.Config(s), GPU).step_seconds
-          for s in {line.sparsity_at(step) for step in range(steps)}}
+    of = {
+        s: plan.predict(RESNET50, on, told.dgc.method, 0.25, dgc.Config(s), GPU).step_seconds
+        for s in {line.sparsity_at(step) for step in range(steps)}
+    }
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
     assert f"{told.whole:.3g} times" in notes(told)["Saves"]
@@ -284,8 +365,10 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
 def test_who_clips_loses_the_overlap_of_dgc_alone():
     on = cluster(4)
     for method in plan.methods(on):
-        every, dense, none = (plan.predict(RESNET50, on, method, 0.25, overlap=overlap).step_seconds
-                              for overlap in (True, "dense", False))
+        every, dense, none = (
+            plan.predict(RESNET50, on, method, 0.25, overlap=overlap).step_seconds
+            for overlap in (True, "dense", False)
+        )
         assert dense == (none if method.kind == "dgc" else every) and every <= none
     clipped = plan.predict(RESNET50, on, GATHER, 0.25, dgc.Config(clip_norm=1.0))
     assert clipped == plan.predict(RESNET50, on, GATHER, 0.25, overlap="dense")
@@ -296,21 +379,29 @@ def test_a_node_that_is_its_own_bottleneck_pays_at_every_bandwidth():
     assert told.pays and told.below == FASTEST
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "names"), [(256, 1, ["ring"]), (64, 8, ["ring", "hierarchical ring"])])
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "names"), [(256, 1, ["ring"]), (64, 8, ["ring", "hierarchical ring"])]
+)
 def test_advice_compares_with_the_best_of_the_rings(nodes, gpus, names):
     on = Cluster(nodes, gpus, Link(50e-6, 1e9), plan.INSIDE["nvlink"])
     told = plan.advise(RESNET50, on, 0.25, local=GPU)
     assert told.dense.step_seconds == min(
         plan.predict(RESNET50, on, Method(name, kind), 0.25, local=GPU).step_seconds
-        for name in names for kind in ("float32", "float16"))
+        for name in names
+        for kind in ("float32", "float16")
+    )
     assert str(told.dense.method) in verdict(told)
 
 
 def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
     assert plan.advise(RESNET50, cluster(4), 0.25).dgc.method.name == "allgather"
-    nodes = plan.advise(RESNET50, Cluster(64, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE)
+    nodes = plan.advise(
+        RESNET50, Cluster(64, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE
+    )
     assert nodes.dgc.method.name.startswith("hierarchical") and config(nodes).hierarchical
-    assert plan.advise(RESNET50, cluster(2), 2.0, local=FREE).sparsity == 0.9  # all hides behind 2 s
+    assert (
+        plan.advise(RESNET50, cluster(2), 2.0, local=FREE).sparsity == 0.9
+    )  # all hides behind 2 s
     assert plan.advise(RESNET50, cluster(4), 0.01).sparsity == 0.999
 
 
@@ -321,7 +412,9 @@ def test_advice_for_many_workers_is_the_exchange_whose_bytes_do_not_grow():
     assert (crowd.dgc.method.name, crowd.sparsity) == ("reduce", 0.999)
     assert "learn less" in notes(crowd)["Accuracy"] and "learn less" not in notes(few)["Accuracy"]
     assert "reduce" in notes(crowd)["Untried"] and "reduce" not in notes(few)["Untried"]
-    nodes = plan.advise(RESNET50, Cluster(512, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE)
+    nodes = plan.advise(
+        RESNET50, Cluster(512, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE
+    )
     assert config(nodes).exchange == "reduce" and config(nodes).hierarchical
 
 
@@ -340,7 +433,9 @@ def test_memory_is_what_dgc_keeps_of_each_compressed_entry(kind, size):
 
 def test_clusters_of_the_same_kind_reach_65536_workers():
     workers = [on.workers for on in by_workers(cluster(3, 8))]
-    assert workers == sorted(workers) and workers[0] == 8 and workers[-1] == 65_536 and 24 in workers
+    assert (
+        workers == sorted(workers) and workers[0] == 8 and workers[-1] == 65_536 and 24 in workers
+    )
 
 
 @pytest.mark.parametrize("compute", [0, -1, float("nan"), float("inf")])
@@ -350,6 +445,7 @@ def test_a_time_that_is_none_is_refused(compute):
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -366,32 +462,40 @@ def here(tmp_path, monkeypatch):
         "def bare():\n    return nn.Linear(2, 2), torch.zeros(1, 2)\n"
         "def two():\n    return Two(), (torch.zeros(2, 4),)\n"
         "class Whole(Two):\n    def forward(self, x):\n        return [x.long(), 3]\n"
-        "def whole_numbers():\n    return Whole(), (torch.zeros(2, 4),)\n")
+        "def whole_numbers():\n    return Whole(), (torch.zeros(2, 4),)\n"
+    )
     yield tmp_path
     sys.modules.pop("mine", None)
 
 
 def test_a_callable_of_the_users(here):
     assert plan.load("mine:build").shapes == ((3, 4), (3,)) == plan.load("mine:alone").shapes
-    assert plan.measure(plan.load("mine:build"), 1) > 0 and plan.measure(plan.load("mine:two"), 1) > 0
+    assert (
+        plan.measure(plan.load("mine:build"), 1) > 0 and plan.measure(plan.load("mine:two"), 1) > 0
+    )
     with pytest.raises(ValueError, match=r"model must be a module:callable that returns"):
         plan.measure(plan.load("mine:alone"))
-    with pytest.raises(ValueError,
-                       match=r"the model must return a tensor that has a gradient, .* got a list without one"):
+    with pytest.raises(
+        ValueError,
+        match=r"the model must return a tensor that has a gradient, .* got a list without one",
+    ):
         plan.measure(plan.load("mine:whole_numbers"), 1)
     (here / "mover.py").write_text("import os\nos.chdir('/')\nfrom mine import alone\n")
     before = list(sys.path)
     assert plan.load("mover:alone").shapes == ((3, 4), (3,)) and sys.path == before
-    for wrong, message in (("mine:frozen", "model must have parameters to train, got 'mine:frozen'"),
-                           ("mine:nothing", r"must return a torch\.nn\.Module, .* got int and NoneType"),
-                           (".mine:alone", "model must be resnet50"),
-                           ("mine:bare", r"a tuple of its inputs \(.*got Linear and Tensor"),
-                           ("mine.py:build", "No module named 'mine.py'"),
-                           ("mine:missing", "has no attribute 'missing'"), ("yours:build", "No module named 'yours'"),
-                           ("no.such.module:build", "No module named 'no'"),
-                           ("os:sep", "'os:sep' must be a callable, got a str"),
-                           ("resnet51", r"model must be resnet50, .*, or a module:callable, got 'resnet51'"),
-                           ("mine.py", r"model must be resnet50, .*, or a module:callable, got 'mine\.py'")):
+    for wrong, message in (
+        ("mine:frozen", "model must have parameters to train, got 'mine:frozen'"),
+        ("mine:nothing", r"must return a torch\.nn\.Module, .* got int and NoneType"),
+        (".mine:alone", "model must be resnet50"),
+        ("mine:bare", r"a tuple of its inputs \(.*got Linear and Tensor"),
+        ("mine.py:build", "No module named 'mine.py'"),
+        ("mine:missing", "has no attribute 'missing'"),
+        ("yours:build", "No module named 'yours'"),
+        ("no.such.module:build", "No module named 'no'"),
+        ("os:sep", "'os:sep' must be a callable, got a str"),
+        ("resnet51", r"model must be resnet50, .*, or a module:callable, got 'resnet51'"),
+        ("mine.py", r"model must be resnet50, .*, or a module:callable, got 'mine\.py'"),
+    ):
         with pytest.raises(ValueError, match=message):
             plan.load(wrong)
     with pytest.raises(TheirError, match=r"SystemExit: .*mine\.py, line 12, in ends\)"):
@@ -401,16 +505,30 @@ def test_a_callable_of_the_users(here):
 @pytest.mark.long
 def test_predictions_are_near_the_measurements():
     """The median error over all cells that were not fitted to is at most 20 %; else it ends with status 1."""
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")], text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "validate_plan.py")],
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    kept, text = json.loads((RESULTS / "plan.json").read_text()), (ROOT / "docs" / "guides" / "pays.md").read_text()
+    kept, text = (
+        json.loads((RESULTS / "plan.json").read_text()),
+        (ROOT / "docs" / "guides" / "pays.md").read_text(),
+    )
     by_default = kept["defaults"]
-    assert by_default["largest_error"] > by_default["median_error"] > kept["median_error"]  # it knows less
-    told = {kind: f"{100 * by_default[f'median_error{kind}']:.1f} %" for kind in ("", "_dense", "_dgc")}
+    assert (
+        by_default["largest_error"] > by_default["median_error"] > kept["median_error"]
+    )  # it knows less
+    told = {
+        kind: f"{100 * by_default[f'median_error{kind}']:.1f} %" for kind in ("", "_dense", "_dgc")
+    }
     fitted = f"{100 * kept['median_error']:.1f} %"
     assert f"cells predicted: median error {fitted}," in done.stdout
-    assert f"median error {told['']} ({told['_dense']} of the dense ones, {told['_dgc']} of DGC's)" in done.stdout
+    assert (
+        f"median error {told['']} ({told['_dense']} of the dense ones, {told['_dgc']} of DGC's)"
+        in done.stdout
+    )
     predicted = sum(not cell["fitted"] for cell in kept["cells"])
     counts = f"{predicted} measured cells", f"{by_default['cells']} exchanges"
     longer = [f"{least:.1f} to {most:.1f}" for least, most in by_default["dgc_longer"].values()]

@@ -19,8 +19,18 @@ BIN = Path(sys.executable).parent
 def recipe(*arguments, launcher=(), limit=200, file="cifar10.py", data="digits"):
     """Runs a recipe and returns its output; ends it after ``limit`` seconds."""
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(ROOT / "recipes" / file), "--data", data, "--threads", "1", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    command = [
+        *launcher,
+        str(ROOT / "recipes" / file),
+        "--data",
+        data,
+        "--threads",
+        "1",
+        *arguments,
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     try:
         output, _ = process.communicate(timeout=limit)
     finally:
@@ -31,6 +41,7 @@ def recipe(*arguments, launcher=(), limit=200, file="cifar10.py", data="digits")
 def refused(*arguments):
     """What the CIFAR-10 recipe says, within this process, as it ends with a wrong usage's status."""
     import cifar10
+
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(cifar10.main)
     ended = CliRunner().invoke(app, ["--data", "digits", "--threads", "1", *arguments])
@@ -43,9 +54,18 @@ def flat(output):
     return " ".join(output.replace("│", " ").split())
 
 
-LAUNCHERS = {"python": (sys.executable,),
-             "horovodrun": (str(BIN / "horovodrun"), "--gloo", "-np", "2", sys.executable),
-             "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")}
+LAUNCHERS = {
+    "python": (sys.executable,),
+    "horovodrun": (str(BIN / "horovodrun"), "--gloo", "-np", "2", sys.executable),
+    "torchrun": (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ),
+}
 
 
 def saved(folder, rank):

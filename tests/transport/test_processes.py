@@ -38,8 +38,15 @@ def socket_bytes():
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
         everybody_is_here = torch.zeros(1)
         # Made beforehand, as Horovod also negotiates by the clock.
-        g = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank))
-              for p in network.parameters()] for step in range(2)]
+        g = [
+            [
+                torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(100 * step + world.rank)
+                )
+                for p in network.parameters()
+            ]
+            for step in range(2)
+        ]
         for step in range(22):
             if step == 2:
                 dgc.broadcast_parameters([everybody_is_here])
@@ -48,7 +55,10 @@ def socket_bytes():
                 p.grad = gradient.clone()
             optimizer.step()
         dgc.broadcast_parameters([everybody_is_here])
-        results[sparsity, exchange] = sent_over_tcp() - before, optimizer.report().total_bytes_sent - reported
+        results[sparsity, exchange] = (
+            sent_over_tcp() - before,
+            optimizer.report().total_bytes_sent - reported,
+        )
     return results
 
 
@@ -67,10 +77,12 @@ def process_set():
     """Three ranks, of which 1 and 2 exchange gradients; roots are counted within the set."""
     import horovod.torch as hvd
     from launch import PROCESS_SETS
+
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
-                                         process_set=PROCESS_SETS[0])
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.0), process_set=PROCESS_SETS[0]
+    )
     number = torch.tensor([hvd.rank()])
     dgc.broadcast_parameters([number], root_rank=1, process_set=PROCESS_SETS[0])
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # to all processes, also those outside
@@ -91,12 +103,21 @@ def sets_of_two_and_of_one():
     """
     import horovod.torch as hvd
     from launch import PROCESS_SETS
+
     found = []
-    for kind, members in (("sgd", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:2]), ("adamw", PROCESS_SETS[:1])):
+    for kind, members in (
+        ("sgd", PROCESS_SETS[:2]),
+        ("adamw", PROCESS_SETS[:2]),
+        ("adamw", PROCESS_SETS[:1]),
+    ):
         network = model()
         mine = next((one for one in members if one.included()), members[0])
-        optimizer = dgc.DistributedOptimizer(plain(kind, network), network.named_parameters(), dgc.Config(
-            sparsity=dgc.piecewise({0: 0.0, 2: 0.9})), process_set=mine)
+        optimizer = dgc.DistributedOptimizer(
+            plain(kind, network),
+            network.named_parameters(),
+            dgc.Config(sparsity=dgc.piecewise({0: 0.0, 2: 0.9})),
+            process_set=mine,
+        )
         added = nn.Parameter(torch.ones(3))
         optimizer.add_param_group({"params": [added]})
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -110,11 +131,13 @@ def stock_saved_in_a_set():
     """Horovod's own optimizer of ranks 1 and 2, saved and loaded by these alone."""
     import horovod.torch as hvd
     from launch import PROCESS_SETS
+
     if hvd.rank() == 0:
         return None
     network, folder = model(), Path(sys.argv[2]) / "stock"
-    optimizer = hvd.DistributedOptimizer(plain("sgd", network), network.named_parameters(),
-                                         process_set=PROCESS_SETS[0])
+    optimizer = hvd.DistributedOptimizer(
+        plain("sgd", network), network.named_parameters(), process_set=PROCESS_SETS[0]
+    )
     train(range(2), None, network, optimizer)
     dgc.save_checkpoint(folder, network, optimizer, {"rank": hvd.rank()})
     saved = flat(network)
@@ -126,9 +149,12 @@ def stock_saved_in_a_set():
 def set_that_was_not_added():
     """It has the ranks of all, and Horovod does not know of it."""
     import horovod.torch as hvd
+
     network = model()
     try:
-        dgc.DistributedOptimizer(plain("sgd", network), network.named_parameters(), process_set=hvd.ProcessSet([0, 1]))
+        dgc.DistributedOptimizer(
+            plain("sgd", network), network.named_parameters(), process_set=hvd.ProcessSet([0, 1])
+        )
     except ValueError as error:
         return str(error)
     return "no error"
@@ -137,8 +163,11 @@ def set_that_was_not_added():
 def too_large():
     """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
     told = []
-    for op, name, shape in (("gather", "large", 1 << 30), ("gather", "dgc.sparse.w", 1 << 30),
-                            ("alltoall", "large", (2, 1 << 30))):
+    for op, name, shape in (
+        ("gather", "large", 1 << 30),
+        ("gather", "dgc.sparse.w", 1 << 30),
+        ("alltoall", "large", (2, 1 << 30)),
+    ):
         try:
             find().start(Collective(op, torch.empty(shape, dtype=torch.uint8)), name)
         except ValueError as error:
@@ -153,6 +182,7 @@ def started_anew():
     processes where one of them was done before another (only elastic jobs clear it), and who reads those finds no one.
     """
     import horovod.torch as hvd
+
     config = dgc.Config(sparsity=0.9)
     network, optimizer = train(range(3), config)
     hvd.shutdown()
@@ -167,8 +197,9 @@ def process_group():
     group = torch.distributed.new_group([1, 2])
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(sparsity=0.0),
-                                         process_set=group)
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, network.named_parameters(), dgc.Config(sparsity=0.0), process_set=group
+    )
     number = torch.tensor([torch.distributed.get_rank()])
     dgc.broadcast_parameters([number], root_rank=1, process_set=group)
     train(range(5), None, network, optimizer)
@@ -178,14 +209,23 @@ def process_group():
 def shared_in_slices():
     """More bytes than Horovod broadcasts at once, were these as few as 1,000."""
     from dgc.transport import horovod
+
     limit, horovod.MAX_BYTES = horovod.MAX_BYTES, 1000
     try:
         root = find().world.size - 1
-        values = [torch.arange(5003.0, dtype=torch.float64), torch.arange(500.0).view(20, 25).to(torch.bfloat16),
-                  torch.arange(1000) % 3 == 0, torch.arange(250.0)]
-        given = [value if find().world.rank == root else torch.zeros_like(value) for value in values]
+        values = [
+            torch.arange(5003.0, dtype=torch.float64),
+            torch.arange(500.0).view(20, 25).to(torch.bfloat16),
+            torch.arange(1000) % 3 == 0,
+            torch.arange(250.0),
+        ]
+        given = [
+            value if find().world.rank == root else torch.zeros_like(value) for value in values
+        ]
         dgc.broadcast_parameters([given[0]], root)
-        waits = [find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)]
+        waits = [
+            find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)
+        ]
         waits.append(find().start(Collective("sum", values[0].clone()), "sum"))
         expected = [*values, find().world.size * values[0]]
         return [torch.equal(wait(), value) for wait, value in zip(waits, expected, strict=True)]
@@ -198,8 +238,12 @@ def loaded_in_between():
     rank, layers = find().world.rank, nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
     dgc.broadcast_parameters(layers.state_dict())
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05, momentum=0.9)
-    optimizer = dgc.DistributedOptimizer(optimizer, layers.named_parameters(), dgc.Config(0.9),
-                                         groups=[[*layer.parameters()] for layer in layers])
+    optimizer = dgc.DistributedOptimizer(
+        optimizer,
+        layers.named_parameters(),
+        dgc.Config(0.9),
+        groups=[[*layer.parameters()] for layer in layers],
+    )
 
     def pass_back(step, without=None):
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -223,8 +267,10 @@ def loaded_in_between():
     for step in range(2):
         pass_back(step)
         optimizer.step()
-    weights, state, residuals = (copy.deepcopy(x) for x in (
-        layers.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict()))
+    weights, state, residuals = (
+        copy.deepcopy(x)
+        for x in (layers.state_dict(), optimizer.state_dict(), optimizer.residual_state_dict())
+    )
     folder, found = Path(sys.argv[2]) / "in between", []
     dgc.save_checkpoint(folder, layers, optimizer)
     expected = go_on()
@@ -237,6 +283,7 @@ def loaded_in_between():
 def both_libraries():
     """Horovod initialised by a script that torchrun has started: there it is alone."""
     import horovod.torch as hvd
+
     hvd.init()
     try:
         find()
@@ -258,6 +305,7 @@ def raises_on_one_rank():
 def out_of_data():
     """Rank 0 runs out of data and calls hvd.join() while the others go on."""
     import horovod.torch as hvd
+
     network, optimizer = train(range(2), dgc.Config(sparsity=0.9))
     if hvd.rank() == 0:
         hvd.join()
@@ -272,10 +320,15 @@ def scaler_of_an_elastic_state():
     back to the commit; and that step again. The scales seen, and the parameters.
     """
     import dgc.elastic
+
     rank, network = find().world.rank, model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * (1 + rank), growth_interval=1)
-    optimizer = dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05), network.named_parameters(),
-                                         dgc.Config(0.9), grad_scaler=scaler)
+    optimizer = dgc.DistributedOptimizer(
+        torch.optim.SGD(network.parameters(), lr=0.05),
+        network.named_parameters(),
+        dgc.Config(0.9),
+        grad_scaler=scaler,
+    )
     state = dgc.elastic.TorchState(model=network, optimizer=optimizer, step=0, scaler=scaler)
     state.sync()
     scales = [scaler.get_scale()]
@@ -291,28 +344,46 @@ def scaler_of_an_elastic_state():
         state.step += 1
         state.save()
         scales.append(scaler.get_scale())
-    off = dgc.elastic.TorchState(model=network, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    off = dgc.elastic.TorchState(
+        model=network, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    )
     off.restore()
     return scales, flat(network)
 
 
-IN_PROCESSES = {("horovod", 2): (
-    socket_bytes, too_large, set_that_was_not_added, shared_in_slices, scaler_of_an_elastic_state, loaded_in_between,
-    started_anew),
-                **{("torch", n): (socket_bytes, loaded_in_between) for n in (2, 4, 8)},
-                ("horovod", 3): (process_set, sets_of_two_and_of_one, stock_saved_in_a_set),
-                ("torch", 3): (process_group, both_libraries)}
+IN_PROCESSES = {
+    ("horovod", 2): (
+        socket_bytes,
+        too_large,
+        set_that_was_not_added,
+        shared_in_slices,
+        scaler_of_an_elastic_state,
+        loaded_in_between,
+        started_anew,
+    ),
+    **{("torch", n): (socket_bytes, loaded_in_between) for n in (2, 4, 8)},
+    ("horovod", 3): (process_set, sets_of_two_and_of_one, stock_saved_in_a_set),
+    ("torch", 3): (process_group, both_libraries),
+}
 
 
-@pytest.mark.parametrize("place", [
-    ("horovod", 2), ("torch", 2), *(pytest.param(("torch", n), marks=pytest.mark.long) for n in (4, 8))],
-    ids=lambda place: f"{place[0]}, {place[1]}")
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("horovod", 2),
+        ("torch", 2),
+        *(pytest.param(("torch", n), marks=pytest.mark.long) for n in (4, 8)),
+    ],
+    ids=lambda place: f"{place[0]}, {place[1]}",
+)
 @pytest.mark.parametrize("sparsity, exchange", EXCHANGES)
 def test_reported_bytes_are_those_on_the_socket(place, sparsity, exchange):
     """The kernel's count of what the processes sent; Horovod's negotiation is in it, which goes on by the clock."""
     results = [rank[sparsity, exchange] for rank in ran(*place, IN_PROCESSES[place])[socket_bytes]]
     counted, reported = (sum(column) for column in zip(*results, strict=True))
-    print(f"{place[0]}, {place[1]} ranks, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}")
+    print(
+        f"{place[0]}, {place[1]} ranks, sparsity {sparsity}, {exchange}: sent {counted:,}, reported {reported:,.0f}"
+    )
     assert counted == pytest.approx(reported, rel=0.05)
 
 
@@ -356,7 +427,11 @@ def test_process_sets(launcher, case):
 
 
 def test_horovods_own_optimizer_is_saved_by_the_ranks_of_its_set():
-    assert ran("horovod", 3, IN_PROCESSES["horovod", 3])[stock_saved_in_a_set] == [None, (1, True), (2, True)]
+    assert ran("horovod", 3, IN_PROCESSES["horovod", 3])[stock_saved_in_a_set] == [
+        None,
+        (1, True),
+        (2, True),
+    ]
 
 
 def test_more_bytes_than_horovod_counts_are_refused():
@@ -376,7 +451,9 @@ def test_a_state_may_be_loaded_between_backward_and_step(launcher):
 
 def test_horovod_alone_beside_several_processes_of_torch_must_be_chosen():
     for told in ran("torch", 3, IN_PROCESSES["torch", 3])[both_libraries]:
-        assert told.startswith("process_set must say whether Horovod, with 1 process, or torch.distributed, with 3,")
+        assert told.startswith(
+            "process_set must say whether Horovod, with 1 process, or torch.distributed, with 3,"
+        )
 
 
 def test_a_process_set_that_horovod_has_not():
@@ -390,7 +467,9 @@ def test_more_than_horovod_broadcasts_at_once():
 
 
 def test_an_elastic_state_of_horovod_has_the_scaler_that_the_optimizer_has():
-    (scales, parameters), other = ran("horovod", 2, IN_PROCESSES["horovod", 2])[scaler_of_an_elastic_state]
+    (scales, parameters), other = ran("horovod", 2, IN_PROCESSES["horovod", 2])[
+        scaler_of_an_elastic_state
+    ]
     assert scales == other[0] == [1024.0, 2048.0, 4096.0] and torch.equal(parameters, other[1])
 
 
@@ -429,11 +508,18 @@ for attempt in range(10):
 
 def test_a_process_may_end_right_after_a_collective(tmp_path):
     """A quarter of these processes would end by SIGABRT, of plain torch ones too."""
-    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=100,
+    )
     assert done.stdout == "[0, 0]\n" * 10
 
 
 def test_join_is_an_error_and_not_a_hang():
     status, output, _ = launch("horovod", 2, [out_of_data], limit=90, check=False)
-    assert status != 0 and "HorovodInternalError" in output and "Horovod has been shut down" in output
+    assert (
+        status != 0 and "HorovodInternalError" in output and "Horovod has been shut down" in output
+    )

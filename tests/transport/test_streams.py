@@ -11,6 +11,7 @@ from dgc.transport import Wait, run
 
 def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     """On a GPU, where the exchange runs in a stream of its own."""
+
     class Stream(list):
         def wait_stream(self, other):
             self.append(other)

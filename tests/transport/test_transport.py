@@ -36,11 +36,15 @@ def test_the_default_group_before_torch_2_8(monkeypatch):
 
 
 def test_nothing_initialised_is_a_clear_error():
-    with pytest.raises(RuntimeError, match=r"call hvd\.init\(\) of horovod\.torch, or torch\.distributed\."):
+    with pytest.raises(
+        RuntimeError, match=r"call hvd\.init\(\) of horovod\.torch, or torch\.distributed\."
+    ):
         find()
     network = model()
     with pytest.raises(RuntimeError, match="nothing to exchange gradients over"):
-        dgc.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), network.named_parameters())
+        dgc.DistributedOptimizer(
+            torch.optim.SGD(network.parameters(), 0.1), network.named_parameters()
+        )
 
 
 @settings(deadline=None, max_examples=25)
@@ -52,7 +56,10 @@ def test_lockstep_collectives(size, rounds):
         out = []
         for i in range(rounds):
             own = torch.tensor([rank.world.rank + 10.0 * i])
-            waits = [rank.start(Collective(op, own.clone(), root=size - 1), op) for op in ("gather", "sum", "share")]
+            waits = [
+                rank.start(Collective(op, own.clone(), root=size - 1), op)
+                for op in ("gather", "sum", "share")
+            ]
             out.append([wait().flatten().tolist() for wait in reversed(waits)][::-1])
         return out
 
@@ -95,7 +102,9 @@ def test_lockstep_tells_a_deadlock():
         if find().world.rank < 2:
             dgc.broadcast_parameters([(f"p{find().world.rank}", torch.zeros(1))])
 
-    waiting = r"waiting are rank 0 for 'dgc\.share\.p0', rank 1 for 'dgc\.share\.p1'; \[2\] returned"
+    waiting = (
+        r"waiting are rank 0 for 'dgc\.share\.p0', rank 1 for 'dgc\.share\.p1'; \[2\] returned"
+    )
     with pytest.raises(RuntimeError, match=waiting):
         dgc.lockstep.run(worker, 3)
 

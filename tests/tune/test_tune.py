@@ -48,8 +48,24 @@ def place(tmp_path, monkeypatch):
 
 
 def line(*options, seconds=0.0, script="script.py"):
-    return ["tune", "--epochs", "4", "--maximize", "--metric", "accuracy", "--clip-norm", "0", *map(str, options), "--",
-            sys.executable, "-S", script, "{sparsity}", "{clip_norm}", str(seconds)]
+    return [
+        "tune",
+        "--epochs",
+        "4",
+        "--maximize",
+        "--metric",
+        "accuracy",
+        "--clip-norm",
+        "0",
+        *map(str, options),
+        "--",
+        sys.executable,
+        "-S",
+        script,
+        "{sparsity}",
+        "{clip_norm}",
+        str(seconds),
+    ]
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -66,10 +82,17 @@ def invoke(*arguments):
 
 def search(place, code, trials=2, tolerance=0.0, **task):
     """Searches over a script of this code, with its schedule as ``expression`` and one epoch."""
-    (place / "short.py").write_text(f"import os, sys\nexpression = sys.argv[1]\ndense = expression == 'constant:0'\n"
-                                    f"reports = open(os.environ['DGC_TUNE_REPORTS'], 'a')\n{code}\n")
-    given = {"command": [sys.executable, "-S", "short.py", "{sparsity}"], "epochs": 1, "metric": "metric",
-             "maximize": True, "clip_norm": None}
+    (place / "short.py").write_text(
+        f"import os, sys\nexpression = sys.argv[1]\ndense = expression == 'constant:0'\n"
+        f"reports = open(os.environ['DGC_TUNE_REPORTS'], 'a')\n{code}\n"
+    )
+    given = {
+        "command": [sys.executable, "-S", "short.py", "{sparsity}"],
+        "epochs": 1,
+        "metric": "metric",
+        "maximize": True,
+        "clip_norm": None,
+    }
     return studies.search({**given, **task}, place / "found", trials, 1, tolerance)
 
 
@@ -77,6 +100,7 @@ REPORT = """reports.write('{"epoch": 1, "metric": %s, "bytes": %s}' % (2 if dens
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
+
 
 def test_a_study_ends_with_its_front_and_a_recommendation(place):
     found = json.loads(invoke(*line("--trials", 9, "--json")).stdout)
@@ -94,33 +118,41 @@ def test_a_study_ends_with_its_front_and_a_recommendation(place):
     assert (paper["trial"], paper["kind"], paper["clip_norm"]) == (0, "paper", "inf")
     mine, theirs = dgc.schedule.parse(paper["sparsity"], 4100), dgc.warmup(4, steps_per_epoch=100)
     assert [mine(step) for step in (0, 99, 100, 200, 300, 399, 401)] == pytest.approx(
-        [theirs(step) for step in (0, 99, 100, 200, 300, 399, 401)])  # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps
+        [theirs(step) for step in (0, 99, 100, 200, 300, 399, 401)]
+    )  # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps
     assert (dense["trial"], dense["kind"], dense["sparsity"]) == (1, "dense", "constant:0")
 
     def beaten(t):
         mine = t["metric"], -t["bytes_sent"]
-        return any(all(map(operator.ge, o, mine)) and o != mine
-                   for o in ((o["metric"], -o["bytes_sent"]) for o in trials.values()))
+        return any(
+            all(map(operator.ge, o, mine)) and o != mine
+            for o in ((o["metric"], -o["bytes_sent"]) for o in trials.values())
+        )
 
     assert sorted(found["front"]) == [n for n, t in trials.items() if not beaten(t)]
     fine = [t for t in trials.values() if t["metric"] >= paper["metric"]]
     assert best["bytes_sent"] == min(t["bytes_sent"] for t in fine) <= paper["bytes_sent"]
     assert shlex.split(found["line"])[2:5] == ["script.py", best["sparsity"], best["clip_norm"]]
     shown = " ".join(invoke(*line("--trials", 9)).stdout.split())  # nothing is left to run
-    assert f"Recommended: trial {best['trial']}, the fewest bytes" in shown and found["line"] in shown
+    assert (
+        f"Recommended: trial {best['trial']}, the fewest bytes" in shown and found["line"] in shown
+    )
     assert f"{dense['metric']:.6g}" in shown
 
 
 @pytest.mark.parametrize(("tolerance", "recommended"), [(0.0, 0), (5.0, 2)])
 def test_the_metric_may_be_worse_by_the_tolerance(place, tolerance, recommended):
     """Where less of it is better, too."""
-    code = ("n = 1 if dense else 0 if expression.endswith('end=0.999,stages=4') else 2\n"
-            "reports.write('{\"epoch\": 1, \"metric\": %s, \"bytes\": %s}' % ([10, 4, 13][n], [5, 9, 2][n]))")
+    code = (
+        "n = 1 if dense else 0 if expression.endswith('end=0.999,stages=4') else 2\n"
+        'reports.write(\'{"epoch": 1, "metric": %s, "bytes": %s}\' % ([10, 4, 13][n], [5, 9, 2][n]))'
+    )
     found = search(place, code, trials=3, tolerance=tolerance, maximize=False)
     assert found["recommended"] == recommended and found["dense"] == 1
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
+
 
 def until(condition, seconds=100):
     ends = time.monotonic() + seconds
@@ -153,9 +185,14 @@ def test_a_study_that_is_killed_goes_on(place, number):
     """Nothing finished is lost or repeated, and what was running is run again with its setting. Ctrl-C leaves no
     process; what the search could not end itself runs on to its own end.
     """
-    process = subprocess.Popen([sys.executable, "-m", "dgc", *line("--trials", 99, "--jobs", 2, seconds=3)],
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dgc", *line("--trials", 99, "--jobs", 2, seconds=3)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
     def two_more():  # after one of the first two, which the study has
         children = psutil.Process(process.pid).children(recursive=True)
@@ -168,7 +205,10 @@ def test_a_study_that_is_killed_goes_on(place, number):
         until(lambda: not alive(family), 15)
     finally:
         end(process.pid)
-    assert process.returncode == (-9 if number == signal.SIGKILL else 130) and "Traceback" not in output, output
+    assert (
+        process.returncode == (-9 if number == signal.SIGKILL else 130)
+        and "Traceback" not in output
+    ), output
     if number == signal.SIGINT:
         assert "dgc tune: stopped; the same line again goes on with tune" in output
     before = kept(place)
@@ -204,8 +244,23 @@ def test_what_a_trial_started_ends_with_it(place, monkeypatch):
     """Also what ignores SIGTERM; and whether the trial ends well or fails."""
     monkeypatch.setattr(user_code, "GRACE_S", 0.3)
     (place / "stubborn.py").write_text(STUBBORN)
-    found = json.loads(invoke("tune", "--epochs", 4, "--maximize", "--trials", 2, "--json", "--", sys.executable, "-S",
-                              "stubborn.py", "{sparsity}", "{trial}").stdout)
+    found = json.loads(
+        invoke(
+            "tune",
+            "--epochs",
+            4,
+            "--maximize",
+            "--trials",
+            2,
+            "--json",
+            "--",
+            sys.executable,
+            "-S",
+            "stubborn.py",
+            "{sparsity}",
+            "{trial}",
+        ).stdout
+    )
     assert ["why" in t for t in found["trials"]] == [False, True]
     assert found["recommended"] == found["paper"] == 0 and found["dense"] is None
     assert not alive([int((place / f"{trial}.pids").read_text()) for trial in "01"])
@@ -213,6 +268,7 @@ def test_what_a_trial_started_ends_with_it(place, monkeypatch):
 
 def test_one_process_at_a_time_searches_a_study(place):
     import fcntl
+
     search(place, REPORT)
     with (place / "found" / "study.journal").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -228,12 +284,20 @@ def test_a_study_is_the_folder_that_was_named(place, name):
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
+
 def test_bounds_are_searched_around_what_it_is_today(place):
-    found = search(place, REPORT, 12, clip_norm=0.5,
-                   command=[sys.executable, "-S", "short.py", "{sparsity}", "{clip_norm}"])
+    found = search(
+        place,
+        REPORT,
+        12,
+        clip_norm=0.5,
+        command=[sys.executable, "-S", "short.py", "{sparsity}", "{clip_norm}"],
+    )
     bounds = [float(t["clip_norm"]) for t in found["trials"]]
     assert bounds[:2] == [0.5, 0.5] and "inf" in {t["clip_norm"] for t in found["trials"]}
-    assert all(0.005 <= bound <= 50 or bound == math.inf for bound in bounds) and len(set(bounds)) > 4
+    assert (
+        all(0.005 <= bound <= 50 or bound == math.inf for bound in bounds) and len(set(bounds)) > 4
+    )
 
 
 @pytest.mark.parametrize("form", studies.FORMS)
@@ -241,10 +305,13 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch, place
     """A plain number is to them what follows a warm-up of their own."""
     import argparse
     from pathlib import Path
+
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes")
     import job
-    drawn = optuna.trial.FixedTrial({"density": 0.001, "warmup": form, "warmup_length": 1.0, "clips": False,
-                                     "clip_norm": 1.0})
+
+    drawn = optuna.trial.FixedTrial(
+        {"density": 0.001, "warmup": form, "warmup_length": 1.0, "clips": False, "clip_norm": 1.0}
+    )
     entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None}, place)
     given = argparse.Namespace(sparsity=job.sparsity(entry["sparsity"]))
     schedule, expected = job.schedule(given, 390, 2.0), dgc.schedule.parse(entry["sparsity"], 390)
@@ -255,8 +322,15 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch, place
 @pytest.mark.parametrize(("density", "masked"), [(0.0099, True), (0.01, False), (0.1, False)])
 def test_masking_follows_from_the_sparsity(density, masked, place):
     """Beside momentum 0.9 it makes steps three tenths shorter at 99 %, and three quarters at 90 %."""
-    drawn = optuna.trial.FixedTrial({"density": density, "warmup": "none", "warmup_length": 1.0, "clips": False,
-                                     "clip_norm": 1.0})
+    drawn = optuna.trial.FixedTrial(
+        {
+            "density": density,
+            "warmup": "none",
+            "warmup_length": 1.0,
+            "clips": False,
+            "clip_norm": 1.0,
+        }
+    )
     entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None}, place)
     words = [f"constant:{1 - density:g}", "--factor-masking" if masked else "--no-factor-masking"]
     assert one_trial.fill(["{sparsity}", "{factor_masking}"], entry) == words
@@ -265,7 +339,9 @@ def test_masking_follows_from_the_sparsity(density, masked, place):
 def test_trials_at_a_time_share_the_cores_that_there_are(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 6)
-    shares = [one_trial.share_of_machine(place, jobs) for place, jobs in ((0, 1), (1, 2), (0, 4), (7, 8))]
+    shares = [
+        one_trial.share_of_machine(place, jobs) for place, jobs in ((0, 1), (1, 2), (0, 4), (7, 8))
+    ]
     assert [share.get("OMP_NUM_THREADS") for share in shares] == [None, "3", "1", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert one_trial.share_of_machine(0, 2)["OMP_NUM_THREADS"] == "5"
@@ -274,10 +350,13 @@ def test_trials_at_a_time_share_the_cores_that_there_are(monkeypatch):
 @pytest.mark.parametrize(("visible", "shares"), [("3,5,7", ["3,7", "5"]), ("4", ["4", "4"])])
 def test_trials_at_a_time_share_the_gpus_that_can_be_seen(visible, shares, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [one_trial.share_of_machine(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == shares
+    assert [
+        one_trial.share_of_machine(place, 2)["CUDA_VISIBLE_DEVICES"] for place in range(2)
+    ] == shares
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
+
 
 def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
     tune.report(1, 2.0, 3.0)  # nobody listens
@@ -285,7 +364,11 @@ def test_report_is_heard_of_rank_0_only(tmp_path, monkeypatch):
     tune.report(6, 2.0, 3.0)
     dgc.lockstep.run(lambda: tune.report(7, 8, 9), 3)
     lines = [json.loads(line) for line in (tmp_path / "reports").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [6, 7] and lines[-1] == {"epoch": 7, "metric": 8.0, "bytes": 9.0}
+    assert [line["epoch"] for line in lines] == [6, 7] and lines[-1] == {
+        "epoch": 7,
+        "metric": 8.0,
+        "bytes": 9.0,
+    }
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
@@ -293,6 +376,7 @@ def test_report_goes_by_the_rank_that_was_initialised(rank, said, tmp_path, monk
     """As under srun, whose variables are others; and whatever another launcher's say."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
     monkeypatch.setenv(tune.REPORTS, str(tmp_path / "reports"))
     monkeypatch.setenv("RANK", str(1 - rank))
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
@@ -312,22 +396,40 @@ def test_a_metric_that_is_not_finite_ends_the_trial(tmp_path, monkeypatch):
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--minimize", "python", "x.py"], "the command must have {sparsity}"),
-    (["--minimize", "python", "{sparsity}", "{lr}"], "got python '{sparsity}' '{lr}'"),
-    (["python", "{sparsity}"], "Missing option '--maximize'"),
-    (["--minimize", "--clip-norm", "1", "python", "{sparsity}"], "also {clip_norm} where --clip-norm is given"),
-    (["--minimize", "python", "{sparsity}", "{clip_norm}"], "also {clip_norm} where --clip-norm is given"),
-])
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minimize", "python", "x.py"], "the command must have {sparsity}"),
+        (["--minimize", "python", "{sparsity}", "{lr}"], "got python '{sparsity}' '{lr}'"),
+        (["python", "{sparsity}"], "Missing option '--maximize'"),
+        (
+            ["--minimize", "--clip-norm", "1", "python", "{sparsity}"],
+            "also {clip_norm} where --clip-norm is given",
+        ),
+        (
+            ["--minimize", "python", "{sparsity}", "{clip_norm}"],
+            "also {clip_norm} where --clip-norm is given",
+        ),
+    ],
+)
 def test_wrong_usage_is_status_2(place, arguments, message, monkeypatch, capsys):
     status, told = run(monkeypatch, capsys, "tune", "--epochs", "2", *arguments)
-    assert status == 2 and message in told and told.count("\n") == 1 and not (place / "tune").exists()
+    assert (
+        status == 2 and message in told and told.count("\n") == 1 and not (place / "tune").exists()
+    )
 
 
-@pytest.mark.parametrize("code", [
-    "", "reports.write('epoch 1: 63 %')", "reports.write('{\"epoch\": 3, \"metric\": 1, \"bytes\": 1}')",
-    "reports.write('{\"epoch\": 1, \"metric\": 1, \"bytes\": 0}')",
-    "reports.write('{\"epoch\": 1, \"metric\": NaN, \"bytes\": 1}')"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "",
+        "reports.write('epoch 1: 63 %')",
+        'reports.write(\'{"epoch": 3, "metric": 1, "bytes": 1}\')',
+        'reports.write(\'{"epoch": 1, "metric": 1, "bytes": 0}\')',
+        'reports.write(\'{"epoch": 1, "metric": NaN, "bytes": 1}\')',
+    ],
+)
 def test_a_script_that_leaves_no_result_ends_the_search_at_once(place, code, capsys):
     with pytest.raises(RuntimeError, match="the trial of the paper's schedule failed"):
         search(place, code, trials=9)
@@ -354,21 +456,29 @@ def test_another_trial_that_fails_is_told_and_the_rest_goes_on(place, capsys):
 
 def test_a_schedule_that_changes_nothing_ends_the_search(place):
     """As where the script does not use it, or all steps are AdamW's dense ones."""
-    with pytest.raises(RuntimeError, match="the schedule must change what is sent, got 5,000,000 bytes"):
+    with pytest.raises(
+        RuntimeError, match="the schedule must change what is sent, got 5,000,000 bytes"
+    ):
         search(place, """reports.write('{"epoch": 1, "metric": 1, "bytes": 5e6}')""", trials=20)
 
 
 def test_of_a_flood_the_end_is_told(place):
-    (place / "flood.py").write_text("print('x' * 10**7); print('y' * 10**6, 'no luck'); raise SystemExit(3)\n")
+    (place / "flood.py").write_text(
+        "print('x' * 10**7); print('y' * 10**6, 'no luck'); raise SystemExit(3)\n"
+    )
     code = f"if dense: exec(open('flood.py').read())\n{REPORT}"
     why = search(place, code)["trials"][1]["why"]
     assert len(why) < 10_000 and why.rstrip().endswith("yyy no luck")
 
 
 def test_without_optuna_it_says_how_to_get_it():
-    code = ("import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
-            "'true', '{sparsity}']; from dgc.__main__ import main; main()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
+    code = (
+        "import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
+        "'true', '{sparsity}']; from dgc.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ}
+    )
     assert (done.returncode, done.stderr) == (1, "dgc: tune needs optuna: pip install optuna\n")
 
 
