@@ -92,6 +92,7 @@ soak: setup
 
 lint: setup
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 docs: $(STAMPS)/docs
