@@ -127,16 +127,19 @@ def settings(result: Result) -> Any:
     )
 
 
+GONE = ("dense_dtype", "local_weight_decay", "prepay", "selection")  # of the recipes' options
+
+
 def complete(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of those that are lacking, as the recipe may not have had them at the time; and without those
-    that it no longer has.
+    """With the defaults of those that are lacking, as the recipe may not have had them at the time; and without options
+    that are gone.
     """
     defaults = {
         key: option.default
         for key, option in inspect.signature(recipe.main).parameters.items()
         if key not in job.NO_SETTINGS
     }
-    return {key: settings.get(key, default) for key, default in defaults.items()}
+    return defaults | {key: value for key, value in settings.items() if key not in GONE}
 
 
 def measured(result: Result) -> float:

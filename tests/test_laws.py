@@ -322,7 +322,8 @@ def test_transports_give_the_same(place, name):
     got, expected = (
         results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1]))
     )
-    bound = 1e-3 if name in ADAMW else 1e-5
+    # A level of few bits may turn on the last bit of a sum.
+    bound = 1e-2 if name == "rounded" else 1e-3 if name in ADAMW else 1e-5
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < bound
 
 

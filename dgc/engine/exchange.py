@@ -349,6 +349,7 @@ class Launcher:
             average=self._settings.average,
             scale=step.clip if self._clipped_as_one(bucket, step) else None,
             predivide=step.world.size if halves else self._settings.gradient_predivide_factor,
+            stock=step.stock or (not self._parameters.kept() and config.clip_norm is None),
         )
 
     def _dense_gradient(

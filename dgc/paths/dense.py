@@ -32,6 +32,7 @@ def reduce_dense(
     average: bool = True,
     scale: Tensor | None = None,
     predivide: float = 1.0,
+    stock: bool = True,
 ) -> Path[DenseUpdate]:
     """The path of gradients that travel dense, as in stock Horovod: their sum, by one ring
     allreduce.
@@ -42,6 +43,8 @@ def reduce_dense(
         average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
+        stock: a sum that is not finite is left as it is, as step() asks for the verdict. Else, where
+            a device is asynchronous, such a sum is 0, as the verdict comes after the step.
 
     Returns:
         The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``. If it is
@@ -65,6 +68,8 @@ def reduce_dense(
         blame = yield from blame_for(total, names, numels, bad)
     else:
         verdict = PendingVerdict(names, numels, own, first_not_finite(total))
+        if not stock:
+            total = torch.where(verdict.fine, total, 0)
     return DenseUpdate(
         total.mul_(predivide / world.size) if average else total, numels, verdict, blame
     )
