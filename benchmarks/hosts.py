@@ -26,13 +26,14 @@ import typer
 WORK = "--work"  # before the settings of one rank, on the command line of a script that runs itself in the hosts
 CYCLE = 5.0  # of Horovod, in milliseconds, where nothing else is said
 RUNS = "dgc-net-"  # and the process id: the names of all that a run makes
+# Those who make such runs.
 MEASURE = (
     "network.py",
     "adaptive.py",
     "clock.py",
     "measure.py",
     "hidden.py",
-)  # those who make such runs
+)
 
 
 def run_script(work: Callable[[Any], None], main: Callable[..., None]) -> None:
@@ -146,9 +147,8 @@ class Network:
         sh("ip", "-n", switch, "link", "set", "bridge", "up")
         for i in range(self.hosts):
             host, address = f"{self.name}-{i}", f"10.0.0.{i + 1}"
-            names = (
-                Path("/etc/netns") / host / "hosts"
-            )  # Horovod asks for the address of the host's name
+            # Horovod asks for the address of the host's name.
+            names = Path("/etc/netns") / host / "hosts"
             names.parent.mkdir(parents=True)
             names.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
             sh("ip", "netns", "add", host)

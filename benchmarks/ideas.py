@@ -302,9 +302,8 @@ def main(
     chosen = IDEAS[idea]()
     follow(chosen)
     study = experiments.BUDGETS["cpu"].cifar10
-    warmup = (
-        study.options["warmup_epochs"] * epochs / study.options["epochs"]
-    )  # as in the momentum table
+    # As in the momentum table.
+    warmup = study.options["warmup_epochs"] * epochs / study.options["epochs"]
     row = experiments.run(
         study, "dgc", seed, epochs=epochs, validate=True, warmup_epochs=warmup, sparsity=sparsity
     )

@@ -26,10 +26,11 @@ from rich.table import Table
 
 SHAPE = (512, 512, 3, 3)
 SENDERS, SPARSITY = 4, 0.999
+# And calls.
 FUNCTIONS = {
     "select": ("accumulate and select", 20),
     "receive": ("decode and apply four messages", 200),
-}  # and calls
+}
 LIMIT = 1800  # seconds for a run
 # One instruction set within and without valgrind, so that what numba has compiled and cached without serves within,
 # where compiling takes a quarter of an hour.

@@ -59,16 +59,18 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "recipes"))  # cifar10.py
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
 GIVEN = 8  # parameters that are given their gradients together
+# Steps before timing: u and v fill up, PowerSGD begins after two dense steps.
 WARMUP = {
     "dgc": 20,
     "powersgd": 5,
-}  # steps before timing: u and v fill up, PowerSGD begins after two dense steps
+}
+# Channels of the last stage, if trained.
 MODELS = {
     "resnet50": 0,
     "lstm": 0,
     "resnet110": 64,
     "resnet110-wide": 256,
-}  # channels of the last stage, if trained
+}
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -146,9 +148,8 @@ METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "dgc-torch": dgc_optimizer,
     "dgc-torch-reduce": dgc_reduce,
 }
-USUAL = [
-    method for method in METHODS if method != "dgc-torch-reduce"
-]  # which is for more hosts than four
+# Which is for more hosts than four.
+USUAL = [method for method in METHODS if method != "dgc-torch-reduce"]
 NAMES = {
     "horovod-fp32": "Horovod",
     "horovod-fp16": "Horovod, float16",
@@ -379,9 +380,8 @@ def table(cases: list[dict[str, Any]], rate: str, model: str, hosts: int) -> Tab
         result.add_column(column, justify="left" if column in ("method", "bucket") else "right")
     for case in chosen:
         low, high = case["spread_seconds"]
-        report = case[
-            "report"
-        ]  # DGC's: the paper's compression ratio is that of one rank's message
+        # DGC's: the paper's compression ratio is that of one rank's message.
+        report = case["report"]
         result.add_row(
             case["method"],
             f"{getattr(RATES[rate], case['depth'])} kB",

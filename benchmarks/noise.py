@@ -47,10 +47,11 @@ CHOICES = {
         for a, b in ((1, 1), (2, 2), (1, 4), (3, 3), (1, 8), (4, 4))
     },
 }
+# Entries, and the range of the decimal logarithms of their curvatures.
 VALLEY, CURVATURES = (
     4000,
     (-3.0, 0.5),
-)  # entries, and the range of the decimal logarithms of their curvatures
+)
 
 
 def sgd(mean: Tensor, steps: int, workers: int = WORKERS, noise: float = 1.0) -> Tensor:

@@ -37,12 +37,13 @@ SHAPES = tuple(
 )
 NAMES = tuple(cost.EXCHANGES)
 MANY = (4, 16, 64, 256, 1024, 4096)  # workers, by formula
+# Entries in a row.
 FEW = (
     ("resnet110", 512),
     ("resnet110", 1000),
     ("resnet110", 1024),
     ("resnet50", 4096),
-)  # entries in a row
+)
 SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 
 

@@ -34,11 +34,12 @@ FLOPS = 0.5 * 12.15e12  # of a Titan XP, a second
 WORK = {"alexnet": (512, 0.714e9), "resnet50": (32, 4.09e9), "lstm": (20 * 35, 51.0e6)}
 WORK_TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50", "lstm": "LSTM"}
 LSTM_LAYER = ((6000, 1500), (6000, 1500), (6000,), (6000,))
+# Recipes/ptb.py --size large.
 SHAPES = {
     "alexnet": tuple(gradients.alexnet()),
     "resnet50": tuple(gradients.resnet50()),
     "lstm": ((10_000, 1500), (10_000,), *LSTM_LAYER, *LSTM_LAYER),
-}  # recipes/ptb.py --size large
+}
 NETWORKS = ("1gbit", "10gbit")
 PAPER = (
     (40, "the paper's AlexNet, DGC:\n    more than 40"),  # with 64 nodes

@@ -36,9 +36,8 @@ def run() -> int:
         if getattr(sys, stream) is None:  # closed by whoever started this
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a bar that a locale's encoding lacks is no reason to fail
+        # A bar that a locale's encoding lacks is no reason to fail.
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="dgc", standalone_mode=False)
     except Exception as error:

@@ -88,9 +88,8 @@ class World:
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
 
 
-Path = Generator[
-    Collective, Tensor, T
-]  # the way of a bucket; most return an update (dgc.paths.averaged)
+# The way of a bucket; most return an update (dgc.paths.averaged).
+Path = Generator[Collective, Tensor, T]
 
 
 class AbandonedError(Exception):

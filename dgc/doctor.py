@@ -221,9 +221,8 @@ def self_test(kind: str, limit: float) -> dict[str, Any]:
 def _train(device: str, folder: str) -> None:
     """Trains, and writes the parameters that a rank ends with."""
     if device == "cpu":
-        kernels.compile_ahead(
-            torch.float32
-        )  # so that they are tried here, and in the cache when a training wants them
+        # So that they are tried here, and in the cache when a training wants them.
+        kernels.compile_ahead(torch.float32)
     world = find().world
     assert world is not None
     torch.manual_seed(world.rank)

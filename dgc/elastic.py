@@ -105,9 +105,8 @@ class _StateDictHandler(stock.SamplerStateHandler):
     """
 
     def restore(self) -> None:
-        self.value.load_state_dict(
-            copy.deepcopy(self._saved_sampler_state)
-        )  # the commit may be wanted again
+        # The commit may be wanted again.
+        self.value.load_state_dict(copy.deepcopy(self._saved_sampler_state))
 
 
 class _ScalerHandler(_StateDictHandler):

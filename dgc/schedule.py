@@ -158,9 +158,8 @@ def warmup(
         return constant(end)
     if per_step:
         return Ramp(length, start, end)
-    factor = ((1 - end) / (1 - start)) ** (
-        1 / max(1, parts)
-    )  # of less than one epoch there is one part
+    # Of less than one epoch there is one part.
+    factor = ((1 - end) / (1 - start)) ** (1 / max(1, parts))
     if parts <= ROUNDED_PARTS:
         factor = float(f"{factor:.2g}")
     furthest = min if end >= start else max  # rounding the factor must not carry us past the end

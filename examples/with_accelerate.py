@@ -38,9 +38,8 @@ def main() -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.cross_entropy(model(images), labels))
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(
-                        model.parameters(), CLIP_NORM
-                    )  # done by then: returns the norm
+                    # Done by then: returns the norm.
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
 

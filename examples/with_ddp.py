@@ -50,9 +50,8 @@ def main() -> None:
         print(f"all {EPOCHS} epochs were trained: move {folder} away to begin again")
     accuracy = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     if torch.distributed.get_rank() == 0:
-        sent = (
-            optimizer.report().as_dict().get("total_compression")
-        )  # of this run; None if it exchanged nothing
+        # Of this run; None if it exchanged nothing.
+        sent = optimizer.report().as_dict().get("total_compression")
         print(f"accuracy {accuracy:.3f}" + (f", compression {sent:.1f}" if sent else ""))
     torch.distributed.destroy_process_group()
 

@@ -21,9 +21,8 @@ x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.
 @hvd.elastic.run
 def train(state) -> None:
     while state.step < STEPS:
-        draws = torch.Generator().manual_seed(
-            state.step * hvd.size() + hvd.rank()
-        )  # whoever is left
+        # Whoever is left.
+        draws = torch.Generator().manual_seed(state.step * hvd.size() + hvd.rank())
         batch = torch.randint(1500, (BATCH,), generator=draws)
         state.optimizer.zero_grad()
         nn.functional.cross_entropy(state.model(x[batch]), y[batch]).backward()

@@ -48,9 +48,8 @@ def main() -> None:
     )
     test = torch.utils.data.DataLoader([*zip(x[1500:], y[1500:], strict=True)], batch_size=BATCH)
 
-    sparsity = dgc.warmup(
-        epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2
-    )  # of two processes
+    # Of two processes.
+    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2)
     trainer = lightning.Trainer(
         strategy=DGCStrategy(dgc.Config(sparsity=sparsity)),
         accelerator="cpu",

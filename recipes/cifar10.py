@@ -169,9 +169,8 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
     images, labels = images.to(device), labels.to(device)
     test_images, test_labels = test_images.to(device), test_labels.to(device)
     torch.manual_seed(a.seed)
-    model = resnet(a.depth, a.last_stage).to(
-        device
-    )  # not channels_last, of which stock Horovod refuses gradients
+    # Not channels_last, of which stock Horovod refuses gradients.
+    model = resnet(a.depth, a.last_stage).to(device)
     dgc.broadcast_parameters(model.state_dict())
     steps = len(images) // (a.batch_size * size)
     if steps == 0:
@@ -203,9 +202,8 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
             order = torch.randperm(
                 len(images), generator=generator.manual_seed(a.seed * 1000 + epoch)
             )[rank::size]
-            generator.manual_seed(
-                (a.seed * 1000 + epoch) * 1000 + rank
-            )  # augmentation: resuming needs no more
+            # Augmentation: resuming needs no more.
+            generator.manual_seed((a.seed * 1000 + epoch) * 1000 + rank)
             began, loss_sum, sent = time.perf_counter(), torch.zeros((), device=device), 0.0
             if counted:
                 sent = optimizer.report().total_bytes_sent
@@ -220,9 +218,8 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
                 optimizer.step()
                 loss_sum += loss.detach()
                 if step % max(1, steps // 20) == 0:
-                    losses.append(
-                        loss.item()
-                    )  # some points of a curve; each is a wait for the device
+                    # Some points of a curve; each is a wait for the device.
+                    losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
             if epoch + 1 == a.epochs and a.flush and a.method in ("topk", "dgc"):
@@ -342,8 +339,7 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(
-        pretty_exceptions_enable=False
-    )  # several ranks' framed tracebacks cannot be read
+    # Several ranks' framed tracebacks cannot be read.
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
     app()

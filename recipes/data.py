@@ -89,9 +89,8 @@ def download(cache: Path) -> Path | None:
             return folder
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / "cifar-10.lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # one of the processes of this machine downloads, the others wait
+            # One of the processes of this machine downloads, the others wait.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             _download(cache, folder)
     except (
         OSError,
@@ -117,9 +116,8 @@ def _download(cache: Path, folder: Path) -> None:
         if digest != SHA256:
             raise OSError(f"its SHA-256 is {digest} and not {SHA256}")
         with tarfile.open(archive) as tar:
-            tar.extraction_filter = getattr(
-                tarfile, "data_filter", None
-            )  # Debian 12's Python 3.11.2 has none
+            # Debian 12's Python 3.11.2 has none.
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)
             tar.extractall(unpacked)
         (unpacked / folder.name).rename(folder)  # whole or not at all
     finally:

@@ -50,11 +50,12 @@ ROWS: dict[str, dict[str, tuple[str, dict[str, Any], str]]] = {
         "dgc": ("DGC", {"method": "dgc"}, ""),
     },
 }
+# The methods that are compared by workers.
 WORKERS = {
     "dense": "dense",
     "topk": "gradient dropping",
     "dgc": "DGC",
-}  # the methods that are compared by workers
+}
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,10 @@ class Budget:
     cifar10: Study
     ptb: Study
     transformer: Study
-    seeds: tuple[
-        tuple[int, ...], tuple[int, ...], tuple[int, ...]
-    ]  # CIFAR-10's main rows; PTB's; rows between
-    deciding: tuple[
-        int, ...
-    ]  # seeds of the shortest length's cells of dense training and of the usual sparsity
+    # CIFAR-10's main rows; PTB's; rows between.
+    seeds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    # Seeds of the shortest length's cells of dense training and of the usual sparsity.
+    deciding: tuple[int, ...]
     lengths: tuple[int, ...]  # in epochs, the shortest first, with warm-ups in proportion
     workers: tuple[int, ...]
     sparsities: tuple[float, ...]

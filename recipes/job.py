@@ -137,6 +137,7 @@ Out = Annotated[
 
 FOLDER = "epoch{:03d}"
 OF_DGC = {"exchange": "allgather", "hierarchical": False, "value_bits": 16}  # -> without it
+# Options that say where.
 NO_SETTINGS = (
     "data",
     "cache",
@@ -144,7 +145,7 @@ NO_SETTINGS = (
     "checkpoints",
     "tensorboard",
     "resume",
-)  # options that say where
+)
 
 
 def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
@@ -250,6 +251,7 @@ def resume(
     Raises:
         typer.BadParameter: it is of another training, of which this one would be half.
     """
+    # And not what somebody has copied beside them.
     done = max(
         (
             int(file.parent.name[5:])
@@ -257,7 +259,7 @@ def resume(
             if file.parent.name[5:].isdecimal()
         ),
         default=0,
-    )  # and not what somebody has copied beside them
+    )
     done = int(of_rank_0([done], next(model.parameters()).device)[0])  # whose disk counts
     if not done:
         return []
@@ -291,9 +293,8 @@ def checkpoint(
         optimizer,
         {"scheduler": scheduler.state_dict(), "history": history, "training": now},
     )
-    shutil.rmtree(
-        a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True
-    )  # two are enough, on any disk
+    # Two are enough, on any disk.
+    shutil.rmtree(a.checkpoints / FOLDER.format(len(history) - 2), ignore_errors=True)
 
 
 def board(a: Any, rank: int) -> Any:

@@ -37,11 +37,12 @@ from tqdm import tqdm
 import dgc
 from dgc import tune
 
+# Width, dropout; the paper's is large.
 SIZES = {
     "small": (200, 0.2),
     "medium": (650, 0.5),
     "large": (1500, 0.65),
-}  # width, dropout; the paper's is large
+}
 PARTS = {"train": 0.9, "valid": 0.05, "test": 0.05}  # of the documentation's words
 RARE = 3  # words of the documentation that training has less often become <unk>
 BATCH = 10  # of validation and test
@@ -97,9 +98,8 @@ def documentation() -> dict[str, list[list[str]]]:
     lines: dict[str, list[tuple[str, ...]]] = {topic: [] for topic in sorted(topics)}
     for topic in lines:
         for paragraph in re.split(r"\n\s*\n", topics[topic].lower()):
-            ruled = re.sub(
-                r"([^\w\s])\1{3,}", r"\1", paragraph
-            )  # a rule under a heading is one sign
+            # A rule under a heading is one sign.
+            ruled = re.sub(r"([^\w\s])\1{3,}", r"\1", paragraph)
             line = tuple(re.findall(r"\w+|[^\w\s]", ruled))
             if line and line not in seen:
                 seen.add(line)
@@ -208,9 +208,8 @@ def update(model: nn.Module, optimizer: Any, a: Any) -> None:
     optimizer.synchronize()
     nn.utils.clip_grad_norm_(model.parameters(), a.clip_norm)
     with optimizer.skip_synchronize(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "the gradient of .* was changed between its exchange"
-        )  # that is the method
+        # That is the method.
+        warnings.filterwarnings("ignore", "the gradient of .* was changed between its exchange")
         optimizer.step()
 
 
@@ -294,9 +293,8 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
                 update(model, optimizer, a)
                 loss_sum += loss.detach()
                 if step % max(1, steps // 20) == 0:
-                    losses.append(
-                        loss.item()
-                    )  # some points of a curve; each is a wait for the device
+                    # Some points of a curve; each is a wait for the device.
+                    losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
             if epoch + 1 == a.epochs and a.flush and a.method in ("topk", "dgc"):
@@ -398,9 +396,8 @@ def main(
     out: job.Out = None,
 ) -> None:
     """Trains a language model on Penn Treebank with Deep Gradient Compression, or without."""
-    epochs = epochs or (
-        40 if data else 16
-    )  # the documentation is learnt by then: the lr is down to a sixteenth
+    # The documentation is learnt by then: the lr is down to a sixteenth.
+    epochs = epochs or (40 if data else 16)
     a = argparse.Namespace(**locals())
     result = job.run(lambda: train(a), a)
     if result:  # rank 0
@@ -411,8 +408,7 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(
-        pretty_exceptions_enable=False
-    )  # several ranks' framed tracebacks cannot be read
+    # Several ranks' framed tracebacks cannot be read.
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
     app()

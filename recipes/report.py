@@ -349,13 +349,11 @@ class Row:
     paper: str  # the paper's difference to dense training
 
 
-Lines = Mapping[
-    str, Mapping[float, "Result | None"]
-]  # line -> where on the axis -> the run's result, if there is one
+# Line -> where on the axis -> the run's result, if there is one.
+Lines = Mapping[str, Mapping[float, "Result | None"]]
 
-BySeed = Mapping[
-    str, Mapping[Any, Mapping[int, float]]
-]  # line -> where on the axis -> seed -> what was measured
+# Line -> where on the axis -> seed -> what was measured.
+BySeed = Mapping[str, Mapping[Any, Mapping[int, float]]]
 
 
 def paired(ours: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:

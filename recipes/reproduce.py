@@ -81,12 +81,13 @@ def unlike(run: Run, result: Result) -> list[str]:
         (key, result[key], expected)
         for key, expected in (("recipe", run.study.recipe), ("dataset", run.study.dataset))
     ]
+    # Which have nothing pending.
     facts += [
         (key, has.get(key), asked.get(key))
         for key in (has | asked)
         if not (mine == its and key in CONFIG)
         and not (key == "flush" and asked["method"] in ("dense", "naive"))
-    ]  # which have nothing pending
+    ]
     return [
         f"its {key} is {value!r}, asked is {expected!r}"
         for key, value, expected in facts
@@ -191,9 +192,8 @@ def begin(
     for run in list(waiting):
         log = (budget.work / f"{run.name}.log").open("ab")
         try:
-            fcntl.flock(
-                log, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # held by the child, too, to which it is the output
+            # Held by the child, too, to which it is the output.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.close()
             continue
@@ -224,9 +224,8 @@ def _end_with(parent: int) -> Any:
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
-        libc.prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: the child does not outlive this process, however that ends
+        # PR_SET_PDEATHSIG: the child does not outlive this process, however that ends.
+        libc.prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -203,9 +203,8 @@ def train(a: Any) -> dict[str, Any]:
                 scheduler.step()
                 loss_sum += loss.detach()
                 if step % max(1, steps // 20) == 0:
-                    losses.append(
-                        loss.item()
-                    )  # some points of a curve; each is a wait for the device
+                    # Some points of a curve; each is a wait for the device.
+                    losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
             valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
@@ -313,8 +312,7 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(
-        pretty_exceptions_enable=False
-    )  # several ranks' framed tracebacks cannot be read
+    # Several ranks' framed tracebacks cannot be read.
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
     app()

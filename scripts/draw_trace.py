@@ -69,12 +69,13 @@ def train(folder: Path) -> None:
             for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
         ]
     )
+    # Each matrix in a bucket of its own.
     optimizer = dgc.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         model.named_parameters(),
         dgc.Config(0.999),
         groups=[[layer.weight] for layer in model[::2]],
-    )  # each matrix in a bucket of its own
+    )
     with profile(
         activities=[ProfilerActivity.CPU], schedule=schedule(wait=3, warmup=1, active=1)
     ) as profiler:

@@ -60,11 +60,12 @@ def on_pre_build(config: Any) -> None:
     package = griffe.load("dgc", search_paths=[str(ROOT)])
     reference = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     shown = {name.removeprefix("dgc.") for name in SHOWN.findall(reference)}
+    # Two numbers, in a table.
     public = set(package.exports or ()) - {
         "__version__",
         "Average",
         "Sum",
-    }  # two numbers, in a table
+    }
     for name in sorted(public - shown):
         log.warning(
             "docs/reference must show all names of dgc.__all__, got no %s (add '::: dgc.%s')",

@@ -20,9 +20,8 @@ if not torch.cuda.is_available():
 
 from dgc.compression import kernels  # noqa: E402 (after what is set above)
 
-kernels.compile_ahead(
-    torch.float32, torch.float64
-)  # tests are of these loops, not of what stands in for them
+# Tests are of these loops, not of what stands in for them.
+kernels.compile_ahead(torch.float32, torch.float64)
 
 TAKE_LONG = (
     "test_peers.py",

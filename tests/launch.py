@@ -23,11 +23,12 @@ from dgc.compression import kernels
 HERE = Path(__file__).parent
 SCRIPT = [sys.executable, str(HERE / "launch.py")]
 FIXED = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "30"}
+# The last by the first optimizer: as long a work as torch itself.
 PREPARED = (
     "hypothesis",
     "pytest",
     "torch._dynamo",
-)  # the last by the first optimizer: as long a work as torch itself
+)
 PROCESS_SETS = []  # of Horovod, made when it is initialised
 TIMEOUT = timedelta(minutes=5)  # of torch's process group
 
@@ -294,9 +295,8 @@ def begin(launcher, folder):
 def main():
     kernels.compile_ahead(torch.float32, torch.float64)
     sys.modules["launch"] = sys.modules["__main__"]  # one list of process sets, not two
-    sys.path += [
-        str(folder) for folder in HERE.iterdir() if folder.is_dir()
-    ]  # where pytest finds the tests
+    # Where pytest finds the tests.
+    sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]
     if sys.argv[1] == "nursery" and not forked():
         return
     launcher, folder, nodes, *names = sys.argv[1:]

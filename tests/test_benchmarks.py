@@ -227,9 +227,8 @@ def test_the_valley_is_what_this_package_does(choice, monkeypatch):
             optimizer.step()
         return x.detach().flatten()
 
-    torch.set_default_dtype(
-        torch.float64
-    )  # in float32 roundings decide which of two entries is larger
+    # In float32 roundings decide which of two entries is larger.
+    torch.set_default_dtype(torch.float64)
     try:
         expected, _ = noise.valley(choice, sparsity, workers, steps)
         got = dgc.lockstep.run(train, workers)[0]

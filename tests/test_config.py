@@ -47,9 +47,8 @@ def test_refuses(arguments, error, message):
 
 
 def test_frozen_and_picklable():
-    assert (
-        dgc.Config(clip_norm=float("inf"), clip_per_tensor=True) == dgc.Config()
-    )  # bounds nothing
+    # Bounds nothing.
+    assert dgc.Config(clip_norm=float("inf"), clip_per_tensor=True) == dgc.Config()
     config = dgc.Config(sparsity=dgc.warmup(steps_per_epoch=10), clip_norm=1.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.sparsity = 0.5

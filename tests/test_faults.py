@@ -73,10 +73,11 @@ def exits():
 
 
 LIMIT = 90  # seconds in which the whole job has ended, its start included
+# As the launcher says it.
 KILLED = {
     "horovod": "exit with status code 137",
     "torch": "Signal 9 (SIGKILL) received",
-}  # as the launcher says it
+}
 REASONS = {
     raises_in_backward: "ArithmeticError: rank 1 has had enough",
     raises_in_schedule: "ArithmeticError: rank 1 has had enough",

@@ -64,9 +64,8 @@ def test_a_warm_up_begins_no_sparser_than_it_ends(end, epochs, per_step):
     schedule = dgc.warmup(epochs, steps_per_epoch=50, end=end, per_step=per_step)
     values = [schedule(step) for step in range(round(epochs * 50) + 2)]
     assert values[0] == pytest.approx(min(0.75, end)) and values[-1] == end
-    assert all(
-        after >= before - 1e-12 for before, after in itertools.pairwise(values)
-    )  # a ramp's powers are rounded
+    # A ramp's powers are rounded.
+    assert all(after >= before - 1e-12 for before, after in itertools.pairwise(values))
 
 
 @given(quarter=st.integers(1, 500), epochs=st.integers(1, 40), end=st.floats(0.9, 0.9999))

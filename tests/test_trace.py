@@ -20,13 +20,14 @@ from dgc.trace import stage
 STEPS, RANKS = 2, 2
 SPARSE = dgc.Config(0.9, min_numel=200)
 PACKAGE = Path(dgc.__file__).parent
+# The commands, which print.
 TERMINAL = (
     "cli.py",
     "doctor.py",
     "__main__.py",
     "tune/",
     "plan/commands.py",
-)  # the commands, which print
+)
 
 
 def compressed(network):
@@ -156,9 +157,8 @@ def test_the_loops_threads_work_while_the_one_that_has_the_range_waits():
         found = ranges(profiled(work))
     finally:
         torch.set_num_threads(before)
-    assert (
-        set(found.values()) == {STEPS} and len(found) == 7
-    )  # one bucket: each stage once in a step
+    # One bucket: each stage once in a step.
+    assert set(found.values()) == {STEPS} and len(found) == 7
 
 
 def test_without_a_profiler_nothing_is_recorded(tmp_path):

@@ -26,12 +26,13 @@ from crowd import table, train
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "crowd"
 WIDES = 3, 1, 2, 4, 8
+# Sparsity, and whether it is masked.
 MANY = (
     ("99.9", True),
     ("99", False),
     ("97", False),
     ("90", False),
-)  # sparsity, and whether it is masked
+)
 Runs = dict[str, dict[str, Any]]  # name -> options of train.py
 
 

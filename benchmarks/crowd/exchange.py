@@ -95,9 +95,8 @@ class Exchange:
         elif kind == "reduce":
             self.plan = Plan(self.layout, workers, 0)
             rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
-            self.dense = (
-                2 * self.layout.sizes.dense < rows * workers
-            )  # as dgc.compression.sizes.sends_dense has it
+            # As dgc.compression.sizes.sends_dense has it.
+            self.dense = 2 * self.layout.sizes.dense < rows * workers
             self.nbytes = (workers - 1) * rows
             self._deal_out()
         if self.dense:
@@ -118,9 +117,8 @@ class Exchange:
         )
         local = torch.arange(regions.size, device=device)
         places = torch.stack([regions.index(w, local) for w in range(self.workers)])
-        self.region = torch.where(
-            places < self.bucket.numel, places, self.bucket.numel
-        )  # (N, R); n: there is no such
+        # (N, R); n: there is no such.
+        self.region = torch.where(places < self.bucket.numel, places, self.bucket.numel)
 
     def __call__(self, residuals: Residuals) -> Tensor:
         """Takes what is sent in a step, and returns the average, (n,)."""

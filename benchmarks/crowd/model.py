@@ -27,9 +27,8 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x, weight), (dy,), module, workers = ctx.saved_tensors, grads, ctx.module, ctx.workers
         (stride, _), (pad, _), (k, _) = module.stride, module.padding, module.kernel_size
-        patches = (
-            F.pad(x, (pad,) * 4).unfold(2, k, stride).unfold(3, k, stride)
-        )  # (B N, C, H, W, k, k)
+        # (B N, C, H, W, k, k).
+        patches = F.pad(x, (pad,) * 4).unfold(2, k, stride).unfold(3, k, stride)
         patches = patches.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
         each = torch.bmm(dy.flatten(2), patches.transpose(1, 2))  # (B N, O, C k k)
         module.each = each.view(-1, workers, *weight.shape).sum(0)

@@ -54,6 +54,7 @@ ORDER = (
     "bf16",
     "async",
 )
+# Where no other methods are named.
 LANGUAGE = (
     "dense",
     "dgc-allgather",
@@ -61,7 +62,7 @@ LANGUAGE = (
     "qsgd",
     "fp16",
     "diloco",
-)  # where no other methods are named
+)
 
 
 def done(file: Path, asked: dict[str, Any]) -> bool:
@@ -87,9 +88,8 @@ def make(file: Path, work: Path, data: str, asked: dict[str, Any]) -> bool:
     work.mkdir(parents=True, exist_ok=True)
     with (work / "log").open("ab") as log:
         try:
-            fcntl.flock(
-                log, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # held by the child, too, to which it is the output
+            # Held by the child, too, to which it is the output.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{file.stem}: another command is at it", flush=True)
             return True

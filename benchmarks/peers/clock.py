@@ -71,9 +71,8 @@ def work(a: dict[str, Any]) -> None:
         hvd.shutdown()  # all ranks, at once
     else:
         torch.distributed.barrier()
-    os._exit(
-        0
-    )  # a server's thread may still wait for a push, which would abort the interpreter at its end
+    # A server's thread may still wait for a push, which would abort the interpreter at its end.
+    os._exit(0)
 
 
 def run(

@@ -138,9 +138,10 @@ def draw(
             axes.plot(
                 seconds, row["curve"], color=colour, marker=marker, markersize=3, linewidth=1.2
             )
+            # It has ended.
             axes.plot(
                 (seconds[-1], end), 2 * row["curve"][-1:], color=colour, linewidth=0.5, alpha=0.6
-            )  # it has ended
+            )
         axes.axhline(target, color="#bbbbbb", linestyle=":", zorder=0)
         axes.set(
             title=f"links of {name}",

@@ -15,17 +15,15 @@ from dgc.transport import find
 
 from .packing import Apart, carry
 
-Bring = Literal[
-    "allreduce", "allgather", "alltoall", "push and pull"
-]  # a ring; all see all; owners; a server
+# A ring; all see all; owners; a server.
+Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]
 
 
 class Method(Protocol):
     """One way to exchange tensors. Its attributes, ``world`` aside, are what a checkpoint keeps."""
 
-    exchanges: Literal[
-        "gradients", "parameters"
-    ]  # gradients before SGD's step, parameters after it
+    # Gradients before SGD's step, parameters after it.
+    exchanges: Literal["gradients", "parameters"]
     world: World
     bytes_sent: float  # by this rank so far
 

@@ -48,9 +48,8 @@ from peers.tasks import TASKS, fits, folder
 
 HERE = Path(__file__).resolve()
 WARMUP = 20  # steps: u and v fill up, PowerSGD begins after two dense steps
-Step = tuple[
-    float, float, float
-]  # when it began and ended, and the bytes that this rank sent in it
+# When it began and ended, and the bytes that this rank sent in it.
+Step = tuple[float, float, float]
 
 
 def work(a: dict[str, Any]) -> None:
@@ -67,9 +66,8 @@ def work(a: dict[str, Any]) -> None:
     job.connect()
     Path(a["folder"], f"{a['rank']}.json").write_text(json.dumps(steps(a)))
     torch.distributed.barrier()
-    os._exit(
-        0
-    )  # a server's thread may still wait for a push, which would abort the interpreter at its end
+    # A server's thread may still wait for a push, which would abort the interpreter at its end.
+    os._exit(0)
 
 
 def computing(a: dict[str, Any]) -> list[float]:

@@ -35,9 +35,8 @@ def message(*parts: Tensor) -> Tensor:
 
 def take(content: Tensor, start: int, n: int, dtype: torch.dtype) -> Tensor:
     """n values that begin at a byte of a message."""
-    return (
-        content[start : start + n * dtype.itemsize].clone().view(dtype)
-    )  # a copy, as views must be aligned
+    # A copy, as views must be aligned.
+    return content[start : start + n * dtype.itemsize].clone().view(dtype)
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

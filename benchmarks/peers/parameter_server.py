@@ -59,9 +59,8 @@ class ParameterServer:
         self.bytes_sent, self._message = 0.0, 4 * sum(p.numel() for p in self.parameters)
         self._lock, self._error = Lock(), None
         if not self._alone:
-            self._group = dist.new_group(
-                backend="gloo"
-            )  # so that a thread's messages meet no collective
+            # So that a thread's messages meet no collective.
+            self._group = dist.new_group(backend="gloo")
             self._thread = Thread(target=self._serve, daemon=True)
 
     @torch.no_grad()

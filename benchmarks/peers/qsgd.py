@@ -58,9 +58,8 @@ class QSGD:
         )
         exact = (v.abs() / norms[buckets] * self.levels).nan_to_num(0)  # 0 / 0 in a bucket of zeros
         draw = torch.rand(len(v), generator=self.random).to(v.device)
-        level = (
-            (exact + draw).floor().clamp(max=self.levels)
-        )  # up with the probability of the fraction
+        # Up with the probability of the fraction.
+        level = (exact + draw).floor().clamp(max=self.levels)
         code = level.to(torch.uint8) | ((v < 0).to(torch.uint8) << (self.bits - 1))
         return message(norms, pack(code, self.bits))
 

@@ -38,6 +38,7 @@ STYLES = {
 }
 LEVEL = 0.9  # of intervals
 FAR = 5.0  # points, or per cent of perplexity: what loses more is of another kind, and no part of intervals
+# To be compared.
 ALIKE = (
     "task",
     "dataset",
@@ -46,7 +47,7 @@ ALIKE = (
     "steps_per_epoch",
     "parameters",
     "bf16",
-)  # to be compared
+)
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -56,9 +57,8 @@ def load(files: Sequence[Path]) -> list[dict[str, Any]]:
         typer.BadParameter: they cannot be compared, or a method has a seed twice, or none of them is dense.
     """
     runs = [json.loads(file.read_text()) for file in files]
-    runs = [
-        {**run, "bf16": run["settings"].get("bf16", False)} for run in runs
-    ]  # older files have none
+    # Older files have none.
+    runs = [{**run, "bf16": run["settings"].get("bf16", False)} for run in runs]
     for key in ALIKE:
         if len(found := {str(run.get(key)) for run in runs}) > 1:
             raise typer.BadParameter(
@@ -103,9 +103,8 @@ def rows(
     found = []
     for (name, own), lost in zip(methods.items(), losses.values(), strict=True):
         means = {key: mean([run[key] for run in own]) for key in ("bytes_per_step", "ratio")}
-        exchanging = statistics.mean(
-            run.get("exchanging", 1.0) for run in own
-        )  # older files have none
+        # Older files have none.
+        exchanging = statistics.mean(run.get("exchanging", 1.0) for run in own)
         predicted = {
             rate: predict.seconds(
                 own[0]["collective"], means["bytes_per_step"], own[0]["workers"], rate, exchanging

@@ -252,8 +252,7 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(
-        pretty_exceptions_enable=False
-    )  # several ranks' framed tracebacks cannot be read
+    # Several ranks' framed tracebacks cannot be read.
+    app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
     app()

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 FORMAT, VERSION, MANIFEST = "dgc checkpoint", 1, "manifest.json"
-OURS = re.compile(
-    r"(common|rank-\d+)(-[0-9a-f]{16}\.pt|\.part)|manifest\.json\.part"
-)  # no other file is removed
+# No other file is removed.
+OURS = re.compile(r"(common|rank-\d+)(-[0-9a-f]{16}\.pt|\.part)|manifest\.json\.part")
 Tree = dict[str, Any]
 
 

@@ -223,9 +223,8 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
                     f"{key} of group {i} must be like {expected[key]!r}, got {value!r}"
                 )
     parameters = by_index(optimizer, state)
-    adam = isinstance(
-        optimizer, (torch.optim.Adam, torch.optim.AdamW)
-    )  # others may keep some of another shape
+    # Others may keep some of another shape.
+    adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", RECEIVED) if adam else ()
     for index, buffers in state["state"].items():
         if index not in parameters:
@@ -235,9 +234,10 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
             )
         for key in ("momentum_buffer", *moments):
             if (buffer := buffers.get(key)) is not None:
+                # Of an embedding.
                 sparse = (
                     isinstance(buffer, Tensor) and key == "momentum_buffer" and buffer.is_sparse
-                )  # of an embedding
+                )
                 check_like(
                     f"{key} of parameter {index}",
                     buffer.to_dense() if sparse else buffer,

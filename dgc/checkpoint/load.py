@@ -119,9 +119,8 @@ class _Loading:
         self._ranks, size, world = ranks, manifest["size"], ranks.world
         self._engine: Engine | None = engine_or_none(optimizer)
         self._keeps = self._engine is not None and self._engine.settings.exchanges  # residuals
-        self._mine = (
-            world.rank if size == world.size else None
-        )  # the file with what is this rank's own
+        # The file with what is this rank's own.
+        self._mine = world.rank if size == world.size else None
         self._weights = weights(
             size,
             manifest["average"],
@@ -217,9 +216,8 @@ class _Loading:
 
     def _load_model(self) -> None:
         with self._blamed("common"):
-            self._model.load_state_dict(
-                self._common["model"]
-            )  # as state_dict() gave it: with its modules' versions
+            # As state_dict() gave it: with its modules' versions.
+            self._model.load_state_dict(self._common["model"])
 
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals

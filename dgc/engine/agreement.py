@@ -48,9 +48,8 @@ class Agreement:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self.reached = False
-        self._again = (
-            not self._settings.elastic
-        )  # in an elastic job a state has the ranks compared when one joins
+        # In an elastic job a state has the ranks compared when one joins.
+        self._again = not self._settings.elastic
 
     def compare_again(self) -> None:
         """Has the ranks of an elastic job compared at the next step, whose state knows when one

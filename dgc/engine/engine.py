@@ -601,9 +601,8 @@ class Engine:
     def restore(self, committed: Mapping[str, Any]) -> None:
         """Takes up what :meth:`commit` gave, once the optimizer's own state is that of the commit."""
         self._pending.load(committed)
-        self._ledger.lost_residuals = committed[
-            "lost"
-        ]  # those that are gone since are counted anew
+        # Those that are gone since are counted anew.
+        self._ledger.lost_residuals = committed["lost"]
 
 
 def engine_of(optimizer: Any) -> Engine:

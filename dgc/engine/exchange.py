@@ -331,9 +331,8 @@ class Launcher:
         if rounded:
             assert kept is not None
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
-            bits = (
-                0 if step.hands_back else SUM_BITS
-            )  # nothing may stay in v, which stock's steps do not send
+            # Nothing may stay in v, which stock's steps do not send.
+            bits = 0 if step.hands_back else SUM_BITS
             return reduce_rounded(
                 kept, gradients, bits, step.world.flat, average=self._settings.average
             )

@@ -74,9 +74,8 @@ class NonFinite:
         ]
         none_is_bad = torch.stack(fits).all() if fits else torch.ones((), device=device)
         one = torch.ones((), dtype=torch.float64, device=device)
-        inverse = (
-            one if step.inverse is None else step.inverse.tensor.double()
-        )  # which is on the device by now
+        # Which is on the device by now.
+        inverse = one if step.inverse is None else step.inverse.tensor.double()
         bad = Collective(
             "sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
         )
@@ -124,9 +123,8 @@ class NonFinite:
         """
         self.look()
         for name, verdict in self._pending:
-            asked = (
-                not self._settings.elastic
-            )  # where ranks that have come since would not know that they are asked
+            # Where ranks that have come since would not know that they are asked.
+            asked = not self._settings.elastic
             blame = (
                 ""
                 if not asked

@@ -112,9 +112,8 @@ class Applier:
         )
         for delivery in step.deliveries:
             kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
-            stepped = [
-                p for p in delivery.parameters if p.grad is not None
-            ]  # else its update went back into v
+            # Else its update went back into v.
+            stepped = [p for p in delivery.parameters if p.grad is not None]
             done.update(stepped)
             if kept is None or kept.u is None or velocity is None:
                 continue
@@ -222,9 +221,8 @@ class Applier:
         update = kept.v.new_empty(kept.numels[place])
         delivery.update.write([update if i == place else None for i in range(len(kept.names))])
         update = kept.shaped(place, update)
-        scaled = (
-            update if step.inverse is None else update / step.inverse.number
-        )  # a scaler may have taken that out
+        # A scaler may have taken that out.
+        scaled = update if step.inverse is None else update / step.inverse.number
         return not any(torch.equal(grad, one.to(grad.dtype)) for one in (update, scaled))
 
     def apply(self, step: Step) -> None:
@@ -324,9 +322,8 @@ class Applier:
             list(rates.values()),
         )
         for p in fits:
-            torch.autograd.graph.increment_version(
-                p
-            )  # kernels write to addresses, and a graph may hold the parameter
+            # Kernels write to addresses, and a graph may hold the parameter.
+            torch.autograd.graph.increment_version(p)
         if others:
             update.write(
                 [

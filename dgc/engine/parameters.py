@@ -29,10 +29,10 @@ from dgc.engine.settings import Settings
 from dgc.engine.wrapped import refuse_apex
 from dgc.paths.task import chosen
 
-BUCKET_NUMEL = (
-    1 << 23
-)  # more entries in a bucket => fewer messages, less overlap with the backward pass
+# More entries in a bucket => fewer messages, less overlap with the backward pass.
+BUCKET_NUMEL = 1 << 23
 MAX_NUMEL = (1 << 31) - 1  # of a bucket: beyond, positions would not fit into 32 bits
+# Gradients of these dtypes are exchanged.
 DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -40,7 +40,7 @@ DTYPES = (
     torch.float64,
     torch.complex64,
     torch.complex128,
-)  # exchanged
+)
 STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadcast with the learning rate
 BEGAN = "dgc_compressed_from"  # beside it: the first step since which steps are compressed; -1: they are stock's
 
@@ -196,9 +196,8 @@ class Parameters:
         self.handed_over: set[Tensor] = set()  # of these, those of which nothing is kept any more
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
-        self.requires_update: set[Tensor] = (
-            set()
-        )  # exchanged also where a rank has no gradient for them
+        # Exchanged also where a rank has no gradient for them.
+        self.requires_update: set[Tensor] = set()
         self.frozen: set[Tensor] = set()  # at first; as those once they thaw
 
     @property

@@ -92,9 +92,8 @@ class Step:
         before: Step | None = None,
     ):
         self.phase, self._passes = phase, passes
-        self.delays = dict.fromkeys(
-            parameters, passes
-        )  # backward passes until a gradient is complete
+        # Backward passes until a gradient is complete.
+        self.delays = dict.fromkeys(parameters, passes)
         self.world = World(0, 1)
         self.fired: set[Tensor] = set()  # parameters that have had a gradient
         self.missing: dict[
@@ -108,19 +107,15 @@ class Step:
         self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
         self.clip: Tensor | None = None  # factor from clipping by the global norm
         # What the exchange has decided and found, which step() goes by.
-        self.stock: bool = (
-            before is None or before.stock
-        )  # nothing is compressed: p.grad is the averaged gradient
-        self.hands_back: bool = (
-            before is not None and before.hands_back
-        )  # gradients travel dense after this step
+        # Nothing is compressed: p.grad is the averaged gradient.
+        self.stock: bool = before is None or before.stock
+        # Gradients travel dense after this step.
+        self.hands_back: bool = before is not None and before.hands_back
         self.inverse: Inverse | None = None if before is None else before.inverse
-        self.error: FloatingPointError | None = (
-            None if before is None else before.error
-        )  # step() raises it
-        self.direct: list[Delivery] = (
-            [] if before is None else before.direct
-        )  # updates that step() applies itself
+        # step() raises it.
+        self.error: FloatingPointError | None = None if before is None else before.error
+        # Updates that step() applies itself.
+        self.direct: list[Delivery] = [] if before is None else before.direct
         # Compressed updates that wait for step(): what was sent of them goes back into v if it does
         # not come.
         self.deliveries: list[Delivery] = [] if before is None else before.deliveries

@@ -54,12 +54,10 @@ def broadcast_parameters(
         waits = []
         for name, p in items:
             if isinstance(p, Tensor):
-                copy = (
-                    local(p).detach().clone(memory_format=torch.contiguous_format)
-                )  # Horovod takes no other
-                bits = copy.unsqueeze(-1).view(
-                    torch.uint8
-                )  # neither Horovod nor gloo knows every dtype
+                # Horovod takes no other.
+                copy = local(p).detach().clone(memory_format=torch.contiguous_format)
+                # Neither Horovod nor gloo knows every dtype.
+                bits = copy.unsqueeze(-1).view(torch.uint8)
                 waits.append(
                     (p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}"))
                 )

@@ -69,9 +69,8 @@ def register_comm_hook(
         RuntimeError: by torch, if there is a hook already.
     """
     _check_model(ddp_model)
-    known = (
-        engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
-    )  # from before: pickled, or with another model
+    # From before: pickled, or with another model.
+    known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
     if known is None or not isinstance(known.source, DDPGradients):
         known, config = None, Config() if config is None else config
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
@@ -186,9 +185,8 @@ def _change(
     settings = Settings(
         config, find(group), names, process_set=group, grad_scaler=grad_scaler, in_ddp=True
     )
-    scheduled = optimizer.__dict__.pop(
-        "step", None
-    )  # a scheduler's, which knows torch's step alone
+    # A scheduler's, which knows torch's step alone.
+    scheduled = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _InDDP)
     optimizer._patch_step_function()
     connect(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings, source)
@@ -240,9 +238,8 @@ def _step_with_the_others(engine: Engine) -> None:
     engine.raise_found()
     scaler, optimizer = engine.settings.grad_scaler, engine.optimizer
     if scaler is not None:
-        scaler.scale(
-            torch.zeros((), device=next(iter(engine.listed)).device)
-        )  # it may never have been asked
+        # It may never have been asked.
+        scaler.scale(torch.zeros((), device=next(iter(engine.listed)).device))
         scaler.unscale_(optimizer)
     if engine.step.phase is Phase.EXCHANGED:
         engine.apply()
@@ -385,12 +382,10 @@ class _Pass:
 
     task: int = -1  # torch's number of it
     complete: bool = False  # the last bucket has come
-    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(
-        default_factory=list
-    )  # parameter, its p.grad meanwhile
-    others: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # parameter, gradient, that no optimizer applies
+    # Parameter, its p.grad meanwhile.
+    lent: list[tuple[Tensor, Tensor | None, Engine]] = field(default_factory=list)
+    # Parameter, gradient, that no optimizer applies.
+    others: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     futures: list[tuple[torch.futures.Future[Tensor], Tensor, list[Tensor]]] = field(
         default_factory=list
     )

@@ -115,9 +115,8 @@ class Distributed(torch.optim.Optimizer):
         """
         engine = engine_of(self)
         if not engine.optimizer.state and making_state():
-            return unhooked(self._inner.step)(
-                engine.optimizer
-            )  # its gradients and learning rates are 0
+            # Its gradients and learning rates are 0.
+            return unhooked(self._inner.step)(engine.optimizer)
         return engine.take_step(closure)
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
@@ -253,9 +252,8 @@ class Distributed(torch.optim.Optimizer):
         engine.drop_step()
         engine.synchronizes = True
         groups, given = optimizer.param_groups, [state_dict]
-        last = optimizer.register_load_state_dict_pre_hook(
-            lambda _, changed: given.append(changed)
-        )  # by other hooks
+        # By other hooks.
+        last = optimizer.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
         try:
             self._inner.load_state_dict(optimizer, state_dict)
         finally:

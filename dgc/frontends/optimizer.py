@@ -133,9 +133,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)
-    transport = find(
-        process_set
-    )  # last of all, so that what is wrong with arguments is said before hvd.init() too
+    # Last of all, so that what is wrong with arguments is said before hvd.init() too.
+    transport = find(process_set)
     checks.check_shards(optimizer.param_groups, process_set, config, grad_scaler)
     settings = Settings(
         config,
@@ -196,9 +195,8 @@ def distributed_class(
     members.update(
         {name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")}
     )
-    members["zero_grad"].__signature__ = inspect.signature(
-        inner.zero_grad
-    )  # Accelerate looks at it
+    # Accelerate looks at it.
+    members["zero_grad"].__signature__ = inspect.signature(inner.zero_grad)
     return type(inner.__name__, (inner,), {**members, "__module__": module, "_inner": inner})
 
 
@@ -257,9 +255,8 @@ def reduced(
         "state": optimizer.state,
         "param_groups": optimizer.param_groups,
     }
-    named = {
-        p: name for name, p in engine.settings.named_parameters or ()
-    }  # with those of groups still to be added
+    # With those of groups still to be added.
+    named = {p: name for name, p in engine.settings.named_parameters or ()}
     names = [(name, p) for p, name in {**named, **engine.names}.items()]
     return _rebuild, (
         optimizer._inner,

@@ -66,19 +66,19 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
     config = config or Config()
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     register_comm_hook(model, optimizer.optimizer, config, grad_scaler=accelerator.scaler)
-    optimizer.__setstate__(
-        optimizer.__getstate__()
-    )  # with a scaler it holds the step() of the class before
+    # With a scaler it holds the step() of the class before.
+    optimizer.__setstate__(optimizer.__getstate__())
     _add_to_checkpoints(accelerator, model, optimizer.optimizer)
     _clip_by_config(accelerator, model, config)
 
 
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Has ``save_state`` and ``load_state``, which call on all ranks, take the residuals along."""
+    # Those that are compressed.
     accelerator.dgc_models = [
         *getattr(accelerator, "dgc_models", ()),
         model.module,
-    ]  # those that are compressed
+    ]
 
     def part(models: list[Any], folder: str) -> Path:
         number = [one for one in models if one in accelerator.dgc_models].index(model.module)

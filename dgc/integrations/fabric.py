@@ -46,15 +46,13 @@ def compress(fabric: Any, model: Any, optimizer: Any, config: Config | None = No
                 f"{name} must be the one that fabric.setup() returned, got a {type(given).__name__}"
             )
     if fabric.world_size > 1:
-        ddp_model = getattr(
-            model._forward_module, "_orig_mod", model._forward_module
-        )  # torch.compile wraps it
+        # torch.compile wraps it.
+        ddp_model = getattr(model._forward_module, "_orig_mod", model._forward_module)
         register_comm_hook(
             ddp_model,
             optimizer.optimizer,
             config or Config(),
             grad_scaler=getattr(fabric.strategy.precision, "scaler", None),
         )
-        optimizer.zero_grad = (
-            optimizer.optimizer.zero_grad
-        )  # the wrapper has that of the class before
+        # The wrapper has that of the class before.
+        optimizer.zero_grad = optimizer.optimizer.zero_grad

@@ -127,9 +127,8 @@ class DGCStrategy(DDPStrategy):
         """Called by Lightning for a checkpoint that it keeps no longer."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:  # on each machine's disk
-            shutil.rmtree(
-                f"{os.path.abspath(filepath)}.dgc", ignore_errors=True
-            )  # not that of what a link names
+            # Not that of what a link names.
+            shutil.rmtree(f"{os.path.abspath(filepath)}.dgc", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **arguments: Any) -> dict[str, Any]:
         """Called by Lightning before there is an optimizer."""

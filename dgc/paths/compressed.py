@@ -89,9 +89,8 @@ def reduce(
             finite entered u and v nowhere.
         ValueError: a message is corrupt; raised on all ranks that received it so.
     """
-    sparsity = config.sparsity_at(
-        step
-    )  # first of all: a schedule's error leaves u and v as they were
+    # First of all: a schedule's error leaves u and v as they were.
+    sparsity = config.sparsity_at(step)
     bucket.overflow_entries = bucket.held_entries = 0
     layout = layout_of(bucket, sparsity, config, world.node_size)
     clip = clipping(bucket, gradients, config, world, average, scale)
@@ -116,9 +115,8 @@ def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
         total = yield from among_nodes("sum", bucket.u.clone(), world)
         velocity = total.div_(world.divisor(task.average))
     taken = task.take_all(() if verdict.names else task.gradients)
-    bits = (
-        0 if hands_back else task.layout.sizes.sum_bits
-    )  # nothing may stay in v, which stock's steps do not send
+    # Nothing may stay in v, which stock's steps do not send.
+    bits = 0 if hands_back else task.layout.sizes.sum_bits
     update = yield from summed(bucket, None, taken, world, task.average, verdict, bits)
     update.velocity = velocity
     return update
@@ -150,6 +148,5 @@ def flush(
     )
     with stage("dgc::take"):
         taken = bucket.take_all(names)
-    return (
-        yield from summed(bucket, None, taken, world, average, LocalVerdict())
-    )  # entries_sent: the last step's
+    # entries_sent: the last step's.
+    return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))

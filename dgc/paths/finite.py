@@ -102,9 +102,8 @@ class PendingVerdict:
         return FloatingPointError(blame or _sum_not_finite(self._name(int(self._answer.get()[1]))))
 
     def _name(self, entry: int) -> str:
-        return self._names[
-            bisect(list(accumulate(self._numels)), entry)
-        ]  # in the first part that ends beyond it
+        # In the first part that ends beyond it.
+        return self._names[bisect(list(accumulate(self._numels)), entry)]
 
 
 def verdict_of_rows(

@@ -23,9 +23,8 @@ from dgc.trace import stage
 
 Key = tuple[float, int, int]
 _layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
-in_force: WeakKeyDictionary[Bucket, Layout] = (
-    WeakKeyDictionary()
-)  # the layout of a bucket's last step
+# The layout of a bucket's last step.
+in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dgc.plan.models import Shape, buckets
 from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
 from dgc.schedule import FIRST, piecewise, warmup
 
+# Times faster than dense exchange, from which on it is said to pay, and not a little.
 WORTH, MUCH = (
     1.05,
     1.1,
-)  # times faster than dense exchange, from which on it is said to pay, and not a little
+)
 NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 ADAMW = 0.992  # the largest sparsity at which a training with AdamW was measured
@@ -27,10 +28,11 @@ DENSE = 1000  # steps of AdamW, where the training's number is not known; else a
 MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
 FASTEST = 1.25e12  # bytes a second between nodes, up to which is looked
+# The most hosts whose speed was measured, and workers whose accuracy was with "reduce".
 HOSTS, CROWD = (
     8,
     64,
-)  # the most hosts whose speed was measured, and workers whose accuracy was with "reduce"
+)
 GIGABIT = 0.125e9  # bytes a second: the fastest network that was measured
 
 # Waits as a share of all steps, and what the nearest that was measured cost at 99.9 %
@@ -64,10 +66,11 @@ SMALLER_RATE = (
     "If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "
     "rate by four (docs/guides/schedules.md)."
 )
+# Bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too.
 KEPT = {
     "sgd": 8,
     "adamw": 16,
-}  # bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too
+}
 Optimizer = Literal["sgd", "adamw"]
 
 

@@ -75,9 +75,8 @@ def seconds(rounds: Iterable[Round], cluster: Cluster) -> float:
     """How long these rounds take: each waits for its slowest link."""
     total = 0.0
     for times, nbytes, across in rounds:
-        inside = (
-            cluster.inside.seconds(nbytes) if cluster.gpus > 1 else 0.0
-        )  # on the way to the port, too
+        # On the way to the port, too.
+        inside = cluster.inside.seconds(nbytes) if cluster.gpus > 1 else 0.0
         between = cluster.between.seconds(across * nbytes) if across else 0.0
         total += times * max(inside, between)
     return total

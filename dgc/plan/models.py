@@ -176,11 +176,12 @@ class PlannedBucket(NamedTuple):
     ready: float  # share of the backward pass after which their gradients are complete
     numel: int
     sizes: Sizes | None  # None: always dense
+    # Entries that PowerSGD sends of dense ones: P, Q, and uncompressed.
     low_rank: tuple[int, int, int] = (
         0,
         0,
         0,
-    )  # entries that PowerSGD sends of dense ones: P, Q, and uncompressed
+    )
 
 
 @cache
@@ -223,9 +224,8 @@ def _departing(shapes: tuple[Shape, ...], min_numel: int) -> list[tuple[float, l
     for _, together in pack(
         parameters, {p: str(i) for i, p in enumerate(parameters)}, None, min_numel
     ):
-        latest = max(
-            latest, *(done[p] / max(1, weights) for p in together)
-        )  # none overtakes another
+        # None overtakes another.
+        latest = max(latest, *(done[p] / max(1, weights) for p in together))
         packed.append((latest, together))
     return packed
 

@@ -24,9 +24,8 @@ from dgc.plan.models import RANK, PlannedBucket, Shape, buckets, dense_buckets
 
 BACKWARD = 2 / 3  # of the compute time: it computes two products for each one of the forward pass
 LARGEST = 65_536  # workers
-Overlap = (
-    bool | Literal["dense"]
-)  # what is exchanged during the backward pass: all, nothing, or by dense methods alone
+# What is exchanged during the backward pass: all, nothing, or by dense methods alone.
+Overlap = bool | Literal["dense"]
 
 # Latencies of TCP on Ethernet and of verbs on InfiniBand (HDR, 200 Gbit/s): orders of magnitude.
 # Measure yours.

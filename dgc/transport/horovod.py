@@ -85,9 +85,8 @@ class Horovod:
                 if name.startswith("dgc.sparse.")
                 else "have smaller buckets by groups=, Config(exchange='reduce'), or a higher sparsity"
             )
-            parts = (
-                1 if tensor.is_cuda and hvd.nccl_built() else process_set.size()
-            )  # NCCL counts those of one rank
+            # NCCL counts those of one rank.
+            parts = 1 if tensor.is_cuda and hvd.nccl_built() else process_set.size()
             refuse_too_large(name, parts * tensor.nbytes, what)
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
@@ -97,9 +96,8 @@ class Horovod:
             )
             handle = hvd.alltoall_async(bits, name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype).view_as(tensor))
-        root = process_set.ranks[
-            collective.root
-        ]  # Horovod counts roots globally, also within a process set
+        # Horovod counts roots globally, also within a process set.
+        root = process_set.ranks[collective.root]
         slices = (
             bits.view(-1).split(MAX_BYTES // bits.element_size())
             if tensor.nbytes > MAX_BYTES
@@ -150,9 +148,8 @@ def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:
         while not done():  # Horovod's own waiting looks once a millisecond
             time.sleep(PAUSE)
         last = [hvd.synchronize(handle) for handle in handles][-1]
-        return read(
-            _arrived(last[0] if isinstance(last, tuple) else last)
-        )  # an all-to-all also says how it was split
+        # An all-to-all also says how it was split.
+        return read(_arrived(last[0] if isinstance(last, tuple) else last))
 
     return Wait(result, done)
 

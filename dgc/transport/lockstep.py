@@ -129,9 +129,8 @@ class _Stage:
         self.size = size
         self.error: BaseException | None = None
         lock = threading.Lock()
-        self._called = [
-            threading.Condition(lock) for _ in range(size)
-        ]  # each rank is woken only when it is to go on
+        # Each rank is woken only when it is to go on.
+        self._called = [threading.Condition(lock) for _ in range(size)]
         self._turn = 0
         self._left: set[int] = set()
         self._waiting: dict[

@@ -51,9 +51,8 @@ def _others_run() -> bool:
     return False
 
 
-_all_gather: Any = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before 2.13
+# Its name before 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TorchDistributed:

@@ -18,9 +18,8 @@ from dgc.tune import REPORTS
 PLACEHOLDER = re.compile(r"\{([\w-]+)\}")
 TAIL_BYTES = 8192  # of the output of a trial that failed
 
-Entry = dict[
-    str, Any
-]  # of a trial: what each placeholder becomes, its folder, and in the end its result
+# Of a trial: what each placeholder becomes, its folder, and in the end its result.
+Entry = dict[str, Any]
 
 
 def fill(command: list[str], entry: Entry) -> list[str]:

@@ -197,9 +197,8 @@ def test_hosts_with_shaped_links_train_and_a_finished_method_is_left_alone(
     ]
     file, written = tmp_path / "results" / f"{method}-1gbit-0.json", []
     for _ in range(2):
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=140
-        )  # its watchdog ends what is left
+        # Its watchdog ends what is left.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=140)
         skip_without_hosts(done)
         assert done.returncode == 0, done.stderr
         written.append((file.stat().st_mtime_ns, json.loads(file.read_text())))

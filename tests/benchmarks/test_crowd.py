@@ -193,7 +193,8 @@ def test_results_are_of_the_runs_that_their_names_say():
     runs = queue.all_runs()
     for path in queue.RESULTS.glob("*.json"):
         expected = vars(train.options({"data": "", **runs[path.stem]}))
+        # Of today.
         settings = {
             k: v for k, v in json.loads(path.read_text())["settings"].items() if k in expected
-        }  # of today
+        }
         assert settings == {name: expected[name] for name in settings} and len(settings) == 10

@@ -71,9 +71,8 @@ def test_it_is_the_recipes_training(method, recipe, short, tmp_path):
         assert own["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
         assert own["bytes_per_step"] == pytest.approx(other["bytes_per_step"])
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert (
-        found["perplexity"] != found["history"][-1]["perplexity"]
-    )  # of the test, and of the validation
+    # Of the test, and of the validation.
+    assert found["perplexity"] != found["history"][-1]["perplexity"]
     assert (
         found["task"] == "ptb"
         and found["settings"]["batch_size"] == 5
@@ -111,9 +110,8 @@ def moved(name, own):
 def test_the_exchanged_gradient_is_clipped_or_each_workers_own(short, monkeypatch):
     own, mean = [[3.0, 4.0], [0.0, 12.0]], torch.tensor([[1.5, 8.0]])
     torch.testing.assert_close(moved("dense", own), mean / mean.norm(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        moved("diloco", own), 0.7 * 1.9 * mean, rtol=1e-5, atol=0
-    )  # the outer step, from rest
+    # The outer step, from rest.
+    torch.testing.assert_close(moved("diloco", own), 0.7 * 1.9 * mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(moved("local-sgd", own), mean, rtol=1e-5, atol=0)
     monkeypatch.setattr(Words, "clip", 1e-3)
     for method in METHODS:  # what a task leaves for the exchange
@@ -215,9 +213,8 @@ def test_a_perplexity_is_lost_in_per_cent_and_reached_from_above(tmp_path, capsy
         )
     )
     rows = {row["method"]: row for row in table.rows(runs)}
-    assert (
-        rows["qsgd"]["lost"] == pytest.approx(5.0) and rows["dense"]["lost"] == 0
-    )  # 210 of the test, beside 200
+    # 210 of the test, beside 200.
+    assert rows["qsgd"]["lost"] == pytest.approx(5.0) and rows["dense"]["lost"] == 0
     assert [rows[name]["epochs"] for name in ("dense", "qsgd", "fp16")] == [2, 2, None]
     assert rows["dense"]["order"] < rows["qsgd"]["order"] < rows["fp16"]["order"]
     table.main(sorted(tmp_path.glob("*.json")), out=tmp_path / "peers.png")

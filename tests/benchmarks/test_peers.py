@@ -529,9 +529,8 @@ def test_processes_do_as_ranks_in_one_process_and_powersgd_is_torchs_hook():
 def small(monkeypatch):
     """A net and images with which an epoch takes milliseconds."""
     labels = torch.arange(96) % 10
-    colours = torch.stack(
-        [25 * labels, 25 * (9 - labels), 200 * (labels % 2)], 1
-    )  # a class is a colour
+    # A class is a colour.
+    colours = torch.stack([25 * labels, 25 * (9 - labels), 200 * (labels % 2)], 1)
     noise = torch.randint(0, 30, (96, 3, 32, 32), generator=torch.Generator().manual_seed(0))
     images = (colours[:, :, None, None] + noise).to(torch.uint8)
     monkeypatch.setattr(

@@ -101,9 +101,8 @@ def test_seconds_are_epochs_times_steps_times_what_a_step_takes(tmp_path):
         {"100mbit": 2 * 390 * 0.35, "1gbit": 2 * 390 * 0.23}
     )
     assert found["dense"]["local"] == 0.004 and found["dense"]["curve"] == [60.0, 80.45, 81.0]
-    assert (
-        found["fp16"]["seconds"] == found["fp16"]["exchange"] == {"100mbit": None, "1gbit": None}
-    )  # not measured
+    # Not measured.
+    assert found["fp16"]["seconds"] == found["fp16"]["exchange"] == {"100mbit": None, "1gbit": None}
 
 
 def test_with_bfloat16_computing_is_that_of_bfloat16(tmp_path):
@@ -190,13 +189,14 @@ def test_the_figure_has_dense_the_best_of_dgc_and_the_fastest_others(tmp_path):
         *(result(name, accuracies=never if name == "terngrad" else CURVE) for name in order),
     )
     found = table.rows(table.load(runs), json.loads(measured.read_text()))
+    # Terngrad has fast steps, and is never there.
     assert [row["method"] for row in compose.drawn(found, "1gbit")] == [
         "dense",
         "dgc-reduce",
         "diloco",
         "fp16",
         "qsgd",
-    ]  # terngrad has fast steps, and is never there
+    ]
     table.main(runs, measured, out=tmp_path / "peers.png")
     assert (tmp_path / "peers-seconds.png").read_bytes().startswith(b"\x89PNG")
 
@@ -209,16 +209,18 @@ def test_medians_are_over_steps_of_each_kind():
         [(0.0, 4.0, 70.0), (10.0, 11.0, 0.0), (20.0, 26.0, 90.0)],
         [(1.0, 6.0, 80.0), (11.0, 14.0, 0.0), (20.0, 22.0, 80.0)],
     ]
+    # Of 80, 90.
     assert measure.medians(ranks, measure.slowest) == {
         "exchanging": 5.5,
         "alone": 3.0,
         "bytes": 85.0,
-    }  # of 80, 90
+    }
+    # 6 / 2, 4 / 2.
     assert measure.medians(ranks, measure.in_turn) == {
         "exchanging": 3.0,
         "alone": 2.0,
         "bytes": 85.0,
-    }  # 6 / 2, 4 / 2
+    }
     assert measure.medians([rank[:1] for rank in ranks], measure.slowest)["alone"] is None
 
 
@@ -325,12 +327,13 @@ def test_a_step_is_told_without_a_training(tmp_path, capsys):
         "| dense",
     ]
     cells = [line.strip("| ").split(" | ")[2:] for line in lines]
+    # 6000 / 30; 0.4 / 30 + 0.02 * 29 / 30.
     assert cells[0][:4] == [
         "200",
         "30.0 x",
         "-",
         "32.67 ms",
-    ]  # 6000 / 30; 0.4 / 30 + 0.02 * 29 / 30
+    ]
     assert cells[1][:4] == ["1,500", "4.0 x", "-", "75.00 ms"] and cells[1][5] == "15.00 ms"
     ring = 6 * 50e-6 + 6000 * 8 / 1e8  # as many rounds, and all bytes over 100 Mbit/s
     assert cells[2] == [

@@ -131,9 +131,8 @@ def kill(places, folder):
     save(folder, 0.0)
     lines = traced(lambda: save(folder, 0.0))
     current, outcomes = 0.0, collections.Counter(lines=lines)
-    half = (
-        places // 2
-    )  # one half evenly, one at the end, where the new one takes the old one's place
+    # One half evenly, one at the end, where the new one takes the old one's place.
+    half = places // 2
     for i, at in enumerate(
         sorted({*(1 + j * lines // half for j in range(half)), *range(lines - half, lines)})
     ):
@@ -300,10 +299,11 @@ def mutate(count, folder, seed):
             outcomes[f"{kind}: error"] += 1
             continue
         right = all(same(rank[2], e) for rank, e in zip(ranks, expected, strict=True))
+        # A checksum that is right vouches for values.
         assert right or kind not in ("file", "manifest"), (
             kind,
             name,
-        )  # a checksum that is right vouches for values
+        )
         outcomes[f"{kind}: {'right' if right else 'another value'}"] += 1
         for *_, error in ranks:
             if error:

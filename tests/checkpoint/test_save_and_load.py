@@ -104,9 +104,8 @@ def test_a_new_checkpoint_takes_the_old_ones_place_and_leaves_other_files_alone(
             (tmp_path / "new" / "folder" / "rank-9-0123456789abcdef.pt").touch()  # of a larger job
             (tmp_path / "new" / "folder" / "rank-9.part").touch()
             (tmp_path / "new" / "folder" / "common-notes.pt").touch()
-        dgc.save_checkpoint(
-            tmp_path / "new" / "folder", network, optimizer, {"step": step}
-        )  # the same once more
+        # The same once more.
+        dgc.save_checkpoint(tmp_path / "new" / "folder", network, optimizer, {"step": step})
         return dgc.load_checkpoint(str(tmp_path / "new" / "folder"), network, optimizer)
 
     assert in_lockstep(worker, 2) == [{"step": 2}] * 2

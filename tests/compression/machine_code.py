@@ -28,10 +28,11 @@ NAMES = {  # each kernel's pointers by what they point to; the others are number
         i32="received total", real="x square largest factor deficits weights rates"
     ),
 }
+# Numbers with a fraction, in float32.
 FLOATS = {
     "_decay": "m decay lr",
     "_follow": "grown top scale inverse eps",
-}  # numbers with a fraction, in float32
+}
 
 
 def compile_all(module):

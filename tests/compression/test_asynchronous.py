@@ -23,9 +23,10 @@ from dgc.paths.compressed import reduce
 cuda = pytest.importorskip(
     "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
 )
+# NumPy's.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow) encountered:RuntimeWarning"
-)  # NumPy's
+)
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "reduce"])
@@ -72,9 +73,8 @@ def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(
 
 
 ROUNDED = {"value_bits": 8}
-SHRINKS = dgc.warmup(
-    1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True
-)  # a layout of its own in each step
+# A layout of its own in each step.
+SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)
 
 
 @pytest.mark.parametrize(
@@ -502,10 +502,11 @@ def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(
         optimizer.step()
 
     dgc.lockstep.run(worker, 4, 2)
+    # Each at all gradients together.
     looks = (
         "hierarchical" in options,
         "clip_norm" in options,
         "nonfinite" in options,
-    )  # each at all gradients together
+    )
     assert asked.count("joined") == 4 * (2 + sum(looks))
     assert asked.count(parameters.__name__) == asked.count(exchange.__name__) == 4

@@ -75,9 +75,8 @@ def test_what_is_damaged_is_compiled_again(folder):
     """Nothing is left of one, one is cut, one is garbage, and one is that of another signature."""
     dtypes = "float32", "float64", "int32", "int64"
     run(folder, *dtypes)
-    empty, cut, garbage, other = sorted(
-        kept(folder), key=lambda path: path.stat().st_mtime_ns
-    )  # as compiled
+    # As compiled.
+    empty, cut, garbage, other = sorted(kept(folder), key=lambda path: path.stat().st_mtime_ns)
     shutil.copy(cut, other)
     empty.write_bytes(b"")
     cut.write_bytes(cut.read_bytes()[:-100])

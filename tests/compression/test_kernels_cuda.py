@@ -27,9 +27,10 @@ from dgc.paths.compressed import reduce
 cuda = pytest.importorskip(
     "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
 )
+# NumPy's.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow) encountered:RuntimeWarning"
-)  # NumPy's
+)
 
 
 def assert_same(ours, theirs):
@@ -304,9 +305,8 @@ def finished(paths, result, buckets):
         and (verdict := getattr(end.value, "verdict", None)) is not None
         and verdict.not_finite
     }
-    asking = {
-        rank: verdict.blame() for rank, verdict in late.items()
-    }  # a device that runs ahead tells afterwards
+    # A device that runs ahead tells afterwards.
+    asking = {rank: verdict.blame() for rank, verdict in late.items()}
     answers = [next(path).tensor for path in asking.values()]
     for rank, path in asking.items():
         with pytest.raises(StopIteration) as blame:

@@ -19,9 +19,10 @@ owners_cpu = pytest.importorskip(
     "dgc.compression.kernels.owners_cpu", reason="numba is not installed", exc_type=ImportError
 )
 cpu = owners_cpu.cpu
+# NumPy's.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow) encountered:RuntimeWarning"
-)  # NumPy's
+)
 SHAPES = {"a": (300, 401), "b": (70_000,), "c": (5,), "d": (0, 3), "e": (40, 41), "f": (150, 200)}
 SMALL = {"a": (25, 40), "b": (7,), "c": (30, 11)}
 

@@ -264,9 +264,8 @@ def test_an_update_counts_for_the_less_the_more_steps_there_were(before, exchang
 
     x, square, after = in_lockstep(worker)[0]
     unbiased = 1 - B2 ** (before + 1)
-    s = (square / unbiased).clamp(
-        min=float(square.mean() / unbiased * (1 - B2) / unbiased)
-    )  # as no step is too large
+    # As no step is too large.
+    s = (square / unbiased).clamp(min=float(square.mean() / unbiased * (1 - B2) / unbiased))
     weight = (1 - B2) / (1 - B2 ** (before + 2))
     found = x**2 * (1 + B1) / (1 - B1)  # of one step: h(1) = (1 - b1) / (1 + b1)
     came = x != 0

@@ -334,9 +334,8 @@ def test_another_b2_makes_no_jump():
         p = torch.nn.Parameter(torch.zeros(4, 4))
         optimizer = adamw([p], dgc.piecewise({0: 0.0, 20: 0.5}))
         steps(p, optimizer, 0, 30)
-        optimizer.param_groups[0].update(
-            betas=(0.9, b2), eps=1.001e-8
-        )  # eps, too, so that D is read anew
+        # Eps, too, so that D is read anew.
+        optimizer.param_groups[0].update(betas=(0.9, b2), eps=1.001e-8)
         before = p.detach().clone()
         optimizer.flush()  # over D as it is
         return (p.detach() - before).norm().item()

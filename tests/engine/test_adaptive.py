@@ -58,9 +58,8 @@ def paced(steps, network=None, optimizer=None, config=SHAPED, fastest=0.5):
     if optimizer is None:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
-    looks = (
-        len(engine_of(optimizer)._parameters.buckets) + 1
-    )  # as each of them is complete; synchronize()
+    # As each of them is complete; synchronize().
+    looks = len(engine_of(optimizer)._parameters.buckets) + 1
     unit = 10**8 * looks  # whole numbers: no rounding
     computing = round(1e8 * (fastest + (1 - fastest) * world.rank / (world.size - 1))) * looks
 
@@ -184,9 +183,8 @@ def test_it_finds_the_band_and_follows_the_bandwidth(name, noise, seed):
     for begin, end in ((250, 402), (500, 999), (1250, 1499)):
         assert sum(share > 0.15 for share in shares[begin:end]) <= 0.15 * (end - begin)
         moves = sum(a != b for a, b in pairwise(densities[begin:end]))
-        assert moves <= 2 + (end - begin) / 10 / (
-            FORGET / 2
-        )  # to there and back for each time it forgets
+        # To there and back for each time it forgets.
+        assert moves <= 2 + (end - begin) / 10 / (FORGET / 2)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +210,8 @@ def test_it_comes_back_where_a_latency_alone_is_in_the_band(floor):
     )
     sparsities = [sparsity for sparsity, _ in seen]
     assert sparsities[399] > 0.9995 and sparsities[-1] <= 0.999
-    assert (
-        sum(share > HIGH for _, share in seen[2000:]) <= 0.1 * 1000
-    )  # and looks for the limit now and then
+    # And looks for the limit now and then.
+    assert sum(share > HIGH for _, share in seen[2000:]) <= 0.1 * 1000
 
 
 sparsities = st.floats(0, 0.9999)
@@ -470,7 +467,6 @@ def test_adamws_dense_steps_tell_of_no_sparsity():
     with virtual_time(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, other = dgc.lockstep.run(worker, 2)
-    assert (
-        first == other and first[:16] == [0.98] * 16
-    )  # steps 12 to 15 are the first four with an interval each
+    # Steps 12 to 15 are the first four with an interval each.
+    assert first == other and first[:16] == [0.98] * 16
     assert first[16:20] == pytest.approx([1 - 0.02 * 1.25] * 4)

@@ -157,9 +157,8 @@ def test_what_is_only_unwise_is_one_warning_and_the_updates_agree():
         (moved, gradients), (moved_odd, gradients_odd) = dgc.lockstep.run(worker, 2)
     assert torch.equal(gradients, gradients_odd)
     assert difference(moved, -gradients) < 1e-5 and difference(moved_odd, -gradients) < 1e-5
-    assert len(told) == 1 and told[0].filename.endswith("laws.py"), [
-        str(w) for w in told
-    ]  # where step() is called
+    # Where step() is called.
+    assert len(told) == 1 and told[0].filename.endswith("laws.py"), [str(w) for w in told]
     message = str(told[0].message)
     assert (
         "the optimizer's settings. Rank 1 has: group 0: lr=0.5; rank 0 has: group 0: lr=0.25. "

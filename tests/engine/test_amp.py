@@ -385,9 +385,8 @@ def test_a_scaler_that_was_not_given_or_another_one_is_an_error(given):
         network, optimizer = wrapped(SPARSE, scaler_of() if given else None)
         another = scaler_of()
         if given:
-            engine_of(optimizer).settings.grad_scaler.scale(
-                loss(network, rank(), 0)
-            )  # so that it has a scale
+            # So that it has a scale.
+            engine_of(optimizer).settings.grad_scaler.scale(loss(network, rank(), 0))
         another.scale(loss(network, rank(), 0)).backward()
         with pytest.raises(
             RuntimeError,
@@ -561,9 +560,8 @@ def test_a_loss_scale_reaches_the_residual_of_float16_parameters():
 
     (updates, v), _ = dgc.lockstep.run(worker, 2)
     for name, update in zip(("weight", "bias"), updates, strict=True):
-        accumulated = (
-            update + v[name]
-        )  # what was sent, and what is pending or was dropped by rounding
+        # What was sent, and what is pending or was dropped by rounding.
+        accumulated = update + v[name]
         assert torch.allclose(accumulated, torch.full_like(update, 2e-9), rtol=1e-2, atol=0)
 
 

@@ -508,7 +508,6 @@ def test_transports_give_the_same(launcher):
     for rank, ranks in enumerate(results):
         assert all(torch.equal(ranks[name][0], results[0][name][0]) for name in ranks)
         for name, (parameters, left) in ranks.items():
-            assert (
-                difference(parameters, expected[rank][name][0]) < 1e-5
-            )  # a ring of four adds up in its own order
+            # A ring of four adds up in its own order.
+            assert difference(parameters, expected[rank][name][0]) < 1e-5
             assert left.any() and torch.equal(left, results[rank // 2 * 2][name][1])

@@ -71,9 +71,8 @@ def test_the_reported_gradient_is_the_last_one_clipped(clip_norm):
         network, optimizer = train(range(2), config)
         gradients = torch.autograd.grad(loss(network, rank(), 2), list(network.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()
-        scale = (
-            1.0 if clip_norm is None else clip_norm * 4**0.5 / norm
-        )  # of 4 workers, to be averaged
+        # Of 4 workers, to be averaged.
+        scale = 1.0 if clip_norm is None else clip_norm * 4**0.5 / norm
         assert scale == 1 or scale < 0.5
         train([2], config, network, optimizer)
         compressed = torch.cat(

@@ -279,9 +279,8 @@ def fsdp_conservation():
 
 def fsdp_resumed():
     """Saved and loaded between two steps, to the bit; the state's keys; what the other shard's residuals are told."""
-    config = replace(
-        SHARDED["default"], min_numel=50
-    )  # between the sizes of the two shards of the first weight
+    # Between the sizes of the two shards of the first weight.
+    config = replace(SHARDED["default"], min_numel=50)
     network, optimizer = steps_in_shards(*in_shards(config), range(3))
     residuals = optimizer.residual_state_dict()
     saved = {name: t.to_local().clone() for name, t in network.state_dict().items()}

@@ -151,9 +151,8 @@ def test_momentum_goes_on_with_the_first_sparse_gradient(begins, sparsity, setti
         config = dgc.Config(sparsity, factor_masking=False)
         optimizer = dgc.DistributedOptimizer(optimizer, table.named_parameters(), config, op=op)
         if begins == "a dense gradient":
-            table.weight.grad = torch.zeros_like(
-                table.weight
-            )  # as hvd.broadcast_optimizer_state leaves it
+            # As hvd.broadcast_optimizer_state leaves it.
+            table.weight.grad = torch.zeros_like(table.weight)
         for step in range(4):
             linear(table, step, rank()).backward()
             optimizer.step()

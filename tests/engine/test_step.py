@@ -69,17 +69,15 @@ def test_a_default_device_of_the_users_is_not_where_we_compute(config, kind, fus
 
 def test_messages_leave_during_the_backward_pass():
     def worker():
-        network, optimizer = train(
-            range(1), SPARSE, groups=3
-        )  # the first step begins with a question to all ranks
+        # The first step begins with a question to all ranks.
+        network, optimizer = train(range(1), SPARSE, groups=3)
         begun = []
         transport = engine_of(optimizer).settings.transport
         start = transport.start
         transport.start = lambda collective, name: (begun.append(name), start(collective, name))[1]
         seen = []
-        network[0].weight.register_hook(
-            lambda g: seen.append(len(begun))
-        )  # the last gradient of the backward pass
+        # The last gradient of the backward pass.
+        network[0].weight.register_hook(lambda g: seen.append(len(begun)))
         backward(network)
         assert 0 < seen[0] < len(begun)
         optimizer.step()

@@ -160,9 +160,8 @@ def test_a_model_that_was_moved_after_wrapping_is_refused():
 
     def worker():
         network, optimizer = wrapped()
-        torch.__future__.set_swap_module_params_on_conversion(
-            True
-        )  # as model.cuda() does: the same parameters, moved
+        # As model.cuda() does: the same parameters, moved.
+        torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             network.to("meta")
         finally:
@@ -247,9 +246,8 @@ def test_backward_passes_of_several_threads_open_a_step_once():
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(asked) == len(
-            set(asked)
-        )  # for what is compared before the first step, no step is asked for twice
+        # For what is compared before the first step, no step is asked for twice.
+        assert len(asked) == len(set(asked))
         optimizer.step()
 
     in_lockstep(worker, 1)

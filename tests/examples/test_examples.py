@@ -136,9 +136,8 @@ def test_a_framework(name, libraries, tmp_path):
 
 def test_ray(tmp_path):
     needs("ray")
-    learns(
-        [sys.executable, FOLDER / "with_ray.py"], tmp_path
-    )  # which starts the two processes itself
+    # Which starts the two processes itself.
+    learns([sys.executable, FOLDER / "with_ray.py"], tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

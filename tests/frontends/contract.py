@@ -34,9 +34,8 @@ def wrapper(mode):
 
     def wrap(optimizer, *args, **kwargs):
         kind = type(optimizer)
-        adam = is_adam(kind) and decays_apart(
-            kind, optimizer.param_groups[0]
-        )  # else it has no momentum correction
+        # Else it has no momentum correction.
+        adam = is_adam(kind) and decays_apart(kind, optimizer.param_groups[0])
         sparsity = (
             dgc.dense_until(1, then=MODES[mode]) if adam and mode == "sparse" else MODES[mode]
         )
@@ -58,9 +57,8 @@ def observed():
             outcome = {"alike": None, "close": [], "error": None}
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                warnings.filterwarnings(
-                    "ignore", ".*with torch.optim.AdamW in place of"
-                )  # see wrap
+                # See wrap.
+                warnings.filterwarnings("ignore", ".*with torch.optim.AdamW in place of")
                 try:
                     result = behave(wrapper(mode)) or {}
                     outcome.update(result)

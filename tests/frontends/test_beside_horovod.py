@@ -193,17 +193,15 @@ def resumed():
         ):
             network = model(seed=hvd.rank())
             optimizer, wrapping = wrapped(wrap, network, op=getattr(hvd, op), **arguments)
-            before = (
-                before_wrapping and wrap is dgc.DistributedOptimizer
-            )  # stock would leave the momentum behind
+            # Stock would leave the momentum behind.
+            before = before_wrapping and wrap is dgc.DistributedOptimizer
             optimizer = optimizer if before else wrapping()
             if hvd.rank() == 0:
                 network.load_state_dict(saved["model"])
                 optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
             optimizer = wrapping() if before else optimizer
-            hvd.broadcast_optimizer_state(
-                optimizer, root_rank=0
-            )  # stock's takes a step with the decay on rank 1
+            # Stock's takes a step with the decay on rank 1.
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
             hvd.broadcast_parameters(network.state_dict(), root_rank=0)
             ends.append(flat(train(range(3, 6), None, network, optimizer)[0]))
         results[op, before_wrapping] = difference(*ends)

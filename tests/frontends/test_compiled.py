@@ -81,9 +81,8 @@ def compiled_models():
 
     def backend(graph, inputs):
         graphs.append(graph)
-        return lookup_backend("aot_eager")(
-            graph, inputs
-        )  # forward and backward graphs, and no compiler
+        # Forward and backward graphs, and no compiler.
+        return lookup_backend("aot_eager")(graph, inputs)
 
     network = Model()
     expected = trained(network, wrapping(network), network)

@@ -53,9 +53,8 @@ class Orders(nn.Module):
             nn.Conv2d(8, 24, 3).to(memory_format=torch.channels_last) for _ in range(2)
         )
         self.transposed = nn.Parameter(torch.randn(24, 60).t())
-        self.single = nn.Conv2d(1, 24, 1).to(
-            memory_format=torch.channels_last
-        )  # contiguous in both orders
+        # Contiguous in both orders.
+        self.single = nn.Conv2d(1, 24, 1).to(memory_format=torch.channels_last)
 
     def forward(self, x, step):
         y = self.first(x) + self.single(x[:, :1, 1:-1, 1:-1])

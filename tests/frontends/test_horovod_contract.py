@@ -59,9 +59,8 @@ def test_as_on_stock(name, mode, size):
             stock["warnings"],
         )
         who, words = SAID_BESIDES.get(name, (-1, ""))
-        tells = size > 1 and (
-            mode != "dense" or name != "state_loaded_into_another"
-        )  # stock's state has all of it
+        # Stock's state has all of it.
+        tells = size > 1 and (mode != "dense" or name != "state_loaded_into_another")
         if tells and who in (None, rank):
             assert len(extra) == 1 and words in extra[0]
         else:

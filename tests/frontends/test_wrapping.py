@@ -69,9 +69,8 @@ def scheduled():
 
     def drives():
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "error"
-            )  # the optimizer that it knows is not the one that is stepped
+            # The optimizer that it knows is not the one that is stepped.
+            warnings.simplefilter("error")
             scheduler.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
@@ -182,9 +181,8 @@ def test_names_of_ours_are_not_those_of_torch(kind):
     """The wrapped optimizer's attributes come along, and its methods call one another."""
     inner = kind([nn.Parameter(torch.ones(2, 2))])
     ours = {name for name in vars(Distributed) if not name.startswith("__")}
-    theirs = {
-        name for name in dir(torch.optim.Optimizer) if not name.startswith("__")
-    }  # which ours mean to replace
+    # Which ours mean to replace.
+    theirs = {name for name in dir(torch.optim.Optimizer) if not name.startswith("__")}
     assert not ours & vars(inner).keys() and not (ours - theirs) & set(dir(kind))
 
 

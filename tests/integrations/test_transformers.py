@@ -269,9 +269,8 @@ def test_at_sparsity_0_it_is_the_stock_trainer():
                 name,
                 (ours - theirs).abs().max(),
             )
-        theirs, ours = results[
-            "bf16"
-        ]  # a forward pass in bf16 turns the last bit of a float32 into one of its own
+        # A forward pass in bf16 turns the last bit of a float32 into one of its own.
+        theirs, ours = results["bf16"]
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 

@@ -68,9 +68,8 @@ def cluster(machines, tmp_path):
         pytest.skip(f"missing: {', '.join(missing)}")
     (tmp_path / "slurm.conf").write_text(CONF.format(folder=tmp_path, cores=os.cpu_count()))
     (tmp_path / "gres.conf").write_text("Name=gpu File=/dev/zero\n")
-    (tmp_path / "cgroup.conf").write_text(
-        "CgroupPlugin=cgroup/v1\n"
-    )  # what it would look for is hidden in a namespace
+    # What it would look for is hidden in a namespace.
+    (tmp_path / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (tmp_path / "munge.key").write_bytes(os.urandom(128))
     (tmp_path / "munge.key").chmod(0o600)
     machines.environment["SLURM_CONF"] = str(tmp_path / "slurm.conf")
@@ -98,9 +97,8 @@ def cluster(machines, tmp_path):
         wait_for_nodes(machines)
         yield machines
     finally:
-        machines.ask(
-            0, "scancel", "--user", "root"
-        )  # whose processes are no children of the daemons
+        # Whose processes are no children of the daemons.
+        machines.ask(0, "scancel", "--user", "root")
         for daemon in daemons:
             end(daemon.pid)
 

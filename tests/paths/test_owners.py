@@ -65,9 +65,8 @@ def transcription(shapes, gradient, size, steps, lr, m, k, masking, nesterov):
             g = np.concatenate([x.numpy().ravel() for x in gradient(r, step)])
             u[r] = m * u[r] + g
             new = g + m * u[r] if nesterov else u[r]
-            seen = (
-                np.where(owner == r, 0, v[r]) + new
-            )  # others' entries, in the own region, are not chosen again
+            # Others' entries, in the own region, are not chosen again.
+            seen = np.where(owner == r, 0, v[r]) + new
             v[r] += new
             for part, count in zip(parts, k, strict=True):
                 for i in part.start + np.argsort(-np.abs(seen[part]))[:count]:
@@ -146,9 +145,8 @@ def test_nothing_is_lost(n, masking, slack, monkeypatch):
     mine, total = buckets(n, torch.float64), torch.zeros(buckets(1)[0].numel, dtype=torch.float64)
     config = dgc.Config(0.9, exchange="reduce", factor_masking=masking, min_numel=0)
     for step in range(8):
-        plain = [
-            gradients(r, step, torch.float64, 0.0) for r in range(n)
-        ]  # without momentum nothing is masked
+        # Without momentum nothing is masked.
+        plain = [gradients(r, step, torch.float64, 0.0) for r in range(n)]
         total += sum(torch.cat([g[name].g.flatten() for name in mine[0].names]) for g in plain)
         updates = walk(
             [
@@ -257,9 +255,8 @@ def test_a_sum_that_is_too_large_is_refused_and_leaves_what_it_was_added_to(mask
         "the sum over ranks of their gradients is not finite, in bucket 0"
     }
     for bucket, expected in zip(mine, pending[-n:], strict=True):
-        assert torch.allclose(
-            bucket.v.double(), expected, rtol=1e-5, atol=1e-5
-        )  # sums of up to 1,000, in float32
+        # Sums of up to 1,000, in float32.
+        assert torch.allclose(bucket.v.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -366,9 +363,10 @@ def test_what_cancels_is_gone_and_what_all_want_is_learned():
 
     def worker():
         p = torch.nn.Parameter(torch.zeros(4, 500))
+        # 7 of 2,000, three times.
         optimizer = dgc.DistributedOptimizer(
             torch.optim.SGD([p], lr=1.0), [("p", p)], dgc.Config(0.9965, exchange="reduce")
-        )  # 7 of 2,000, three times
+        )
         for _ in range(steps):
             p.grad = g[dgc.lockstep.current().world.rank].clone()
             optimizer.step()
@@ -394,9 +392,8 @@ def test_bytes_do_not_grow_with_the_workers(numel):
         path, total = reduce(bucket, g, dgc.Config(0.999, exchange="reduce"), 0, World(0, n)), 0.0
         request = next(path)
         total += sent_bytes(request, World(0, n))
-        request = path.send(
-            request.tensor[:1].expand(n, -1).contiguous()
-        )  # its own, empty, from everybody
+        # Its own, empty, from everybody.
+        request = path.send(request.tensor[:1].expand(n, -1).contiguous())
         total += sent_bytes(request, World(0, n))
         path.close()
         return total
@@ -406,9 +403,8 @@ def test_bytes_do_not_grow_with_the_workers(numel):
     assert by_workers[64] < 1.3 * by_workers[8] and max(by_workers.values()) < 10
     for n, ratio in by_workers.items():
         mean, size = 3 * numel / 1000 / (n - 1), 16 * math.ceil(numel / 16 / n)
-        row = (
-            math.ceil(mean + 4 * math.sqrt(mean)) + 1
-        )  # four standard deviations of what is dealt out at random
+        # Four standard deviations of what is dealt out at random.
+        row = math.ceil(mean + 4 * math.sqrt(mean)) + 1
         kept = math.ceil(3 * numel / 1000 / n)
         assert ratio * message == (n - 1) * sum(
             bytes_of_a_row(count, size, 16) for count in (row, kept)

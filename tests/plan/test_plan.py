@@ -120,10 +120,11 @@ def test_dense_float16_is_as_fast_as_the_best_that_is_offered():
 
 # -- time --------------------------------------------------------------------------------------------------------------
 
+# Two buckets of 36 MB: among 2 workers each sends as many bytes of each.
 TWO = (
     (3000, 3000),
     (3000, 3000),
-)  # two buckets of 36 MB: among 2 workers each sends as many bytes of each
+)
 
 
 def over(seconds):
@@ -156,19 +157,16 @@ def test_exchanges_overlap_with_the_backward_pass(exchange, overlap, step):
 def test_half_the_bytes_take_half_the_time_and_conversion_and_start_add_to_it():
     half = Method("ring", "float16")
     assert plan.predict(TWO, over(2.0), half, 3.0, local=FREE).step_seconds == pytest.approx(4.0)
-    slow = Local(
-        0, 0, convert=1 / 9e6, start=0.25
-    )  # a second and a quarter for each bucket: 2 + 2 * 2.25
+    # A second and a quarter for each bucket: 2 + 2 * 2.25.
+    slow = Local(0, 0, convert=1 / 9e6, start=0.25)
     assert plan.predict(TWO, over(2.0), half, 3.0, local=slow).step_seconds == pytest.approx(6.5)
-    assert plan.predict(TWO, over(2.0), RING, 3.0, local=slow).step_seconds == pytest.approx(
-        6.5
-    )  # 2 + 2 * 2.25
+    # 2 + 2 * 2.25.
+    assert plan.predict(TWO, over(2.0), RING, 3.0, local=slow).step_seconds == pytest.approx(6.5)
 
 
 def test_compressing_delays_and_decoding_follows():
-    local = Local(
-        compress=0.1e-6, receive=1e-6
-    )  # 0.9 s for each bucket; 9,000 entries from each of two, for each
+    # 0.9 s for each bucket; 9,000 entries from each of two, for each.
+    local = Local(compress=0.1e-6, receive=1e-6)
     predicted = plan.predict(TWO, over(1e-9), GATHER, 3.0, local=local)
     assert predicted.step_seconds == pytest.approx(3.0 + 1.8 + 4 * 9000e-6)
 
@@ -399,9 +397,8 @@ def test_advice_prefers_what_is_simple_and_sends_no_less_than_it_must():
         RESNET50, Cluster(64, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE
     )
     assert nodes.dgc.method.name.startswith("hierarchical") and config(nodes).hierarchical
-    assert (
-        plan.advise(RESNET50, cluster(2), 2.0, local=FREE).sparsity == 0.9
-    )  # all hides behind 2 s
+    # All hides behind 2 s.
+    assert plan.advise(RESNET50, cluster(2), 2.0, local=FREE).sparsity == 0.9
     assert plan.advise(RESNET50, cluster(4), 0.01).sparsity == 0.999
 
 
@@ -517,9 +514,8 @@ def test_predictions_are_near_the_measurements():
         (ROOT / "docs" / "guides" / "pays.md").read_text(),
     )
     by_default = kept["defaults"]
-    assert (
-        by_default["largest_error"] > by_default["median_error"] > kept["median_error"]
-    )  # it knows less
+    # It knows less.
+    assert by_default["largest_error"] > by_default["median_error"] > kept["median_error"]
     told = {
         kind: f"{100 * by_default[f'median_error{kind}']:.1f} %" for kind in ("", "_dense", "_dgc")
     }

@@ -56,9 +56,8 @@ def launched(images, tmp_path_factory):
             launcher=LAUNCHERS[launcher],
             data=images,
         )
-        assert status == 0, (
-            output
-        )  # a checkpoint of parameters that are not alike on all ranks is refused
+        # A checkpoint of parameters that are not alike on all ranks is refused.
+        assert status == 0, output
         assert "dense: " in output and "on cifar10 after 1 epochs" in output
         assert any("tfevents" in file.name for file in (tmp_path / "board").iterdir())
         result = json.loads((tmp_path / "out.json").read_text())
@@ -331,9 +330,8 @@ def test_the_networks_are_the_papers():
         110: 1.73,
     }
     assert resnet(20)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    convolutions = (
-        3 * 16 + 36 * 16 * 16 + 16 * 32 + 35 * 32 * 32 + 32 * 256 + 35 * 256 * 256
-    )  # of 3 x 3 weights
+    # Of 3 x 3 weights.
+    convolutions = 3 * 16 + 36 * 16 * 16 + 16 * 32 + 35 * 32 * 32 + 32 * 256 + 35 * 256 * 256
     wide = 9 * convolutions + 2 * (37 * 16 + 36 * 32 + 36 * 256) + 256 * 10 + 10
     assert sum(p.numel() for p in resnet(110, 256).parameters()) == wide == 21_152_602
 

@@ -133,9 +133,8 @@ def test_where_nothing_can_be_downloaded_to_it_is_told(befalls, tmp_path, monkey
         monkeypatch.setattr(fcntl, "flock", flock)
     else:
         monkeypatch.setenv("https_proxy", "http:/proxy:3128")
-        monkeypatch.setattr(
-            urllib.request, "_opener", None
-        )  # which remembers the proxies of before
+        # Which remembers the proxies of before.
+        monkeypatch.setattr(urllib.request, "_opener", None)
     assert data.find_data(None, cache) == "digits"
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "training on scikit-learn's handwritten digits instead" in said

@@ -68,9 +68,8 @@ def test_seeds_are_one_line_their_mean_with_a_band(drawn, tmp_path):
         )
     dense, naive, dgc = (line.get_ydata() for line in sent.lines)
     assert dense == pytest.approx([100] * 9750) and naive == pytest.approx([0.1] * 9750)
-    assert sorted(set(dgc)) == pytest.approx(
-        [0.1, *(100 / 4**n for n in (4, 3, 2, 1))]
-    )  # the paper's warm-up
+    # The paper's warm-up.
+    assert sorted(set(dgc)) == pytest.approx([0.1, *(100 / 4**n for n in (4, 3, 2, 1))])
     assert [line.get_color() for line in measure.lines] == [
         drawing.DENSE,
         drawing.MUTED[0],
@@ -85,9 +84,8 @@ def test_runs_of_other_settings_are_other_lines():
     assert report.by_settings([run, other, again]) == [[run, again], [other]]
     run = result("transformer-dgc-0")
     seeds = [run, {**run, "settings": {**run["settings"], "seed": 1}}]
-    assert report.by_settings(seeds) == [
-        seeds
-    ]  # whose schedule is a function that each run makes anew
+    # Whose schedule is a function that each run makes anew.
+    assert report.by_settings(seeds) == [seeds]
 
 
 def test_only_what_has_results_is_named(drawn, tmp_path):

@@ -414,9 +414,8 @@ def test_the_language_model_trains_for_as_long_as_its_text_needs(arguments, epoc
     import ptb
 
     seen = []
-    monkeypatch.setattr(
-        ptb.job, "run", lambda _, a: seen.append(a.epochs)
-    )  # and no result, as on ranks above 0
+    # And no result, as on ranks above 0.
+    monkeypatch.setattr(ptb.job, "run", lambda _, a: seen.append(a.epochs))
     ptb.main(**arguments)
     assert seen == [epochs]
 

@@ -318,9 +318,8 @@ def test_each_row_has_the_parts_that_its_title_says():
         }
 
     budget = experiments.BUDGETS["cpu"]
-    dropping = dgc.Config(
-        0.999, momentum_correction=False, factor_masking=False
-    )  # of these, the method tells
+    # Of these, the method tells.
+    dropping = dgc.Config(0.999, momentum_correction=False, factor_masking=False)
     assert rows(budget.cifar10) == {
         "dense": dgc.Config(0.0),
         "naive": dropping,
@@ -344,13 +343,14 @@ def test_each_row_has_the_parts_that_its_title_says():
     assert adam["dense"] == dgc.Config(0.0, momentum_correction=False)
     for row, corrected, most in (("gradients", False, 0.99), ("dgc", True, 0.992)):
         assert adam[row].momentum_correction == corrected and adam[row].factor_masking is False
+        # A tenth of 3,120 steps, then a fifth.
         assert [adam[row].sparsity_at(step) for step in (0, 311, 312, 312 + 623, 8 * 390)] == [
             0.0,
             0.0,
             0.75,
             pytest.approx(most, rel=1e-3),
             most,
-        ]  # a tenth of 3,120 steps, then a fifth
+        ]
 
 
 def test_only_names_tables_and_parts_of_names():
@@ -360,9 +360,10 @@ def test_only_names_tables_and_parts_of_names():
         "ptb-dense-0",
         "ptb-dense-1",
     }
+    # No -16workers.
     assert [run.name for run in experiments.chosen(budget, ["cifar10-dense-1"])] == [
         "cifar10-dense-1"
-    ]  # no -16workers
+    ]
     with pytest.raises(
         typer.BadParameter,
         match="ablation, momentum, workers, sparsity, warmup, transformer, bytes, "
@@ -455,12 +456,13 @@ def test_the_list_estimates_from_what_is_done(kept):
     write("cifar10-dense-0", "cifar10-dense-0", history=history, steps_per_epoch=1000)  # two hours
     write("cifar10-dgc-0", history=history[:1], steps_per_epoch=2000)
     write("cifar10-dgc-1", history=history, steps_per_epoch=2000, settings={"seed": 1})  # four
+    # Nine.
     write(
         "cifar10-dgc-32workers-0",
         history=history,
         steps_per_epoch=4500,
         settings={"virtual_workers": 32},
-    )  # nine
+    )
     done, runs = (
         reproduce.finished(budget),
         {run.name: run for run in experiments.chosen(budget, [])},
@@ -534,9 +536,8 @@ def test_killed_at_any_moment_nothing_is_lost_and_two_at_once_run_nothing_twice(
     }
     for file in (folder / "results").iterdir():
         assert file.name == "cifar10.md" or json.loads(file.read_text())["accuracy"]
-    assert not [
-        path for path in folder.iterdir() if path.is_dir() and path.name != "results"
-    ]  # checkpoints
+    # Checkpoints.
+    assert not [path for path in folder.iterdir() if path.is_dir() and path.name != "results"]
 
 
 @pytest.mark.timeout(600)
@@ -610,10 +611,11 @@ def test_refuses(options, message, kept, monkeypatch):
 def test_differences_are_paired_and_their_interval_is_students():
     from scipy import stats
 
+    # Two have no partner.
     dense, ours = (
         {0: 88.0, 1: 88.4, 2: 88.9, 3: 1.0},
         {2: 88.1, 0: 88.2, 1: 87.9, 5: 2.0},
-    )  # two have no partner
+    )
     mean, half = report.difference(ours, dense)
     interval = stats.ttest_rel(
         [ours[i] for i in range(3)], [dense[i] for i in range(3)]
@@ -786,8 +788,7 @@ def test_intervals_have_their_variance_from_all_of_a_table():
         assert cell in table
     assert "| dense | 70.00 % |" in table and "| all |" not in table
     table = report.differences("", lines, str, report.RECIPES["cifar10"], overall=True)
-    both = (
-        2.3534 * (4 / 3 * (1 / 2 + 1) / 4) ** 0.5
-    )  # of the mean of 2, of two seeds, and 5, of one
+    # Of the mean of 2, of two seeds, and 5, of one.
+    both = 2.3534 * (4 / 3 * (1 / 2 + 1) / 4) ** 0.5
     assert f"| +3.50 ± {both:.2f} |" in table and f"| +11.00 ± {half[2]:.2f} |" in table
     assert "| dense | 70.00 % |  |  |  |" in table

@@ -117,9 +117,10 @@ def test_a_study_ends_with_its_front_and_a_recommendation(place):
     paper, dense, best = (trials[found[name]] for name in ("paper", "dense", "recommended"))
     assert (paper["trial"], paper["kind"], paper["clip_norm"]) == (0, "paper", "inf")
     mine, theirs = dgc.schedule.parse(paper["sparsity"], 4100), dgc.warmup(4, steps_per_epoch=100)
+    # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps.
     assert [mine(step) for step in (0, 99, 100, 200, 300, 399, 401)] == pytest.approx(
         [theirs(step) for step in (0, 99, 100, 200, 300, 399, 401)]
-    )  # 4 of 164 epochs, 4 x 4100 x 4 / 164 steps
+    )
     assert (dense["trial"], dense["kind"], dense["sparsity"]) == (1, "dense", "constant:0")
 
     def beaten(t):
