@@ -341,6 +341,6 @@ def counted_sizes(sparsity):
 def bytes_of_a_row(k, n, bits, all_entries=False):
     """As wire.py says it: a status, scales, values, the low bits of places and the others, and a checksum."""
     low = max(0, min(16, math.floor(math.log2(n / k))))
-    scales = 16 * math.ceil(k / 256) * (1 if bits > 8 else 2)
+    scales = 16 * math.ceil(k / 512) * (1 if bits > 8 else 2)
     places = [] if all_entries else [k * low, k + ((n - 1) >> low)]
     return sum(4 * math.ceil(section / 32) for section in (32, scales, k * bits, *places)) + 8

@@ -172,7 +172,7 @@ def test_exchanges_by_hand():
 
 
 def test_rounded_sums_by_hand():
-    """Of 4,000 entries in 8 bits. Among 4, parts of 1,000: 1,000 bytes, 4 of status, 16 of scales, 8 of a checksum.
+    """Of 4,000 entries in 8 bits. Among 4, parts of 1,000: 1,000 bytes, 4 of status, 8 of scales, 8 of a checksum.
     Link: 1 s, 1 byte/s.
     """
     sizes, link = Sizes(16_000, 4_000, 4_000, 8), Link(1.0, 1.0)
@@ -180,14 +180,14 @@ def test_rounded_sums_by_hand():
     def seconds(name, n, g):
         return cost.seconds(cost.exchange(name, sizes, n, g), Cluster(n, g, link, link))
 
-    assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 1028)
+    assert seconds("allgather", 4, 1) == seconds("hierarchical", 4, 1) == 6 * (1 + 1020)
     assert (
-        messages.summed_bytes(sizes, 4) == 5 * 1028
-        and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 1028
+        messages.summed_bytes(sizes, 4) == 5 * 1020
+        and cost.port_bytes(cost.dense_sum(sizes, 4, 1)) == 6 * 1020
     )
     # Two nodes of two. Each worker's parts leave one by one, and one of three stays within the node.
-    assert seconds("allgather", 2, 2) == (2 * (1 + 1028) + (1 + 2 * 1028)) + 3 * (1 + 1028)
-    half = 2_000 + 4 + 32 + 8  # of 2,000 entries, one for each node
+    assert seconds("allgather", 2, 2) == (2 * (1 + 1020) + (1 + 2 * 1020)) + 3 * (1 + 1020)
+    half = 2_000 + 4 + 16 + 8  # of 2,000 entries, one for each node
     inside, across, together = 2 * (1 + 8_000), 1 + 2 * (half / 2), 1 + 2 * (half / 2)
     assert seconds("hierarchical", 2, 2) == inside + 2 * across + 2 * together
     assert cost.exchange("allgather", sizes._replace(bits=16), 4, 1) == cost.ring(16_000, 4, 1)
