@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,17 +14,6 @@ from rich.console import Console
 from dgc.user_code import NAME
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-
-
-def picture(file: Path | None) -> Path | None:
-    """Adds the ending that matplotlib would add by itself."""
-    return file if file is None or file.suffix else file.with_name(f"{file.name}.png")
-
-
-Png = Annotated[
-    Path | None,
-    typer.Option(help="Also draw it, into this file.", dir_okay=False, callback=picture),
-]
 
 
 @contextmanager

@@ -62,12 +62,10 @@ class Layout:
         bucket: the bucket.
         counts: k of each parameter, in the bucket's order.
         bits: b, of a value.
-        node_size: how many ranks send one message together; errors name them.
     """
 
-    def __init__(self, bucket: Bucket, counts: Sequence[int], bits: int, node_size: int = 1):
-        self.bucket, self.names, self.counts = bucket.name, bucket.names, tuple(counts)
-        self.bits, self.node_size = bits, node_size
+    def __init__(self, bucket: Bucket, counts: Sequence[int], bits: int):
+        self.names, self.counts, self.bits = bucket.names, tuple(counts), bits
         self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
@@ -97,7 +95,6 @@ class Layout:
     def uses(self, used: Tensor) -> Tensor:
         """bool (K,): which slots are used, of so many of each parameter, int64 (P,)."""
         return self.ordinal < used[self.owner]
-
 
     @cached_property
     def rows(self) -> Rows:

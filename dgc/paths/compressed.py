@@ -92,11 +92,11 @@ def reduce(
     # First of all: a schedule's error leaves u and v as they were.
     sparsity = config.sparsity_at(step)
     bucket.overflow_entries = bucket.held_entries = 0
-    layout = layout_of(bucket, sparsity, config, world.node_size)
+    layout = layout_of(bucket, sparsity, config)
     clip = clipping(bucket, gradients, config, world, average, scale)
     dense = sends_dense(config.exchange, layout.sizes, world.nodes)
     if sparsity and config.exchange == "reduce":
-        layout = layout_of(bucket, sparsity, config, world.node_size, wide=True)
+        layout = layout_of(bucket, sparsity, config, wide=True)
     in_force[bucket] = layout
     task = Task(bucket, gradients, clip, layout, config, step, world, average)
     if sparsity == 0.0:

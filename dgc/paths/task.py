@@ -21,7 +21,7 @@ from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import local_verdict, verdict_of_rows
 from dgc.trace import stage
 
-Key = tuple[float, int, int]
+Key = tuple[float, int]
 _layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
 # The layout of a bucket's last step.
 in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()
@@ -159,16 +159,14 @@ def kernel_of(bucket: Bucket) -> Kernel:
     return kernels.current(bucket.v.device.type, bucket.v.dtype)
 
 
-def layout_of(
-    bucket: Bucket, sparsity: float, config: Config, node_size: int = 1, wide: bool = False
-) -> Layout:
+def layout_of(bucket: Bucket, sparsity: float, config: Config, wide: bool = False) -> Layout:
     """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds
     tables.
 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
     """
-    key, known = (sparsity, config.value_bits, node_size), _layouts.setdefault(bucket, {})
+    key, known = (sparsity, config.value_bits), _layouts.setdefault(bucket, {})
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in bucket.numels]
         if wide:
@@ -176,7 +174,7 @@ def layout_of(
                 messages.wide(numel, count)
                 for numel, count in zip(bucket.numels, counts, strict=True)
             ]
-        known[wide] = key, Layout(bucket, counts, config.value_bits, node_size)
+        known[wide] = key, Layout(bucket, counts, config.value_bits)
     return known[wide][1]
 
 

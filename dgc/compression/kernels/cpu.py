@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dgc.compression.kernels import rows_cpu
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer, prefetch
+from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, pointer, prefetch, shares
 from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
@@ -39,7 +39,6 @@ BINS = 4096  # of a histogram over the leading bits of a magnitude
 PANEL = 1024  # entries whose squares are added up in the bucket's own precision
 STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
 LANES = LINE  # entries in one operation, which becomes as many as the processor's vectors need
-AHEAD = 16  # scattered entries that are fetched while one is worked on
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
 SLOTS = 1 << 15  # scattered entries that are worth another thread
 NO_BLOCKS = np.empty(0, np.int64)
@@ -590,11 +589,11 @@ class _Tables:
         cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
         self.chunks = list(pairwise(cuts))
         self.limits = np.minimum(self.numels, 4 * self.counts + PANEL)  # of what is noted to choose from
-        shares = max(1, min(threads, layout.slots // SLOTS))
-        cuts = [layout.numel * w // shares for w in range(shares + 1)]
+        parts = max(1, min(threads, layout.slots // SLOTS))
+        cuts = [layout.numel * w // parts for w in range(parts + 1)]
         self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
         blocks = -(-layout.numel // BLOCK)
-        self.blocks = list(pairwise(min(layout.numel, blocks * w // shares * BLOCK) for w in range(shares + 1)))
+        self.blocks = [(a * BLOCK, min(layout.numel, b * BLOCK)) for a, b in shares(blocks, parts)]
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -769,4 +768,4 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
     threads, real = torch.get_num_threads(), like.dtype.type
     chunks = 1 if threads == 1 else -(-n // CHUNK)
     in_threads(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
-           list(pairwise(n * c // chunks for c in range(chunks + 1))), threads)
+           shares(n, chunks), threads)

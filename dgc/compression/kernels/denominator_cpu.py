@@ -6,7 +6,6 @@ An update is read once, and what is not 0 of it noted as bits; then only places 
 from __future__ import annotations
 
 from functools import reduce
-from itertools import pairwise
 
 import numba
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from dgc.compression.denominator import PARTS, Denominator
 from dgc.compression.kernels.cpu import CHUNK, LANES, LIKE, STRIP, _parts
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer
+from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer, shares
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -103,7 +102,7 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     real, strips = like.dtype.type, -(-n // STRIP)
     marks = np.empty(strips, np.int64)
     chunks = 1 if threads == 1 else -(-n // CHUNK)
-    tasks = list(pairwise(strips * c // chunks for c in range(chunks + 1)))
+    tasks = shares(strips, chunks)
     total = sum(in_threads(lambda first, last: _note(first, last, n, x.data_ptr(), marks, like), tasks, threads))
     rarity = max((2 * PARTS * total + k) // (2 * k), PARTS)
     largest = 0 if of.largest is None else of.largest.data_ptr()

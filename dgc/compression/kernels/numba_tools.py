@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+AHEAD = 16  # scattered entries that are fetched while one is worked on
 
 
 @intrinsic
@@ -68,3 +71,9 @@ def in_threads(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> 
         if not future.cancel():
             future.result()
     return results
+
+
+def shares(count: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of about as many of a count, at least one and at most so many."""
+    parts = max(1, min(most, count))
+    return list(pairwise(count * w // parts for w in range(parts + 1)))

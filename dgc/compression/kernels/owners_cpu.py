@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from dgc.compression.kernels import cpu, rows_cpu
 from dgc.compression.kernels.cpu import (
-    AHEAD,
     LANES,
     PANEL,
     _everywhere,
@@ -33,7 +31,7 @@ from dgc.compression.kernels.cpu import (
     owner_of,
 )
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import in_threads, lowest, prefetch
+from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, prefetch, shares
 from dgc.compression.regions import STRETCH, Arrived, Plan, Taken
 from dgc.compression.residual import Bucket, Gradient
 from dgc.compression.select import DEVIATIONS, stride
@@ -325,9 +323,7 @@ class _Tables:
 
     def shares(self, threads: int) -> list[tuple[int, int]]:
         """Pieces, for each thread some that follow one another."""
-        count = len(self.of)
-        shares = max(1, min(threads, count // PIECES))
-        return list(pairwise(count * w // shares for w in range(shares + 1)))
+        return shares(len(self.of), min(threads, len(self.of) // PIECES))
 
 
 _tables: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import in_threads, lowest, prefetch
+from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, prefetch, shares
 from dgc.compression.sizes import GROUP, LINE
 from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
 
-AHEAD = 16  # scattered entries that are fetched while one is worked on
 SHARE = 128  # groups of slots that are worth another thread
 # What a float16's fraction counts, by its exponent.
 POWERS = np.array([2.0**-24, *(2.0**(e - 25) for e in range(1, 31)), np.nan])
@@ -190,6 +188,12 @@ def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits)
 
 
 @_jit
+def _place(i, n):
+    """Where an entry of the bucket is in its owner's region, of n (:class:`dgc.compression.regions.Regions`)."""
+    return i // (LINE * n) * LINE + i % LINE
+
+
+@_jit
 def encode(first, last, begins, groups, places, n, u, v, masking, form, words, wrong, sent):
     """Groups first to last of all rows: takes their entries out of v and writes them down, but for the high bits of
     places. Row r has the entries ``places[begins[r]:begins[r + 1]]``, in n owners' regions, and groups from
@@ -218,7 +222,7 @@ def encode(first, last, begins, groups, places, n, u, v, masking, form, words, w
                     count += 1
                     if masking:
                         u[i] = 0
-                lows[j] = (i // (LINE * n) * LINE + i % LINE) & (1 << low) - 1
+                lows[j] = _place(i, n) & (1 << low) - 1
             if low:
                 _put(words[r], form[LOWER] + group * (GROUP * low >> 5), lows, m, low)
     return count
@@ -247,8 +251,7 @@ def close(first, last, begins, places, n, form, words, wrong):
             words[r, 0] = np.uint32(0xFFFFFFFF)
         elif not form[ALL]:
             for j in range(begins[r], begins[r + 1]):
-                i = places[j]
-                at = ((i // (LINE * n) * LINE + i % LINE) >> form[LOW]) + j - begins[r]
+                at = (_place(places[j], n) >> form[LOW]) + j - begins[r]
                 words[r, form[HIGHER] + (at >> 5)] |= np.uint32(1) << np.uint32(at & 31)
         total = _checksum(words[r])
         words[r, -2], words[r, -1] = np.uint32(total & 0xFFFFFFFF), np.uint32(total >> 32 & 0xFFFFFFFF)
@@ -367,12 +370,6 @@ def form_of(rows: Rows) -> Any:
     """What the loops are told of a format."""
     ends = [end // 4 for end in rows.ends]
     return np.array([rows.slots, rows.bits, rows.low, rows.all_entries, *ends], np.int64)
-
-
-def shares(count: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of about as many of a count, at least one and at most so many."""
-    parts = max(1, min(most, count))
-    return list(pairwise(count * w // parts for w in range(parts + 1)))
 
 
 def written(rows: Rows, begins: Any, places: Any, n: int, u: Any, v: Any, masking: bool) -> tuple[Tensor, Any, int]:
