@@ -29,19 +29,16 @@ def main() -> None:
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 
-    model = nn.Sequential(
-        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
+    hidden = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    model = nn.Sequential(*hidden, nn.Linear(256, 10))
     for layer in model[::2]:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=0.2, stages=4, end=0.99, steps_per_epoch=STEPS)
+    config, machines = dgc.Config(sparsity=sparsity), mesh["across"].get_group()
     optimizer = dgc.DistributedOptimizer(
-        optimizer,
-        model.named_parameters(),
-        dgc.Config(sparsity=sparsity),
-        process_set=mesh["across"].get_group(),
+        optimizer, model.named_parameters(), config, process_set=machines
     )
 
     draws = torch.Generator().manual_seed(rank)  # each rank has images of its own
@@ -53,9 +50,9 @@ def main() -> None:
 
     with torch.no_grad():
         accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
-    compression = optimizer.report().as_dict().get("total_compression", 1)
+    sent = optimizer.report().as_dict()
     if rank == 0:
-        print(f"accuracy {accuracy:.3f}, compression {compression:.1f}")
+        print(f"accuracy {accuracy:.3f}, compression {sent.get('total_compression', 1):.1f}")
     torch.distributed.destroy_process_group()
 
 

@@ -10,19 +10,17 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dgc
 from dgc.integrations.lightning import DGCStrategy
-
-EPOCHS, BATCH = 12, 32
 
 
 class Digits(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        )
+        hidden = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+        self.net = nn.Sequential(*hidden, nn.Linear(256, 10))
 
     def training_step(self, batch, index):
         images, labels = batch
@@ -43,24 +41,16 @@ def main() -> None:
     lightning.seed_everything(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train = torch.utils.data.DataLoader(
-        [*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True
-    )
-    test = torch.utils.data.DataLoader([*zip(x[1500:], y[1500:], strict=True)], batch_size=BATCH)
+    train, test = TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
+    train, test = DataLoader(train, 32, shuffle=True), DataLoader(test, 32)
 
-    # Of two processes.
-    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2)
-    trainer = lightning.Trainer(
-        strategy=DGCStrategy(dgc.Config(sparsity=sparsity)),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=EPOCHS,
-        precision="bf16-mixed",
-        gradient_clip_val=5.0,
-        logger=TensorBoardLogger(tempfile.mkdtemp()),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+    steps = len(train) // 2  # each of two processes has half of the batches
+    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=steps)
+    strategy = DGCStrategy(dgc.Config(sparsity=sparsity))
+    how = {"accelerator": "cpu", "devices": 2, "max_epochs": 12, "precision": "bf16-mixed"}
+    off = {"enable_checkpointing": False, "enable_progress_bar": False}
+    log = TensorBoardLogger(tempfile.mkdtemp())
+    trainer = lightning.Trainer(strategy=strategy, gradient_clip_val=5.0, logger=log, **how, **off)
     trainer.fit(Digits(), train, test)
     if trainer.is_global_zero:
         compression = trainer.optimizers[0].report().as_dict()["total_compression"]

@@ -11,6 +11,7 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dgc
 
@@ -21,13 +22,10 @@ def train(settings: dict) -> None:
     torch.manual_seed(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    loader = torch.utils.data.DataLoader(
-        [*zip(x[:1500], y[:1500], strict=True)], batch_size=BATCH, shuffle=True
-    )
+    loader = DataLoader(TensorDataset(x[:1500], y[:1500]), BATCH, shuffle=True)
     loader = prepare_data_loader(loader)  # each worker has its own part
-    net = nn.Sequential(
-        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
+    hidden = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    net = nn.Sequential(*hidden, nn.Linear(256, 10))
     model = prepare_model(net)  # in DistributedDataParallel
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     sparsity = dgc.warmup(epochs=2, stages=4, end=settings["sparsity"], steps_per_epoch=len(loader))
@@ -42,10 +40,8 @@ def train(settings: dict) -> None:
         accuracy = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
         with tempfile.TemporaryDirectory() as folder:
             torch.save(net.state_dict(), f"{folder}/model.pt")
-            checkpoint = (
-                Checkpoint.from_directory(folder) if torch.distributed.get_rank() == 0 else None
-            )
-            ray.train.report({"accuracy": accuracy, **optimizer.report().as_dict()}, checkpoint)
+            saved = Checkpoint.from_directory(folder) if torch.distributed.get_rank() == 0 else None
+            ray.train.report({"accuracy": accuracy, **optimizer.report().as_dict()}, saved)
 
 
 def main() -> None:

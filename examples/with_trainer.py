@@ -22,18 +22,9 @@ def counts() -> torch.Tensor:
 
 def main() -> None:
     set_seed(0)
-    config = GPT2Config(
-        vocab_size=10,
-        n_positions=6,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    sizes = {"vocab_size": 10, "n_positions": 6, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)
     model, rows = GPT2LMHeadModel(config), counts()
     data = [{"input_ids": row, "labels": row} for row in rows] * 32
     arguments = TrainingArguments(
@@ -51,12 +42,9 @@ def main() -> None:
     )
     sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(data) // (2 * BATCH))
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    compression = dgc.Config(sparsity=sparsity)
     trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=data,
-        optimizers=(sgd, None),
-        compression=dgc.Config(sparsity=sparsity),
+        model, arguments, train_dataset=data, optimizers=(sgd, None), compression=compression
     )
     trainer.train()
 
