@@ -23,8 +23,7 @@ class Digits(lightning.LightningModule):
         self.net = nn.Sequential(*hidden, nn.Linear(256, 10))
 
     def training_step(self, batch, index):
-        images, labels = batch
-        return nn.functional.cross_entropy(self.net(images), labels)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_epoch_end(self) -> None:
         self.logger.log_metrics(self.optimizers().report().as_dict(), self.global_step)
@@ -41,16 +40,16 @@ def main() -> None:
     lightning.seed_everything(0)
     digits = load_digits()
     x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train, test = TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
-    train, test = DataLoader(train, 32, shuffle=True), DataLoader(test, 32)
+    train = DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=32, shuffle=True)
+    test = DataLoader(TensorDataset(x[1500:], y[1500:]), batch_size=32)
 
-    steps = len(train) // 2  # each of two processes has half of the batches
-    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=steps)
+    # Each of the two processes has half of the batches.
+    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(train) // 2)
     strategy = DGCStrategy(dgc.Config(sparsity=sparsity))
     how = {"accelerator": "cpu", "devices": 2, "max_epochs": 12, "precision": "bf16-mixed"}
     off = {"enable_checkpointing": False, "enable_progress_bar": False}
     log = TensorBoardLogger(tempfile.mkdtemp())
-    trainer = lightning.Trainer(strategy=strategy, gradient_clip_val=5.0, logger=log, **how, **off)
+    trainer = lightning.Trainer(strategy=strategy, logger=log, gradient_clip_val=5.0, **how, **off)
     trainer.fit(Digits(), train, test)
     if trainer.is_global_zero:
         compression = trainer.optimizers[0].report().as_dict()["total_compression"]
