@@ -15,8 +15,8 @@ from dgc.compression.sizes import GROUP, LINE
 from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
 
 SHARE = 128  # groups of slots that are worth another thread
-# What a float16's fraction counts, by its exponent.
-POWERS = np.array([2.0**-24, *(2.0**(e - 25) for e in range(1, 31)), np.nan])
+REBIAS = np.uint32(112 << 23)  # from float16's exponent to float32's
+LEAST = 2.0**-14  # the least float16 with a leading 1
 LARGEST = np.finfo(np.float32).max
 ONE, HALF = np.float32(1), np.float32(0.5)
 WHOLE = np.float32(1 << EXACT)
@@ -45,30 +45,48 @@ def _put(words, at, codes, count, width):
 
 
 @_jit
-def _half(x, single, bits):
-    """float32 -> the bits of the nearest float16, ties to even."""
-    single[0] = x
-    b = np.int64(bits[0])
-    sign, magnitude = (b >> 16) & 0x8000, b & 0x7FFFFFFF
-    if magnitude < 0x38800000:  # below 2^-14: a multiple of 2^-24
-        single[0] = abs(x) * np.float32(2.0**24)
-        whole = np.int64(np.floor(single[0]))
-        rest = single[0] - np.float32(whole)
-        whole += rest > 0.5 or (rest == 0.5 and whole & 1)
-        return sign | whole
-    rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1)
-    return sign | ((rounded - 0x38000000) >> 13)
+def _halves(values, count, power, single, bits, codes):
+    """The float16 numbers that are nearest to values times a power of two, ties to even."""
+    for j in range(count):
+        single[j] = values[j] * power
+    for j in range(count):
+        codes[j] = bits[j] >> np.uint32(16) & np.uint32(0x8000)  # the sign
+        bits[j] &= np.uint32(0x7FFFFFFF)
+    for j in range(count):
+        if bits[j] >= np.uint32(0x38800000):
+            codes[j] |= (bits[j] + np.uint32(0xFFF) + (bits[j] >> np.uint32(13) & np.uint32(1)) - REBIAS) >> np.uint32(13)
+        else:  # below 2^-14: a multiple of 2^-24, as the floats next to 1/2 are
+            single[j] += HALF
+            codes[j] |= bits[j] - np.uint32(0x3F000000)
 
 
 @_jit
-def _wide(code, width, single, bits):
-    """What 16 or 32 bits say, before their exponent; a number that is not finite is NaN."""
-    if width == 32:
-        bits[0] = np.uint32(code)
-        return np.float64(single[0]) if code & 0x7F800000 != 0x7F800000 else np.nan
-    exponent, fraction = (code >> 10) & 31, code & 1023
-    magnitude = (fraction + 1024 * (exponent > 0)) * POWERS[exponent]
-    return -magnitude if code & 0x8000 else magnitude
+def _from_halves(codes, count, power, single, bits, values):
+    """What float16 numbers times a power of two say. Returns whether all of them are finite."""
+    most = np.float64(np.finfo(values.dtype).max)
+    largest = np.uint32(0)
+    for j in range(count):
+        magnitude = np.uint32(codes[j]) & np.uint32(0x7FFF)
+        largest = max(largest, magnitude)
+        below = magnitude < np.uint32(0x400)  # so small that a float16 has no leading 1
+        bits[j] = (magnitude << np.uint32(13)) + REBIAS + (np.uint32(1 << 23) if below else np.uint32(0))
+    for j in range(count):
+        x = np.float64(single[j])
+        x -= LEAST if np.uint32(codes[j]) & np.uint32(0x7FFF) < np.uint32(0x400) else 0.0
+        x = min(x * power, most)
+        values[j] = -x if codes[j] & 0x8000 else x
+    return largest < np.uint32(0x7C00)
+
+
+@_jit
+def _from_singles(codes, count, power, single, bits, values):
+    """As :func:`_from_halves`, of float32."""
+    fine = True
+    for j in range(count):
+        bits[j] = np.uint32(codes[j])
+        fine &= abs(single[j]) < np.inf
+        values[j] = _bounded(np.float64(single[j]) * power, values)
+    return fine
 
 
 @_jit
@@ -152,14 +170,14 @@ def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits)
         exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022) if largest > 0 else 0
         up, down = _power(-exponent), _power(exponent)
         words[form[SCALES] + (group >> 1)] |= np.uint32((exponent & 0xFFFF) << 16 * (group & 1))
+        if width == 16:
+            _halves(x, count, up, single, bits, codes)
+            _from_halves(codes, count, down, single, bits, sent)
+            return
         for j in range(count):
-            y = np.float32(x[j] * up)
-            if width == 16:
-                codes[j] = _half(y, single, bits)
-            else:
-                single[0] = y
-                codes[j] = np.int64(bits[0])
-            sent[j] = _bounded(_wide(codes[j], width, single, bits) * down, x)
+            single[j] = x[j] * up
+            codes[j] = np.int64(bits[j])
+        _from_singles(codes, count, down, single, bits, sent)
         return
     levels, largest, least = 1 << width - 1, np.float32(0), np.float32(np.inf)
     for j in range(count):
@@ -200,7 +218,7 @@ def encode(first, last, begins, groups, places, n, u, v, masking, form, words, w
     ``groups[r]`` on. Returns how many were sent. A row with ``wrong`` has nothing.
     """
     codes, lows, x = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, v.dtype)
-    sizes, single = np.empty(GROUP, np.float32), np.empty(1, np.float32)
+    sizes, single = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
     bits, count, width, low = single.view(np.uint32), 0, form[BITS], form[LOW]
     for r in range(len(wrong)):
         for t in range(max(first, groups[r]), min(last, groups[r + 1])):
@@ -311,9 +329,18 @@ def _places(form, row, size, places):
 @_jit
 def _values(form, row, count, values):
     """Reads so many values of a row. Returns whether all of them are what a row may have."""
-    single, table, width, fine = np.empty(1, np.float32), np.empty(16, values.dtype), form[BITS], True
-    bits = single.view(np.uint32)
-    at, held, filled, mask = form[VALUES], np.uint64(0), 0, np.uint64((1 << width) - 1)
+    single, table, width, fine = np.empty(GROUP, np.float32), np.empty(16, values.dtype), form[BITS], True
+    bits, codes = single.view(np.uint32), row[form[VALUES]:]
+    if width > 8:
+        for group in range(-(-count // GROUP)):
+            first, power = group * GROUP, _scale(row, form, group, single, bits)[2]
+            m, part = min(GROUP, count - first), values[first:]
+            if width == 16:
+                fine &= _from_halves(codes.view(np.uint16)[first:], m, power, single, bits, part)
+            else:
+                fine &= _from_singles(codes[first:], m, power, single, bits, part)
+        return fine
+    at, held, filled, mask = 0, np.uint64(0), 0, np.uint64((1 << width) - 1)
     for group in range(-(-count // GROUP)):
         a, d, power = _scale(row, form, group, single, bits)
         fine &= 0 <= a < np.inf and 0 <= d < np.inf
@@ -321,19 +348,13 @@ def _values(form, row, count, values):
             table[code] = _level(code, width, a, d)
         for j in range(group * GROUP, min(count, group * GROUP + GROUP)):
             if filled < width:
-                held |= np.uint64(row[at]) << np.uint64(filled)
+                held |= np.uint64(codes[at]) << np.uint64(filled)
                 at += 1
                 filled += 32
             code = np.int64(held & mask)
             held >>= np.uint64(width)
             filled -= width
-            if width <= 4:
-                values[j] = table[code]
-            elif width > 8:
-                values[j] = _bounded(_wide(code, width, single, bits) * power, values)
-                fine &= values[j] == values[j]
-            else:
-                values[j] = _level(code, width, a, d)
+            values[j] = table[code] if width <= 4 else _level(code, width, a, d)
     return fine
 
 
@@ -341,7 +362,7 @@ def _values(form, row, count, values):
 def encode_all(first, last, form, x, words, wrong):
     """Groups first to last of rows of all entries x: writes them down, and leaves what rounding drops."""
     codes, sent = np.empty(GROUP, np.int64), np.empty(GROUP, x.dtype)
-    sizes, single = np.empty(GROUP, np.float32), np.empty(1, np.float32)
+    sizes, single = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
     bits, width, groups = single.view(np.uint32), form[BITS], -(-x.shape[1] // GROUP)
     for t in range(first, last):
         r, group = t // groups, t % groups
