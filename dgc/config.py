@@ -77,6 +77,10 @@ class Config:
             rank and parameter. ``"skip"``: no rank takes this step, and :meth:`report` counts it.
             To agree on it, nothing leaves before the backward pass has ended. With both, ``p.grad``
             is not finite until ``step()``.
+        local_steps: H. Each rank takes H steps of its own optimizer, any of torch's, with its own
+            gradients. Then all ranks exchange how far their parameters have come, compressed as
+            gradients are, and go on from the same parameters: 1/H of the bytes, and few of these
+            (docs/local-steps.md). ``sparsity=0.0`` then sends all entries, in ``value_bits``.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its
@@ -93,6 +97,7 @@ class Config:
     exchange: ExchangeName = "allgather"
     hierarchical: bool | Literal["auto"] = False
     nonfinite: NonFinite = "error"
+    local_steps: int | None = None  # more => fewer bytes, parameters further apart
 
     def __post_init__(self) -> None:
         if not callable(self.sparsity):
@@ -115,6 +120,7 @@ class Config:
         ):
             raise ValueError(f"Config: min_numel must be an integer >= 0, got {self.min_numel!r}")
         self._check_clipping()
+        self._check_local_steps()
 
     def _check_clipping(self) -> None:
         """Refuses a bound that is no number > 0, or one that is missing. An infinite one is none."""
@@ -132,10 +138,33 @@ class Config:
         if self.clip_norm is not None and not isinstance(self.clip_norm, int):  # it may be numpy's
             object.__setattr__(self, "clip_norm", float(self.clip_norm))
 
+    def _check_local_steps(self) -> None:
+        """Refuses a number of local steps that is none, and what has no meaning with local steps."""
+        steps = self.local_steps
+        if steps is None:
+            return
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"Config: local_steps must be None or an integer >= 1, got {steps!r}")
+        for name, only, why in (
+            ("momentum_correction", True, "ranks exchange no momentum"),
+            ("factor_masking", True, "ranks exchange no momentum"),
+            ("clip_norm", None, "clip gradients between backward() and step(), as on one GPU"),
+            ("hierarchical", False, "each rank takes steps of its own"),
+        ):
+            if getattr(self, name) != only:
+                raise ValueError(
+                    f"Config: {name} must be {only} with local_steps, got {getattr(self, name)!r} ({why})"
+                )
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether u accumulates the velocity of gradients."""
+        return self.momentum_correction and self.local_steps is None
+
     @property
     def compresses(self) -> bool:
         """Whether any step may be compressed: the sparsity is not 0 for good."""
-        return callable(self.sparsity) or self.sparsity != 0
+        return callable(self.sparsity) or self.sparsity != 0 or self.local_steps is not None
 
     @property
     def clips_globally(self) -> bool:

@@ -72,7 +72,8 @@ class Misuse:
                 f"scaler.step() has looked at gradients that were not exchanged yet, as {why}; call "
                 "optimizer.synchronize() before it, and before unscale_()"
             )
-        scaler = calling_scaler() if self._settings.config.compresses else None
+        config = self._settings.config
+        scaler = calling_scaler() if config.compresses and config.local_steps is None else None
         if scaler is not None and scaler is not self._settings.grad_scaler:
             raise RuntimeError(
                 "grad_scaler must be the GradScaler whose step() calls this, got "

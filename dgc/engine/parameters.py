@@ -259,7 +259,7 @@ class Parameters:
             if compressed or rounds:
                 members = dict(zip(names, map(local, together), strict=True))
                 kept = Bucket(
-                    f"bucket {number}", members, velocity=compressed and config.momentum_correction
+                    f"bucket {number}", members, velocity=compressed and config.corrects_momentum
                 )
             if kept is not None and compressed:  # what it takes to run its loops begins now
                 kernels.current(kept.v.device.type, kept.v.dtype)
@@ -314,7 +314,8 @@ class Parameters:
 
     def dense_bytes(self, size: int) -> float:
         """Bytes that a ring allreduce of all gradients in float32 would send, among so many ranks."""
-        return dense_bytes(sum(n for p, n in self.numels.items() if p.requires_grad), size)
+        numel = sum(n for p, n in self.numels.items() if p.requires_grad)
+        return dense_bytes(numel, size) * self.settings.steps_of_round
 
     def taking_part(self, parameters: Iterable[Tensor], fired: set[Tensor]) -> list[Tensor]:
         """The parameters that are exchanged in a step: all that have had a gradient, and those that

@@ -171,7 +171,10 @@ class Progress:
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
         step.hands_back = (
-            not step.stock and not adam.used and self.config().sparsity_at(parameters.step) == 0
+            not step.stock
+            and not adam.used
+            and self._settings.config.local_steps is None
+            and self.config().sparsity_at(parameters.step) == 0
         )
 
     def config(self) -> Config:
@@ -212,7 +215,7 @@ class Progress:
         """A step is taken."""
         if self._group[BEGAN] == self._group[STEP]:
             self._applier.taken_over()
-        self._group[STEP] += 1
+        self._group[STEP] += self._settings.steps_of_round
         if (
             self._adaptive is not None and not self._parameters.stock
         ):  # dense steps tell of no sparsity

@@ -40,6 +40,7 @@ class Settings:
     sparse_as_dense: bool = False
     process_set: ProcessSet = None  # as given
     grad_scaler: torch.amp.GradScaler | None = None  # one that is enabled
+    steps_of_round: int = 1  # that the next exchange is for, with local steps
     in_ddp: bool = False  # DistributedDataParallel has made the parameters alike
     elastic: bool = field(default_factory=lambda: os.environ.get("HOROVOD_ELASTIC") == "1")
     role: Role = field(init=False)

@@ -42,7 +42,7 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
     scaler = enabled_scaler(grad_scaler)
     if (
         scaler is not None
-        and config.momentum_correction
+        and config.corrects_momentum
         and config.compresses
         and is_adam(type(optimizer))
         and any(group.get("fused") for group in optimizer.param_groups)
@@ -83,14 +83,14 @@ def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses an optimizer that the config does not suit."""
     kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS) and config.local_steps is None:
         raise TypeError(
             "optimizer must be torch.optim.SGD, or another optimizer with "
             "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step"
         )
     if is_adam(type(optimizer)):
         _check_adam(optimizer, config)
-    elif not is_sgd(type(optimizer)) and config.momentum_correction and config.compresses:
+    elif not is_sgd(type(optimizer)) and config.corrects_momentum and config.compresses:
         held = [
             name
             for name, value in vars(optimizer).items()
@@ -124,7 +124,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses what cannot be done where AdamW's momentum is in u, and the gradients in place of it."""
-    if not config.compresses:
+    if not config.compresses or config.local_steps is not None:
         return
     if not config.momentum_correction:
         if all(decays_apart(type(optimizer), group) for group in optimizer.param_groups):
@@ -145,9 +145,9 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
     """Refuses a param group with a dampening, with an Adam's weight decay that is in the gradient,
     or with parameters that cannot be exchanged.
     """
-    if config.momentum_correction and config.compresses and is_adam(kind):
+    if config.corrects_momentum and config.compresses and is_adam(kind):
         check_decay(kind, group)
-    if config.momentum_correction and config.compresses and is_sgd(kind):
+    if config.corrects_momentum and config.compresses and is_sgd(kind):
         check_dampening(group)
     for parameter in group["params"]:
         if parameter.dtype not in DTYPES and parameter.requires_grad:
@@ -169,7 +169,7 @@ def tell_of_config(settings: Settings, optimizer: Any) -> None:
     inner, config = optimizer._inner, settings.config
     adaptive = "betas" in optimizer.defaults and not issubclass(inner, torch.optim.SparseAdam)
     told = settings.role is not Role.OUTSIDE and settings.world.rank == 0
-    if told and adaptive and not config.momentum_correction and config.compresses:
+    if told and adaptive and not config.corrects_momentum and config.compresses:
         kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
         warn(
             f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "

@@ -20,6 +20,7 @@ from dgc.engine.settings import Settings
 from dgc.engine.step import Phase, Seen, is_unchanged, seen
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
+from dgc.frontends.local import Local, connect_rounds
 from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
 from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
@@ -76,6 +77,9 @@ def register_comm_hook(
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
     else:
         config, grad_scaler = _checked_again(known.settings, config, grad_scaler)
+    if config.local_steps is not None:
+        _register_local(ddp_model, optimizer, config, known)
+        return
     _check_shared(ddp_model, optimizer, known)
     buckets = _registered.get(ddp_model)
     if buckets is None:
@@ -94,6 +98,34 @@ def register_comm_hook(
     else:
         _add_model(known, ddp_model, buckets, config, grad_scaler)
     buckets.take(optimizer)
+
+
+def _register_local(
+    model: DistributedDataParallel, optimizer: Any, config: Config, known: Engine | None
+) -> None:
+    """Has DDP leave gradients on their rank, and the optimizer exchange how far parameters came."""
+    if known is not None:
+        raise RuntimeError(
+            "register_comm_hook() must be called once for an optimizer with local_steps, got a second call"
+        )
+    model.register_comm_hook(None, keep)
+    names = list(model.module.named_parameters())
+    group = model.process_group
+    settings = Settings(config, find(group), names, process_set=group, in_ddp=True)
+    scheduled = optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _LocalInDDP)
+    optimizer._patch_step_function()
+    connect_rounds(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings)
+    if scheduled is not None:
+        _follow(optimizer)
+
+
+@uncompiled
+def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
+    """The hook of local steps: each rank keeps its own gradients."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 _registered: WeakKeyDictionary[DistributedDataParallel, ModelBuckets] = WeakKeyDictionary()
@@ -291,6 +323,22 @@ def _connect_again(
 ) -> Any:
     source = DDPGradients(of_copy={p for name, p in names if name in set(brought)})
     _change(optimizer, names, config, None, grad_scaler.value, source)
+    return optimizer
+
+
+class _LocalInDDP(Local):
+    """The methods of an optimizer with local steps, of parameters of a DistributedDataParallel."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """See :func:`dgc.frontends.optimizer.reduced`."""
+        return reduced(self, _connect_local_again, {"config": engine_of(self).settings.config})
+
+
+def _connect_local_again(optimizer: Any, names: list[tuple[str, Tensor]], config: Config) -> Any:
+    settings = Settings(config, find(None), names, in_ddp=True)
+    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _LocalInDDP)
+    optimizer._patch_step_function()
+    connect_rounds(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings)
     return optimizer
 
 

@@ -192,6 +192,10 @@ class Distributed(torch.optim.Optimizer):
         """
         engine_of(self).load_residuals(state_dict)
 
+    def _become_copy(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
+        """Takes up what the original of a copy had."""
+        engine_of(self).become_copy(residuals, sparse)
+
     # -- torch's ---------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

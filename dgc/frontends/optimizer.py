@@ -21,6 +21,7 @@ from dgc.engine.engine import Engine, GradientSource, Hooks, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
+from dgc.frontends.local import Local, connect_rounds
 from dgc.transport import ProcessSet, find
 from dgc.warn import warn
 
@@ -133,6 +134,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)
+    if (
+        config.local_steps is not None
+    ):  # gradients stay on their rank, scaled and added up as they are
+        backward_passes_per_step, grad_scaler = 1, None
     # Last of all, so that what is wrong with arguments is said before hvd.init() too.
     transport = find(process_set)
     checks.check_shards(optimizer.param_groups, process_set, config, grad_scaler)
@@ -165,7 +170,9 @@ def _wrapped(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings
 ) -> Distributed:
     """A distributed optimizer with the defaults, state, hooks and groups of a plain one."""
-    cls: Any = distributed_class(type(optimizer), settings.transport.optimizer_module, _Hooked)
+    steps = settings.config.local_steps
+    methods: Any = _Hooked if steps is None else _LocalHooked
+    cls: Any = distributed_class(type(optimizer), settings.transport.optimizer_module, methods)
     wrapped: Any = cls.__new__(cls)
     # A scheduler may have patched ``step`` on the instance; that one would step the optimizer
     # within, not this.
@@ -174,6 +181,9 @@ def _wrapped(
     )
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it will not be; else that scheduler would warn
     wrapped._patch_step_function()
+    if steps is not None:
+        connect_rounds(wrapped, names, settings)
+        return cast(Distributed, wrapped)
     connect(wrapped, names, settings, Hooks(ends_with_backward=settings.grad_scaler is not None))
     return cast(Distributed, wrapped)
 
@@ -191,7 +201,9 @@ def distributed_class(
         module: of which the class says that it is.
         methods: the subclass.
     """
-    members = {**vars(Distributed), **vars(methods)}
+    members: dict[str, Any] = {}
+    for kind in reversed(methods.__mro__[:-2]):  # but torch's Optimizer, and object
+        members.update(vars(kind))
     members.update(
         {name: uncompiled(members[name]) for name in ("step", "synchronize", "zero_grad", "flush")}
     )
@@ -228,6 +240,12 @@ class _Hooked(Distributed):
                 "grad_scaler": Shared(given.grad_scaler),
             },
         )
+
+
+class _LocalHooked(Local):
+    """The methods of a :func:`DistributedOptimizer` with local steps."""
+
+    __reduce_ex__ = _Hooked.__reduce_ex__
 
 
 def _wrap_again(
@@ -291,5 +309,5 @@ def _rebuild(
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
     made = make(optimizer, names, **arguments)
-    engine_of(made).become_copy(*kept)
+    made._become_copy(*kept)
     return made

@@ -117,6 +117,8 @@ def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
     taken = task.take_all(() if verdict.names else task.gradients)
     # Nothing may stay in v, which stock's steps do not send.
     bits = 0 if hands_back else task.layout.sizes.sum_bits
+    if task.config.local_steps is not None:  # all entries are what a round sends
+        bits = task.config.value_bits if task.config.value_bits < 16 else 0
     update = yield from summed(bucket, None, taken, world, task.average, verdict, bits)
     update.velocity = velocity
     return update

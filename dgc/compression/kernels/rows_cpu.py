@@ -54,7 +54,8 @@ def _halves(values, count, power, single, bits, codes):
         bits[j] &= np.uint32(0x7FFFFFFF)
     for j in range(count):
         if bits[j] >= np.uint32(0x38800000):
-            codes[j] |= (bits[j] + np.uint32(0xFFF) + (bits[j] >> np.uint32(13) & np.uint32(1)) - REBIAS) >> np.uint32(13)
+            even = bits[j] >> np.uint32(13) & np.uint32(1)
+            codes[j] |= (bits[j] + np.uint32(0xFFF) + even - REBIAS) >> np.uint32(13)
         else:  # below 2^-14: a multiple of 2^-24, as the floats next to 1/2 are
             single[j] += HALF
             codes[j] |= bits[j] - np.uint32(0x3F000000)

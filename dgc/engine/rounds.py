@@ -1,0 +1,288 @@
+"""Local steps: each rank takes H steps of its own optimizer, and then all exchange how far they came.
+
+In a round a rank's drift, x_start - x, takes the place of a gradient: it is added to v, what is sent
+of v travels as in any compressed step, and plain SGD with a learning rate of 1 applies the average
+of what came. So the parameters are alike on all ranks after each round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from dgc.collective import Collective
+from dgc.engine.backward import add_hook
+from dgc.engine.engine import Engine
+from dgc.engine.parameters import BEGAN, STEP, local
+from dgc.engine.settings import Settings
+from dgc.engine.wrapped import unhooked
+
+
+class Drifts:
+    """Brings an engine its gradients: what :class:`Rounds` puts into ``p.grad`` in a round."""
+
+    ends_with_backward, waits_for_all = False, True
+
+    def __init__(self, rounds: Rounds):
+        self._rounds = ref(rounds)
+
+    def brings(self, parameter: Tensor) -> bool:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        return True
+
+    def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
+        """Has the rounds told of backward passes, which bring no drift, but count as steps."""
+        rounds = self._rounds
+
+        def note(parameter: Tensor) -> None:
+            if (alive := rounds()) is not None:
+                alive.has_gradient = True
+
+        for parameter in parameters:
+            add_hook(parameter, note)
+
+    def has_step(self, engine: Engine) -> bool:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        return True
+
+    def synchronize(self, engine: Engine) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+        engine.exchange()
+
+    def before_update(self, engine: Engine) -> None:
+        """See :class:`dgc.engine.engine.GradientSource`."""
+
+
+class Rounds:
+    """Counts the steps of this rank's optimizer, and makes a round after each H-th.
+
+    Args:
+        optimizer: the user's, which takes the steps; held weakly, as it holds this.
+        names: parameter -> name.
+        settings: ``config.local_steps`` is H.
+
+    Attributes:
+        engine: exchanges the drifts. Its optimizer is SGD with a learning rate of 1.
+        has_gradient: a backward pass has run since the last step was counted.
+        count: steps since the last round.
+        skipped: steps that this rank has left out.
+    """
+
+    def __init__(self, optimizer: Any, names: dict[Tensor, str], settings: Settings):
+        self._optimizer, self._settings = ref(optimizer), settings
+        self.has_gradient, self.count = False, 0
+        self._start: dict[Tensor, Tensor] = {}  # parameter -> x_start, this rank's part
+        # Parameter group -> the product of (1 - lr * decay) over the steps of the round. It is
+        # alike on all ranks, so decay need not be sent, and stays out of v.
+        self._kept: list[float] = []
+        self._inner_at_start: dict[Tensor, Any] = {}  # with nonfinite="skip"
+        self._loaded = False
+        self.skipped = self._skipped_before = 0  # the second: when the round began
+        outer: Any = torch.optim.SGD(list(names), lr=1.0)
+        outer._inner = torch.optim.SGD  # as an engine's optimizer has it
+        self._outer = outer
+        self.engine = Engine(self._outer, names, settings, Drifts(self))
+        if settings.exchanges:  # no round is stock's: all that is sent passes through v
+            self._outer.param_groups[0][BEGAN] = 0
+
+    @property
+    def _inner(self) -> Any:
+        return self._optimizer()
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self.engine.listed if p.requires_grad]
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def take_step(self, closure: Any) -> Any:
+        """A step of the wrapped optimizer, with this rank's own gradients."""
+        inner, loss = self._inner, None
+        step = unhooked(inner._inner.step)
+        if self._settings.exchanges:
+            self.begin()
+        if closure is None:
+            loss = step(inner) if self._finite() else None
+        elif self._settings.config.nonfinite == "skip":
+            with torch.enable_grad():
+                loss = closure()
+            if self._finite():
+                step(inner)
+        else:
+            loss = step(inner, closure)
+        self.counted()
+        return loss
+
+    def _finite(self) -> bool:
+        """Whether this rank's gradients are finite; where they are not, its step is left out."""
+        if self._settings.config.nonfinite != "skip":
+            return True
+        gradients = [local(p.grad) for p in self._trained if p.grad is not None]
+        values = [g._values() if g.is_sparse else g for g in gradients]
+        norms = torch._foreach_norm([x for x in values if x.numel()], torch.inf)
+        fine = all(bool(norm.isfinite()) for norm in norms)
+        self.skipped += not fine
+        return fine
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Remembers where a round starts."""
+        self._loaded = False
+        if not self._start:
+            self._skipped_before = self.skipped
+            self._kept = [1.0] * len(self._inner.param_groups)
+            if self._settings.config.nonfinite == "skip":
+                self._inner_at_start = {
+                    p: copy.deepcopy(own) for p, own in self._inner.state.items()
+                }
+        for p in self._trained:
+            if p not in self._start:  # also those that thaw within a round
+                self._start[p] = local(p).detach().clone()
+
+    def counted(self) -> None:
+        """Counts a step, if a backward pass came before it, also where a scaler has left it out."""
+        if not (self._settings.exchanges and self.has_gradient):
+            return
+        self.begin()
+        self.has_gradient = False
+        self.count += 1
+        for i, group in enumerate(self._inner.param_groups):
+            self._kept[i] *= 1 - decay_of(type(self._inner), group)
+        if self.count == self._settings.config.local_steps:
+            self.exchange()
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """A round: all parameters are alike on all ranks after it.
+
+        Raises:
+            ValueError: ranks have taken different numbers of steps; on all ranks.
+            FloatingPointError: a drift is not finite, with ``nonfinite="error"``; on all ranks.
+        """
+        self._compare()
+        if self.count == 0:
+            return
+        if self._settings.config.nonfinite == "skip":
+            self._drop_bad_drift()
+        own = {p: p.grad for p in self._start}
+        try:
+            for p, kept in self._kept_of_start():
+                start, x = self._start[p].mul_(kept), local(p)
+                p.grad = torch.empty_like(p)
+                local(p.grad).copy_(start - x)
+                x.copy_(start)
+            self._settings.steps_of_round = self.count
+            for p in own:
+                self.engine.arrived(p)
+            self.engine.take_step(None)
+        finally:
+            for p, gradient in own.items():
+                p.grad = gradient
+            self.forget()
+
+    def _kept_of_start(self) -> Iterator[tuple[Tensor, float]]:
+        """The parameters of the round, and what weight decay has left of their start."""
+        for group, kept in zip(self._inner.param_groups, self._kept, strict=True):
+            yield from ((p, kept) for p in group["params"] if p in self._start)
+
+    def forget(self) -> None:
+        """The next step starts a round."""
+        self.count, self._start, self._inner_at_start = 0, {}, {}
+
+    def _compare(self) -> None:
+        """Refuses a round of ranks that have taken different numbers of steps since the last one."""
+        own = torch.tensor([self.count], device=next(iter(self.engine.listed)).device)
+        gathered = self._settings.transport.start(Collective("gather", own), "dgc.round")()
+        counts = gathered.flatten().tolist()
+        if len(set(counts)) > 1:
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise ValueError(
+                f"all ranks must have taken the same number of steps since the last round, got {counts[0]} on "
+                f"rank 0 and {counts[other]} on rank {other} (call flush() on all ranks after the same step; "
+                "and optimizer.zero_grad(), not the model's, where step() may be left out)"
+            )
+
+    def _drop_bad_drift(self) -> None:
+        """Where this rank's parameters are no longer finite, it goes back to the round's start."""
+        if all(bool(local(p).isfinite().all()) for p in self._trained):
+            return
+        self.skipped = self._skipped_before + self.count
+        self._inner.state.clear()
+        self._inner.state.update(self._inner_at_start)
+        for p, kept in self._kept_of_start():
+            local(p).copy_(self._start[p] * kept)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, parameters are those of the last round, alike on all ranks."""
+        own = {p: local(p).detach().clone() for p in self._start}
+        _set(self._start)
+        try:
+            yield
+        finally:
+            _set(own)
+
+    # -- its state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What is this rank's own between rounds, beside v: a copy."""
+        names, inner = self.engine.names, self._inner
+        return {
+            "count": self.count,
+            "step": self._outer.param_groups[0][STEP],
+            "kept": list(self._kept),
+            "start": {names[p]: x.clone() for p, x in self._start.items()},
+            "inner": copy.deepcopy(inner._inner.state_dict(inner)),
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what :meth:`state` gave. The model has this rank's own parameters by then."""
+        inner, parameter_of = self._inner, {name: p for p, name in self.engine.names.items()}
+        inner._inner.load_state_dict(inner, copy.deepcopy(state["inner"]))
+        self.count, self._kept = state["count"], list(state["kept"])
+        self._start = {
+            parameter_of[name]: x.to(local(parameter_of[name]), copy=True)
+            for name, x in state["start"].items()
+        }
+        self._outer.param_groups[0][STEP] = state["step"]
+        self.engine.resume()
+        self.has_gradient, self._loaded = False, True
+
+    def loads_another(self) -> None:
+        """Another training was loaded into the wrapped optimizer: its round starts anew."""
+        if not self._loaded:
+            self.forget()
+            self.engine.resume()
+
+    def add(self, group: dict[str, Any], names: Mapping[Tensor, str]) -> None:
+        """Exchanges the drift of one more param group."""
+        for parameter, name in names.items():
+            self.engine.names.setdefault(parameter, name)
+        self._outer.add_param_group({"params": list(group["params"])})
+        self.engine.adopt(self._outer.param_groups[-1:])
+
+
+@torch.no_grad()
+def _set(values: Mapping[Tensor, Tensor]) -> None:
+    """Gives parameters values, of this rank's parts."""
+    for p, value in values.items():
+        local(p).copy_(value)
+
+
+def decay_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> float:
+    """The share of a parameter that a step's weight decay takes away, where that is apart from the
+    gradient: AdamW's, and that of SGD without momentum; else 0.
+    """
+    apart = issubclass(kind, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    if apart or (issubclass(kind, torch.optim.SGD) and not group["momentum"]):
+        return float(group["lr"]) * float(group["weight_decay"])
+    return 0.0

@@ -1,0 +1,406 @@
+"""Local steps: agreement, conservation, and a transcription of the rounds in float64 from their equations."""
+
+import copy
+
+import pytest
+import torch
+from launch import ran
+from torch import nn
+
+import dgc
+from dgc.transport import find
+
+F64 = torch.float64
+KINDS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "sgd with decay": lambda p: torch.optim.SGD(p, 0.05, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+}
+
+
+def network(dtype=F64):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6)).to(dtype)
+
+
+def batch(step, rank, dtype=F64):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 12, generator=generator, dtype=dtype)
+
+
+def loss(model, step, rank):
+    return model(batch(step, rank, next(model.parameters()).dtype)).square().mean()
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def made(kind, model, **config):
+    config = {"sparsity": 0.9, "local_steps": 3, "min_numel": 16, "value_bits": 32, **config}
+    inner = KINDS[kind](model.parameters())
+    return dgc.DistributedOptimizer(inner, model.named_parameters(), dgc.Config(**config))
+
+
+def trained(kind, steps, dtype=F64, **config):
+    """Parameters after each step, and the optimizer's v in the end."""
+    rank, model = find().world.rank, network(dtype)
+    optimizer, seen = made(kind, model, **config), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        optimizer.step()
+        seen.append(flat(model))
+    return seen, optimizer.residual_state_dict()["v"], optimizer.report()
+
+
+def transcribed(kind, steps, size, density, every, decays=False):
+    """x of each rank after each step, and v, by the equations:
+
+    v_i = v_i + (d x_start - x_i); s_i = the k entries of v_i with the largest magnitude, of each
+    matrix (of vectors: all); v_i = v_i - s_i; x = d x_start - mean_i s_i. d is what decoupled
+    weight decay leaves: the product of 1 - lr decay.
+    """
+    models = [network() for _ in range(size)]
+    inner = [KINDS[kind](model.parameters()) for model in models]
+    start = [p.detach().clone() for p in models[0].parameters()]
+    v = [[torch.zeros_like(p) for p in start] for _ in range(size)]
+    d, seen = 1.0, []
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        if decays:
+            d *= 1 - inner[0].defaults["lr"] * inner[0].defaults["weight_decay"]
+        if step % every == every - 1:
+            for i in range(len(start)):
+                total = torch.zeros_like(start[i])
+                for rank, model in enumerate(models):
+                    vi = v[rank][i]
+                    vi += d * start[i] - list(model.parameters())[i].detach()
+                    sent = vi.clone()
+                    if vi.dim() > 1:
+                        k = max(1, round(vi.numel() * density))
+                        kept = vi.flatten().abs().topk(k).indices
+                        sent = torch.zeros_like(vi.flatten())
+                        sent[kept] = vi.flatten()[kept].float().double()  # as it travels
+                        sent = sent.view_as(vi)
+                    vi -= sent
+                    total += sent
+                start[i] = d * start[i] - total / size
+                with torch.no_grad():
+                    for model in models:
+                        list(model.parameters())[i].copy_(start[i])
+            d = 1.0
+        seen.append([flat(model) for model in models])
+    return seen, v
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_what_the_equations_say(kind, size):
+    expected, v = transcribed(kind, 12, size, 0.1, 3, decays=kind in ("adamw", "sgd with decay"))
+    for rank, (seen, own, _) in enumerate(dgc.lockstep.run(lambda: trained(kind, 12), size)):
+        for step, x in enumerate(seen):
+            assert (x - expected[step][rank]).abs().max() < 1e-12, step
+        names = [name for name, _ in network().named_parameters()]
+        for name, residual in zip(names, v[rank], strict=True):
+            if name in own and residual.dim() > 1:
+                assert torch.allclose(own[name], residual, rtol=0, atol=1e-12)
+
+
+def test_with_one_step_a_round_it_is_dgc_without_masking():
+    def ordinary():
+        rank, model = find().world.rank, network()
+        optimizer = dgc.DistributedOptimizer(
+            KINDS["sgd"](model.parameters()),
+            model.named_parameters(),
+            dgc.Config(0.9, factor_masking=False, min_numel=16, value_bits=32),
+        )
+        for step in range(10):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        return flat(model)
+
+    expected = dgc.lockstep.run(ordinary, 4)[0]
+    seen = dgc.lockstep.run(lambda: trained("sgd", 10, local_steps=1), 4)[0][0]
+    assert (seen[-1] - expected).abs().max() < 1e-7  # values travel in float32
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
+@pytest.mark.parametrize(("sparsity", "bits"), [(0.0, 2), (0.0, 32), (0.9, 4), (0.75, 1)])
+def test_ranks_agree_after_each_round_and_nothing_is_lost(exchange, sparsity, bits):
+    """What v has, and what the parameters have moved by, is together what the ranks came."""
+
+    def worker():
+        rank, model = find().world.rank, network(torch.float32)
+        optimizer = made("adamw", model, exchange=exchange, sparsity=sparsity, value_bits=bits)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        came, ends = torch.zeros(len(flat(model)), dtype=F64), []
+        begin = flat(model).double()
+        for step in range(9):
+            before = flat(model).double()
+            loss(model, step, rank).backward()
+            with torch.no_grad():  # the round would move the parameters on
+                shadow = copy.deepcopy(model)
+                inner = KINDS["adamw"](shadow.parameters())
+                inner.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                for p, q in zip(shadow.parameters(), model.parameters(), strict=True):
+                    p.grad = q.grad.clone()
+                inner.step()
+            came += flat(shadow).double() - before
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 2:
+                ends.append(flat(model))
+        moved = flat(model).double() - begin
+        v = optimizer.residual_state_dict()["v"]
+        rest = torch.cat(
+            [
+                v[n].flatten().double() if n in v else torch.zeros(p.numel(), dtype=F64)
+                for n, p in model.named_parameters()
+            ]
+        )
+        return came, moved, rest, ends
+
+    results = dgc.lockstep.run(worker, 4)
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0][3], others[3], strict=True))
+    came = sum(came for came, *_ in results) / 4
+    rest = sum(rest for _, _, rest, _ in results) / 4
+    assert torch.allclose(results[0][1] - rest, came, rtol=0, atol=1e-6)
+
+
+def test_a_round_in_the_middle_of_which_it_is_saved_goes_on_to_the_bit():
+    def worker(stops):
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model, value_bits=4)
+        for step in range(11):
+            if stops and step == 7:
+                saved = copy.deepcopy((model.state_dict(), optimizer.residual_state_dict()))
+                model = network()
+                optimizer = made("adamw", model, value_bits=4)
+                model.load_state_dict(saved[0])
+                optimizer.load_residual_state_dict(saved[1])
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        return flat(model)
+
+    for a, b in zip(*(dgc.lockstep.run(lambda s=s: worker(s), 2) for s in (0, 1)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_between_rounds_the_common_parameters_can_be_seen():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+            if step == 2:
+                common = flat(model)
+        own = flat(model)
+        with optimizer.averaged():
+            assert torch.equal(flat(model), common)
+        assert torch.equal(flat(model), own) and not torch.equal(own, common)
+        optimizer.flush()
+        assert not any(x.any() for x in optimizer.residual_state_dict()["v"].values())
+        return flat(model)
+
+    first, second = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second)
+
+
+def test_ranks_that_took_different_numbers_of_steps_are_told():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("sgd", model)
+        for step in range(2 + rank):
+            loss(model, step, rank).backward()
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"same number of steps.*got 2 on rank 0 and 3 on rank 1"
+        ):
+            optimizer.flush() if rank == 0 else optimizer.step()
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_a_step_that_a_scaler_leaves_out_counts():
+    def worker():
+        rank, model = find().world.rank, network(torch.float32)
+        optimizer, scaler = made("adamw", model), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, step, rank)).backward()
+            if rank == 1 and step == 1:
+                next(model.parameters()).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        return flat(model), scaler.get_scale()
+
+    (first, scale), (second, lower) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and lower < scale
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+def test_a_gradient_that_is_not_finite(nonfinite):
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model, nonfinite=nonfinite)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            if rank == 1 and step == 0:
+                next(model.parameters()).grad[0, 0] = torch.nan
+            if nonfinite == "error" and step == 2:
+                with pytest.raises(FloatingPointError, match="rank 1"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return flat(model), optimizer.report().skipped
+
+    (first, skipped), (second, other) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and first.isfinite().all()
+    if nonfinite == "skip":
+        assert (skipped, other) == (0, 1)
+
+
+def test_drifts_that_are_not_finite_take_the_rank_back_to_the_start_of_the_round():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model, nonfinite="skip", sparsity=0.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            if rank == 1 and step == 4:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(torch.inf)
+            if rank == 1 and step == 2:
+                optimizer.step()
+                before = copy.deepcopy(optimizer.state_dict()["state"])
+                continue
+            optimizer.step()
+        if rank == 1:
+            after = optimizer.state_dict()["state"]
+            assert all(torch.equal(after[i]["exp_avg"], before[i]["exp_avg"]) for i in before)
+        return flat(model), optimizer.report().skipped
+
+    (first, _), (second, skipped) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and first.isfinite().all() and skipped == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("momentum_correction", False), ("factor_masking", False), ("clip_norm", 1.0),
+     ("hierarchical", True), ("local_steps", 0), ("local_steps", True), ("local_steps", 2.0)],
+)  # fmt: skip
+def test_what_has_no_meaning_with_local_steps_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"Config: {field} must be .*got {value!r}"):
+        dgc.Config(**{"local_steps": 4, field: value})
+
+
+def test_bytes_are_those_of_a_step_over_a_round():
+    reports = dgc.lockstep.run(
+        lambda: trained("adamw", 6, torch.float32, sparsity=0.0, local_steps=3), 2
+    )
+    report = reports[0][2]
+    assert report.steps == 2 and report.total_dense_bytes == 6 * report.dense_bytes / 3
+    assert report.as_dict()["compression"] == pytest.approx(3, rel=0.01)
+
+
+def in_processes():
+    """Two trainings over a real transport, and what is the same with DistributedDataParallel."""
+    exact = trained("adamw", 9, torch.float32, sparsity=0.75, value_bits=2)[0]
+    few = trained("adamw", 9, torch.float32, sparsity=0.0, value_bits=2)[0]
+    return exact, few, in_ddp() if torch.distributed.is_initialized() else few
+
+
+def in_ddp():
+    rank, model = find().world.rank, network(torch.float32)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer, seen = KINDS["adamw"](wrapped.parameters()), []
+    dgc.register_comm_hook(
+        wrapped, optimizer, dgc.Config(0.0, local_steps=3, min_numel=16, value_bits=2)
+    )
+    for step in range(9):
+        optimizer.zero_grad()
+        loss(wrapped, step, rank).backward()
+        optimizer.step()
+        seen.append(flat(model))
+    return seen
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("horovod", 2), ("torch", 4)])
+def test_real_transports_and_ddp_give_the_same_to_the_bit(launcher, size):
+    results = ran(launcher, size, [in_processes])[in_processes]
+    for seen in zip(*results, strict=True):
+        for step in (2, 5, 8):
+            assert all(torch.equal(x[step], seen[0][step]) for x in seen)
+    expected = dgc.lockstep.run(in_processes, size)
+    for rank, (exact, few, ddp) in enumerate(results):
+        assert all(map(torch.equal, few, ddp))
+        assert all(map(torch.equal, exact, expected[rank][0]))
+        assert all(map(torch.equal, few, expected[rank][1]))
+
+
+def test_a_copy_goes_on_within_the_round_to_the_bit():
+    def worker(copies):
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        for step in range(8):
+            if copies and step == 4:
+                model, optimizer = copy.deepcopy((model, optimizer))
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        return flat(model)
+
+    for a, b in zip(*(dgc.lockstep.run(lambda c=c: worker(c), 2) for c in (0, 1)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_process_takes_plain_steps():
+    def worker():
+        model, plain = network(), network()
+        optimizer, expected = made("adamw", model), KINDS["adamw"](plain.parameters())
+        for step in range(5):
+            for one, taken in ((model, optimizer), (plain, expected)):
+                taken.zero_grad()
+                loss(one, step, 0).backward()
+                taken.step()
+        assert torch.equal(flat(model), flat(plain))
+
+    dgc.lockstep.run(worker, 1)
+
+
+def test_a_param_group_is_added_between_rounds():
+    def worker():
+        rank, model, more = find().world.rank, network(), nn.Linear(6, 6).to(F64)
+        with torch.no_grad():
+            more.weight.fill_(0.1)
+            more.bias.zero_()
+        optimizer = made("adamw", model)
+        for step in range(4):
+            optimizer.zero_grad()
+            more(model(batch(step, rank))).square().mean().backward()
+            optimizer.step()
+            if step == 0:
+                with pytest.raises(RuntimeError, match="after a round, got a call 1 steps"):
+                    optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
+                optimizer.flush()
+                optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
+        return torch.cat([flat(model), flat(more)])
+
+    first, second = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second)
+    assert not (first[-36:] == 0.1).any()
