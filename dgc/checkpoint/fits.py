@@ -17,6 +17,7 @@ from dgc.engine.adam import RECEIVED
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import STEP
 from dgc.engine.progress import KEYS, SPARSITY
+from dgc.engine.rounds import Drifts, Rounds
 
 OTHER_CONFIG = (
     " (was it saved with another Config, such as another min_numel or momentum_correction?)"
@@ -26,6 +27,12 @@ OTHER_CONFIG = (
 def engine_or_none(optimizer: Any) -> Engine | None:
     """Ours; None of Horovod's own optimizer, which keeps no residuals."""
     return engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
+
+
+def rounds_or_none(optimizer: Any) -> Rounds | None:
+    """The rounds of an optimizer with local steps; None of others."""
+    engine = engine_or_none(optimizer)
+    return engine.source.rounds if engine and isinstance(engine.source, Drifts) else None
 
 
 def waits_for_step(optimizer: Any) -> bool:

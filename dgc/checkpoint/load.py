@@ -22,10 +22,11 @@ from dgc.checkpoint.fits import (
     engine_or_none,
     names_of,
     on_cpu,
+    rounds_or_none,
 )
 from dgc.checkpoint.random_states import set_random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
-from dgc.checkpoint.reshard import accumulate, fold, weights
+from dgc.checkpoint.reshard import accumulate, fold, mean_round, weights
 from dgc.engine.engine import Engine
 
 
@@ -128,9 +129,14 @@ class _Loading:
             world.size,
             self._engine is None or self._engine.settings.average,
         )
+        # With local steps each rank's state is its own: others begin with the mean of all.
+        self._averages = self._mine is None and rounds_or_none(optimizer) is not None
         self._needed = {
-            f"rank-{r}": r for r in range(size) if r in self._weights or r == self._mine
+            f"rank-{r}": r
+            for r in range(size)
+            if r in self._weights or r == self._mine or self._averages
         }
+        self._rounds: list[Tree] = []
         self._common: Tree = {}
         self._own: Tree = {"buffers": {}}
         self._residuals: Tree = {"u": {}, "v": {}}
@@ -189,7 +195,9 @@ class _Loading:
             state = files.read(self._folder, name, self._files, sent)
             with self._blamed(name):
                 self._take(state, rank, expected)
-        if not self._keeps:
+        if not self._keeps and self._rounds:  # a drift is added to the parameters as it is
+            self._updates = {names[k]: -v.double() for k, v in self._residuals["v"].items()}
+        elif not self._keeps:
             with self._blamed("common"):
                 self._updates = fold(
                     self._optimizer, self._model, common["optimizer"], self._residuals
@@ -197,6 +205,13 @@ class _Loading:
 
     def _take(self, state: Tree, rank: int, expected: Tree) -> None:
         """Takes what is wanted of one rank's file."""
+        if ("round" in state) != (rounds_or_none(self._optimizer) is not None):
+            raise ValueError(
+                "it must be of an optimizer with local_steps where this one has local_steps, and of one "
+                f"without where it has none, got {'one' if 'round' in state else 'none'}"
+            )
+        if "round" in state:
+            self._rounds.append(state["round"])
         if rank == self._mine:
             self._own = state
             self._common["model"].update(state["buffers"])
@@ -232,8 +247,10 @@ class _Loading:
                         for letter in "uv"
                     }
                 )
-            optimizer.load_residual_state_dict({**kept, **residuals})
+            engine.load_residuals({**kept, **residuals})
         optimizer.load_state_dict(self._common["optimizer"])
+        if (rounds := rounds_or_none(optimizer)) is not None:
+            rounds.load_own(mean_round(self._rounds) if self._averages else self._own["round"])
         if engine is not None:
             engine.load_sparse_names(self._common["sparse"])
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dgc.checkpoint.files import Tree
-from dgc.checkpoint.fits import by_index, check_same, names_of
+from dgc.checkpoint.fits import by_index, check_same, names_of, rounds_or_none
 from dgc.engine.parameters import BEGAN
 from dgc.engine.wrapped import is_sgd
 
@@ -26,6 +26,42 @@ def own_residuals(optimizer: Any) -> Tree:
                     "sums have overflowed)"
                 )
     return {letter: state[letter] for letter in "uv"}
+
+
+def own_round(optimizer: Any) -> Tree:
+    """This rank's part of a round; nothing without local steps."""
+    rounds = rounds_or_none(optimizer)
+    return {} if rounds is None else {"round": rounds.own()}
+
+
+def mean_round(rounds: list[Tree]) -> Tree:
+    """What ranks of another number begin with: the means of the former ranks' parameters, and of
+    the states of their optimizers.
+
+    Args:
+        rounds: of the former ranks, in their order.
+
+    Returns:
+        As :meth:`dgc.engine.rounds.Rounds.own`, at the end of a round.
+    """
+    first = rounds[0]
+    x = {
+        name: sum(own["x"][name].double() for own in rounds).div_(len(rounds)).to(first["x"][name])
+        for name in first["x"]
+    }
+    states = [own["inner"]["state"] for own in rounds]
+    state = {
+        index: {key: _mean([one[index][key] for one in states]) for key in buffers}
+        for index, buffers in states[0].items()
+    }
+    return {**first, "count": 0, "kept": [], "x": x, "inner": {**first["inner"], "state": state}}
+
+
+def _mean(values: list[Any]) -> Any:
+    """The mean of tensors that are not whole numbers; of others the first."""
+    if not isinstance(values[0], Tensor) or not values[0].is_floating_point():
+        return values[0]
+    return sum(x.double() for x in values).div_(len(values)).to(values[0].dtype)
 
 
 def weights(

@@ -21,11 +21,12 @@ from dgc.checkpoint.fits import (
     check_plain,
     engine_or_none,
     parameter_names,
+    rounds_or_none,
     waits_for_step,
 )
 from dgc.checkpoint.random_states import random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
-from dgc.checkpoint.reshard import own_residuals
+from dgc.checkpoint.reshard import own_residuals, own_round
 
 
 def save_checkpoint(
@@ -62,12 +63,14 @@ def save_checkpoint(
     there.
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
-    common = _common(ranks, path, model, optimizer, extras)
-    folder = Path(path)
-    # All have arrived here: in lockstep, where they have the same generators, they save the same
-    # states.
-    with _tidied() as written:
-        files = _write_own(ranks, folder, model, optimizer, common, written)
+    rounds = rounds_or_none(optimizer)
+    # Within a round each rank's parameters are its own; those that the round began with are alike.
+    with contextlib.nullcontext() if rounds is None else rounds.averaged():
+        common, folder = _common(ranks, path, model, optimizer, extras), Path(path)
+        # All have arrived here: in lockstep, where they have the same generators, they save the
+        # same states.
+        with _tidied() as written:
+            files = _write_own(ranks, folder, model, optimizer, common, written)
     # From here on rank 0 may publish when another rank fails, whose file would then be missed.
     with _tidied(ranks.world.rank == 0) as written:
         _collect(ranks, folder, files, written)
@@ -125,9 +128,9 @@ def _common(
         )
         check_plain(common)
         parameters = parameter_names(model)
-        return tree_hash(
-            [{k: x for k, x in common["model"].items() if k in parameters}, common["optimizer"]]
-        )
+        alike = {k: x for k, x in common["model"].items() if k in parameters}
+        own = rounds_or_none(optimizer) is not None  # then the optimizer's state is, too
+        return tree_hash([alike] if own else [alike, common["optimizer"]])
 
     hashes = ranks.together(look)
     if others := [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
@@ -151,6 +154,7 @@ def _write_own(
     def write_files() -> dict[str, Any]:
         own = {
             "residuals": own_residuals(optimizer),
+            **own_round(optimizer),
             "buffers": {k: common["model"][k] for k in buffers},
             "random": random_states(model),
             "extras": common["extras"],

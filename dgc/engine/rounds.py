@@ -32,6 +32,11 @@ class Drifts:
     def __init__(self, rounds: Rounds):
         self._rounds = ref(rounds)
 
+    @property
+    def rounds(self) -> Rounds | None:
+        """The rounds, which hold the engine that holds this."""
+        return self._rounds()
+
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
         return True
@@ -82,6 +87,7 @@ class Rounds:
         # alike on all ranks, so decay need not be sent, and stays out of v.
         self._kept: list[float] = []
         self._inner_at_start: dict[Tensor, Any] = {}  # with nonfinite="skip"
+        self._aside: dict[Tensor, Tensor] = {}  # parameter -> this rank's own, within averaged()
         self._loaded = False
         self.skipped = self._skipped_before = 0  # the second: when the round began
         outer: Any = torch.optim.SGD(list(names), lr=1.0)
@@ -223,12 +229,13 @@ class Rounds:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, parameters are those of the last round, alike on all ranks."""
-        own = {p: local(p).detach().clone() for p in self._start}
+        self._aside = {p: local(p).detach().clone() for p in self._start}
         _set(self._start)
         try:
             yield
         finally:
-            _set(own)
+            _set(self._aside)
+            self._aside = {}
 
     # -- its state -------------------------------------------------------------------------------------------------
 
@@ -237,11 +244,29 @@ class Rounds:
         names, inner = self.engine.names, self._inner
         return {
             "count": self.count,
-            "step": self._outer.param_groups[0][STEP],
+            "step": self._outer.param_groups[0].get(STEP, 0),
             "kept": list(self._kept),
             "start": {names[p]: x.clone() for p, x in self._start.items()},
             "inner": copy.deepcopy(inner._inner.state_dict(inner)),
         }
+
+    def own(self) -> dict[str, Any]:
+        """As :meth:`state`, for a checkpoint, in which the model has the parameters that the round
+        began with: this rank's own are in ``x``.
+        """
+        state, names = self.state(), self.engine.names
+        del state["start"]
+        own = self._aside or {p: local(p).detach().clone() for p in self._start}
+        return {**state, "x": {names[p]: x for p, x in own.items()}}
+
+    @torch.no_grad()
+    def load_own(self, own: Mapping[str, Any]) -> None:
+        """Takes up what :meth:`own` gave, into a model that was loaded from the checkpoint."""
+        parameter_of = {name: p for p, name in self.engine.names.items()}
+        x = {parameter_of[name]: tensor for name, tensor in own["x"].items()}
+        start = {p: local(p).detach().clone() for p in (x if own["count"] else ())}
+        self.load({**own, "start": {self.engine.names[p]: value for p, value in start.items()}})
+        _set(x)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +278,8 @@ class Rounds:
             parameter_of[name]: x.to(local(parameter_of[name]), copy=True)
             for name, x in state["start"].items()
         }
-        self._outer.param_groups[0][STEP] = state["step"]
+        if self._settings.exchanges:
+            self._outer.param_groups[0][STEP] = state["step"]
         self.engine.resume()
         self.has_gradient, self._loaded = False, True
 

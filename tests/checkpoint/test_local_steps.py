@@ -1,0 +1,106 @@
+"""Checkpoints of a training with local steps: each rank's own part of a round."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dgc
+from dgc.transport import find
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from test_rounds import flat, loss, made, network
+
+
+def steps(model, optimizer, first, last):
+    rank = find().world.rank
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss(model, step, rank).backward()
+        optimizer.step()
+
+
+def saved_after(steps_taken, folder, ends=11):
+    """Trains, saves, and goes on; the parameters in the end."""
+    model = network()
+    optimizer = made("adamw", model, value_bits=4)
+    steps(model, optimizer, 0, steps_taken)
+    dgc.save_checkpoint(folder, model, optimizer)
+    state = flat(model), optimizer.residual_state_dict()
+    steps(model, optimizer, steps_taken, ends)
+    return flat(model), *copy.deepcopy(state)
+
+
+def loaded(folder, kind="adamw", **config):
+    model = network()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    optimizer = made(kind, model, **{"value_bits": 4, **config})
+    dgc.load_checkpoint(folder, model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps_taken", [6, 7])
+def test_as_many_ranks_go_on_to_the_bit(steps_taken, tmp_path):
+    def goes_on():
+        model, optimizer = loaded(tmp_path)
+        steps(model, optimizer, steps_taken, 11)
+        return flat(model)
+
+    expected = dgc.lockstep.run(lambda: saved_after(steps_taken, tmp_path), 2)
+    for rank, x in enumerate(dgc.lockstep.run(goes_on, 2)):
+        assert torch.equal(x, expected[rank][0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_on_another_number_of_ranks_nothing_is_lost(size, tmp_path):
+    """The mean of x and of the optimizers' states, and what is pending: together they are worth the same."""
+
+    def seen():
+        model, optimizer = loaded(tmp_path)
+        x, inner = flat(model), optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        v = optimizer.residual_state_dict()["v"]
+        steps(model, optimizer, 7, 10)
+        return x, v, inner, flat(model)
+
+    before = dgc.lockstep.run(lambda: saved_after(7, tmp_path), 4)
+    after = dgc.lockstep.run(seen, size)
+    mean = sum(x for _, x, _ in before) / 4
+    pending = {
+        name: sum(state["v"][name] for _, _, state in before) / 4 for name in before[0][2]["v"]
+    }
+    model = network()
+    if size == 1:  # which keeps nothing pending: it is in the parameters
+        for name, p in model.named_parameters():
+            p.data = pending[name].view_as(p) if name in pending else torch.zeros_like(p)
+        mean = mean - flat(model)
+    for x, v, _, _ in after:
+        assert (x - mean).abs().max() < 1e-12
+        assert size == 1 or v.keys() == pending.keys()
+    if size > 1:
+        for name, expected in pending.items():
+            assert (sum(v[name] for _, v, _, _ in after) / size - expected).abs().max() < 1e-12
+    moments = [state["local"]["inner"]["state"][0]["exp_avg"] for _, _, state in before]
+    assert (after[0][2] - sum(moments) / 4).abs().max() < 1e-12
+    assert all(torch.equal(x, after[0][3]) for *_, x in after)
+
+
+def test_one_process_and_then_two(tmp_path):
+    (expected,) = dgc.lockstep.run(lambda: saved_after(4, tmp_path), 1)
+    for x in dgc.lockstep.run(lambda: flat(loaded(tmp_path)[0]), 2):
+        assert torch.equal(x, expected[1])
+
+
+def test_a_checkpoint_without_local_steps_is_refused(tmp_path):
+    def worker():
+        model = network()
+        optimizer = made("sgd", model, local_steps=None)
+        steps(model, optimizer, 0, 2)
+        dgc.save_checkpoint(tmp_path, model, optimizer)
+        with pytest.raises(ValueError, match="an optimizer with local_steps"):
+            loaded(tmp_path, "sgd")
+
+    dgc.lockstep.run(worker, 2)
