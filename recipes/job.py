@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -122,6 +123,13 @@ Hierarchical = Annotated[
 ValueBits = Annotated[
     int, typer.Option(callback=value_bits, help="As in dgc.Config: 1, 2, 4, 8, 16 or 32.")
 ]
+LocalSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="As in dgc.Config: steps of each worker's own between two exchanges. Default: none.",
+    ),
+]
 VirtualWorkers = Annotated[int, typer.Option(min=1, help="Workers within one process.")]
 VirtualNode = Annotated[
     int, typer.Option(min=1, help="How many of them count as being on one machine.")
@@ -136,7 +144,13 @@ Out = Annotated[
 ]
 
 FOLDER = "epoch{:03d}"
-OF_DGC = {"exchange": "allgather", "hierarchical": False, "value_bits": 16}  # -> without it
+# Option -> without it.
+OF_DGC = {
+    "exchange": "allgather",
+    "hierarchical": False,
+    "value_bits": 16,
+    "local_steps": None,
+}
 # Options that say where.
 NO_SETTINGS = (
     "data",
@@ -233,6 +247,12 @@ def distributed(
         nothing = wrapped.residual_state_dict()
         wrapped.register_step_post_hook(lambda *_: wrapped.load_residual_state_dict(nothing))
     return wrapped
+
+
+def common_parameters(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it the parameters are alike on all ranks, which between rounds of local steps they are not."""
+    averaged: Any = getattr(optimizer, "averaged", contextlib.nullcontext)
+    return averaged()
 
 
 def training(a: Any, dataset: str, size: int, steps: int) -> dict[str, Any]:

@@ -12,6 +12,9 @@ twentieth of the training and then falls to 0 along a cosine. Compressed, the fi
 denominator is found, and from then on it follows the updates that come. Over the next fifth the sparsity rises from
 75 %, step by step. A worker accumulates AdamW's momentum of its gradients. With --no-momentum-correction it accumulates
 its gradients, and AdamW sees the average of what is sent as the gradient. That loses, and dgc refuses it for AdamW.
+
+With --local-steps H each worker takes H steps of AdamW on its own gradients between two exchanges, from the first step
+on, and the sparsity has no warm-up. Its learning rate should be sqrt(workers) times as high (docs/local-steps.md).
 """
 
 from __future__ import annotations
@@ -93,6 +96,13 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
+    if a.local_steps is not None:
+        return dgc.Config(
+            job.schedule(a, steps, 0),
+            exchange=a.exchange,
+            value_bits=a.value_bits,
+            local_steps=a.local_steps,
+        )
     return dgc.Config(
         schedule(a, steps),
         a.momentum_correction,
@@ -207,7 +217,10 @@ def train(a: Any) -> dict[str, Any]:
                     losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
-            valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
+            if epoch + 1 == a.epochs and a.local_steps is not None:
+                optimizer.flush()  # the last steps' round
+            with job.common_parameters(optimizer):
+                valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
             nbytes = (
                 (optimizer.report().total_bytes_sent - sent) / steps
                 if counted
@@ -288,6 +301,7 @@ def main(
     momentum_correction: bool = True,
     factor_masking: bool = False,
     value_bits: job.ValueBits = 16,
+    local_steps: job.LocalSteps = None,
     exchange: job.Exchange = "allgather",
     hierarchical: job.Hierarchical = False,
     virtual_workers: job.VirtualWorkers = 1,
