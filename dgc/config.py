@@ -80,7 +80,7 @@ class Config:
         local_steps: H. Each rank takes H steps of its own optimizer, any of torch's, with its own
             gradients. Then all ranks exchange how far their parameters have come, compressed as
             gradients are, and go on from the same parameters: 1/H of the bytes, and few of these
-            (docs/local-steps.md). ``sparsity=0.0`` then sends all entries, in ``value_bits``.
+            (docs/guides/local-steps.md). ``sparsity=0.0`` then sends all entries, in ``value_bits``.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its

@@ -14,7 +14,7 @@ denominator is found, and from then on it follows the updates that come. Over th
 its gradients, and AdamW sees the average of what is sent as the gradient. That loses, and dgc refuses it for AdamW.
 
 With --local-steps H each worker takes H steps of AdamW on its own gradients between two exchanges, from the first step
-on, and the sparsity has no warm-up. Its learning rate should be sqrt(workers) times as high (docs/local-steps.md).
+on, and the sparsity has no warm-up. Its learning rate should be sqrt(workers) times as high (docs/guides/local-steps.md).
 """
 
 from __future__ import annotations

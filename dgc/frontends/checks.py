@@ -20,6 +20,7 @@ from dgc.engine.wrapped import (
     is_sgd,
     refuse_apex,
 )
+from dgc.schedule import Adaptive
 from dgc.warn import warn
 
 SHARDED = (
@@ -73,10 +74,25 @@ def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
             "Config: hierarchical must be False, or 'auto', which is False there, in an elastic job, "
             "whose machines come and go, got True"
         )
+    if config.local_steps is not None:
+        _check_local(config)
     refuse_apex(optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError(
             "optimizer must be the plain optimizer, wrapped once, got a DistributedOptimizer"
+        )
+
+
+def _check_local(config: Config) -> None:
+    """Refuses what local steps cannot do."""
+    if isinstance(config.sparsity, Adaptive):
+        raise ValueError(
+            "Config: sparsity must be a number or a function of the step with local_steps, got "
+            f"{config.sparsity!r} (a round is too rare to measure steps by)"
+        )
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ValueError(
+            f"Config: local_steps must be None in an elastic job, got {config.local_steps}"
         )
 
 
