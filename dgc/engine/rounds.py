@@ -8,6 +8,7 @@ of what came. So the parameters are alike on all ranks after each round.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective
+from dgc.config import Config
 from dgc.engine.backward import add_hook
 from dgc.engine.engine import Engine
 from dgc.engine.parameters import BEGAN, STEP, local
 from dgc.engine.settings import Settings
 from dgc.engine.wrapped import unhooked
+from dgc.schedule import Adaptive
 
 
 class Drifts:
@@ -295,6 +298,19 @@ class Rounds:
             self.engine.names.setdefault(parameter, name)
         self._outer.add_param_group({"params": list(group["params"])})
         self.engine.adopt(self._outer.param_groups[-1:])
+
+
+def check_local_steps(config: Config) -> None:
+    """Refuses what local steps cannot do."""
+    if isinstance(config.sparsity, Adaptive):
+        raise ValueError(
+            "Config: sparsity must be a number or a function of the step with local_steps, got "
+            f"{config.sparsity!r} (a round is too rare to measure steps by)"
+        )
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ValueError(
+            f"Config: local_steps must be None in an elastic job, got {config.local_steps}"
+        )
 
 
 @torch.no_grad()

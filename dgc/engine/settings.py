@@ -47,6 +47,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         world = self.transport.world
+        if self.config.local_steps is not None:  # gradients stay on their rank, with their scale
+            self.backward_passes_per_step, self.grad_scaler = 1, None
         # One process takes part too, where torch's optimizer would not do what is asked for, or
         # where other processes are to have the same state.
         needed = (

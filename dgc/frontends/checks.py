@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgc.config import Average, Config, Sum
 from dgc.engine.parameters import DTYPES, MAX_NUMEL, compressible
+from dgc.engine.rounds import check_local_steps
 from dgc.engine.settings import Role, Settings
 from dgc.engine.wrapped import (
     check_dampening,
@@ -20,7 +21,6 @@ from dgc.engine.wrapped import (
     is_sgd,
     refuse_apex,
 )
-from dgc.schedule import Adaptive
 from dgc.warn import warn
 
 SHARDED = (
@@ -75,24 +75,11 @@ def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
             "whose machines come and go, got True"
         )
     if config.local_steps is not None:
-        _check_local(config)
+        check_local_steps(config)
     refuse_apex(optimizer)
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError(
             "optimizer must be the plain optimizer, wrapped once, got a DistributedOptimizer"
-        )
-
-
-def _check_local(config: Config) -> None:
-    """Refuses what local steps cannot do."""
-    if isinstance(config.sparsity, Adaptive):
-        raise ValueError(
-            "Config: sparsity must be a number or a function of the step with local_steps, got "
-            f"{config.sparsity!r} (a round is too rare to measure steps by)"
-        )
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise ValueError(
-            f"Config: local_steps must be None in an elastic job, got {config.local_steps}"
         )
 
 

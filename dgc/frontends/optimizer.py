@@ -134,10 +134,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)
-    if (
-        config.local_steps is not None
-    ):  # gradients stay on their rank, scaled and added up as they are
-        backward_passes_per_step, grad_scaler = 1, None
     # Last of all, so that what is wrong with arguments is said before hvd.init() too.
     transport = find(process_set)
     checks.check_shards(optimizer.param_groups, process_set, config, grad_scaler)
