@@ -69,7 +69,8 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
     # With a scaler it holds the step() of the class before.
     optimizer.__setstate__(optimizer.__getstate__())
     _add_to_checkpoints(accelerator, model, optimizer.optimizer)
-    _clip_by_config(accelerator, model, config)
+    if config.local_steps is None:  # else gradients are clipped as on one GPU
+        _clip_by_config(accelerator, model, config)
 
 
 def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:

@@ -77,7 +77,7 @@ class DGCStrategy(DDPStrategy):
     def _with_bound(self, trainer: Any) -> Config:
         """The config with the trainer's bound, which the trainer forgets until the end."""
         bound, clip_norm = trainer.gradient_clip_val, self._compression.clip_norm
-        if not bound:
+        if not bound or self._compression.local_steps is not None:  # clipped as on one GPU
             return self._compression
         if getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm":
             raise ValueError("gradient_clip_algorithm must be 'norm' with DGCStrategy, got 'value'")

@@ -50,7 +50,9 @@ class Trainer(transformers.Trainer):
                 f"Config: clip_norm must be None or max_grad_norm, {bound}, got {config.clip_norm} (give "
                 "TrainingArguments(max_grad_norm=...) alone)"
             )
-        self.compression = replace(config, clip_norm=bound)
+        # With local steps gradients are clipped as on one GPU.
+        clipped = config.local_steps is None
+        self.compression = replace(config, clip_norm=bound) if clipped else config
         self._compressed: Any = None  # the model within DDP
 
     def _prepare_for_training(
