@@ -88,12 +88,8 @@ REASONS = {
 }
 
 
-QUICK = {
-    (raises_in_backward, "horovod"),
-    (killed, "torch"),
-    (killed_between_phases, "horovod"),
-    (exits, "torch"),
-}
+# One of each launcher, and of each phase. An error between two steps: test_processes.py.
+QUICK = {(killed, "torch"), (killed_between_phases, "horovod")}
 
 
 @pytest.mark.parametrize(
