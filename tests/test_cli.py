@@ -546,8 +546,22 @@ def test_doctor_trains_between_two_processes(tmp_path, monkeypatch):
     works = doctor.self_test("torch", 280)
     assert "error" not in works
     assert works["seconds"] > 0
+
+
+def test_doctor_tells_what_two_processes_raise(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '[rank1]: RuntimeError: no such network'\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    told = {"error": "status 3: RuntimeError: no such network"}
+    assert doctor.self_test("torch", 100) == told
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_doctor_tells_what_two_processes_raise_over_a_network_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    assert "RuntimeError" in doctor.self_test("torch", 100)["error"]
+    assert "RuntimeError" in doctor.self_test("torch", 280)["error"]
 
 
 @pytest.mark.long
