@@ -27,12 +27,14 @@ def invoke(*arguments, status=0):
 
 # To import torch takes longer than a command, so each is forked from a process that has done so.
 FORKS = """
+import gc
 import json
 import os
 import runpy
 import sys
 import torch
 
+gc.freeze()  # else each of them goes through all that torch has as it ends
 for line in sys.stdin:
     code, *sys.argv, output, told = json.loads(line)
     child = os.fork()
