@@ -77,6 +77,7 @@ def run(command, folder):
     return re.findall(r"(step +\d+): loss ([\d.]+), (.*)", output)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "first", "command"),
     [
@@ -85,11 +86,10 @@ def run(command, folder):
             "import torch\n",
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
         ),
-        pytest.param(
+        (
             "train_horovod.py",
             "import horovod.torch as hvd\n",
             ["horovodrun", "-np", "2", sys.executable],
-            marks=pytest.mark.long,
         ),
     ],
 )

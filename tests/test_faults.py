@@ -97,13 +97,7 @@ REASONS = {
 }
 
 
-QUICK = {
-    (raises_in_backward, "horovod"),
-    (killed, "torch"),
-    (killed_between_phases, "horovod"),
-    (killed_in_a_round, "torch"),
-    (exits, "torch"),
-}
+QUICK = {(killed, "torch"), (killed_between_phases, "horovod")}
 
 
 @pytest.mark.parametrize(

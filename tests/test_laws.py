@@ -1,10 +1,12 @@
 """The laws, over real Horovod and torch.distributed processes and in lockstep.
 
-All cases of one launcher and size run in one launch, which the tests then look at.
+All cases of one launcher and size run in one launch, which the tests then look at. In lockstep a
+case runs when a test looks at it.
 """
 
 import functools
 import io
+import itertools
 
 import pytest
 import torch
@@ -25,21 +27,34 @@ import dgc
 from dgc.transport import find
 
 ADAMW = {"AdamW": {}, "AdamW, reduced": {"exchange": "reduce"}, "AdamW, rounded": {"value_bits": 8}}
+NAMES = (*CONFIGS, *ADAMW)
+# Their messages depend on the number of ranks, so make test has them with eight ranks, too.
+OF_EIGHT = (
+    "default",
+    "dense fallback",
+    "rounded",
+    "reduced",
+    "reduced, few entries",
+    "unmasked, reduced, clipped",
+    "AdamW, reduced",
+)
 
 
 def trajectories():
-    """Twelve steps with each configuration: parameters, report, residuals."""
-    results = {}
-    for name, config in CONFIGS.items():
-        network, optimizer = train(range(12), config, nesterov=name == "clipped")
-        results[name] = flat(network), optimizer.report(), optimizer.residual_state_dict()
-    for name, options in ADAMW.items():
-        network, config = model(), dgc.Config(dgc.dense_until(3, then=0.95), **options)
+    """Name -> :func:`trajectory`, with each configuration."""
+    return {name: trajectory(name) for name in NAMES}
+
+
+def trajectory(name):
+    """Twelve steps with one configuration: parameters, report, residuals."""
+    if name in CONFIGS:
+        network, optimizer = train(range(12), CONFIGS[name], nesterov=name == "clipped")
+    else:
+        network, config = model(), dgc.Config(dgc.dense_until(3, then=0.95), **ADAMW[name])
         inner = torch.optim.AdamW(network.parameters(), 1e-3)
         optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
         train(range(12), None, network, optimizer)
-        results[name] = flat(network), optimizer.report(), optimizer.residual_state_dict()
-    return results
+    return flat(network), optimizer.report(), optimizer.residual_state_dict()
 
 
 def two_groups(network):
@@ -277,51 +292,75 @@ COMMON = (
     scaled,
     not_finite,
 )
+MORE = ("horovod", 3), ("torch", 2)
 IN_PROCESSES = [
     ("horovod", 2),
     ("torch", 3),
-    *(pytest.param(place, marks=pytest.mark.long) for place in (("horovod", 3), ("torch", 2))),
+    *(pytest.param(place, marks=pytest.mark.long) for place in MORE),
 ]
-PLACES = [("lockstep", 2), ("lockstep", 3), ("lockstep", 8), *IN_PROCESSES]
+PLACES = [
+    ("lockstep", 2),
+    *(pytest.param(("lockstep", size), marks=pytest.mark.long) for size in (3, 8)),
+    *IN_PROCESSES,
+]
 
 
 @functools.cache
-def in_lockstep(size):
+def in_lockstep(size, function, *arguments):
     torch.manual_seed(0)
-    return {function: dgc.lockstep.run(function, size) for function in COMMON}
+    return dgc.lockstep.run(functools.partial(function, *arguments), size)
 
 
-def results_of(launcher, size):
-    return (
-        in_lockstep(size)
-        if launcher == "lockstep"
-        else ran(launcher, size, COMMON, fresh=size == 2)
-    )
+def results_of(place, function):
+    """What each rank returned. Processes of make long import for themselves, which takes long."""
+    launcher, size = place
+    if launcher == "lockstep":
+        return in_lockstep(size, function)
+    return ran(launcher, size, COMMON, fresh=place in MORE)[function]
 
 
-everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]}-{place[1]}")
+def trajectory_of(place, name):
+    """What each rank returned of one configuration. In lockstep no other one runs."""
+    if place[0] == "lockstep":
+        return in_lockstep(place[1], trajectory, name)
+    return [rank[name] for rank in results_of(place, trajectories)]
 
 
-@everywhere
-@pytest.mark.parametrize("name", [*CONFIGS, *ADAMW])
+def by_place(place):
+    return f"{place[0]}-{place[1]}" if isinstance(place, tuple) else place
+
+
+everywhere = pytest.mark.parametrize("place", PLACES, ids=by_place)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *itertools.product([("lockstep", 2), ("lockstep", 3), ("horovod", 2), ("torch", 3)], NAMES),
+        *(
+            pytest.param(("lockstep", 8), name, marks=() if name in OF_EIGHT else pytest.mark.long)
+            for name in NAMES
+        ),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product(MORE, NAMES)),
+    ],
+    ids=by_place,
+)
 def test_agreement(place, name):
     """Law 2: parameters bit-identical on every rank; and residuals are each rank's own."""
-    results = [rank[name] for rank in results_of(*place)[trajectories]]
+    results = trajectory_of(place, name)
     assert all(torch.equal(parameters, results[0][0]) for parameters, _, _ in results)
     v = [torch.cat([x.flatten() for x in residuals["v"].values()]) for _, _, residuals in results]
     assert all(x.any() and not torch.equal(x, v[0]) for x in v[1:])
     assert all(report.steps == 12 and report.residual_norm > 0 for _, report, _ in results)
 
 
-@pytest.mark.parametrize("place", IN_PROCESSES, ids=lambda place: f"{place[0]}-{place[1]}")
-@pytest.mark.parametrize("name", [*CONFIGS, *ADAMW])
+@pytest.mark.parametrize("place", IN_PROCESSES, ids=by_place)
+@pytest.mark.parametrize("name", NAMES)
 def test_transports_give_the_same(place, name):
     """Law 7, beside lockstep. With two ranks to the bit; with three, the order in which a ring adds up is its own, and
     where a gradient is all but zero Adam divides a rounding by itself.
     """
-    got, expected = (
-        results_of(*where)[trajectories][0][name][0] for where in (place, ("lockstep", place[1]))
-    )
+    got, expected = (trajectory_of(where, name)[0][0] for where in (place, ("lockstep", place[1])))
     # A level of few bits may turn on the last bit of a sum.
     bound = 1e-2 if name == "rounded" else 1e-3 if name in ADAMW else 1e-5
     assert torch.equal(got, expected) if place[1] == 2 else difference(got, expected) < bound
@@ -351,7 +390,7 @@ def test_nodes_add_up_at_owners_as_workers_do():
 @everywhere
 def test_dense_equivalence(place):
     """Law 3: at density 1, torch.optim.SGD on the averaged gradient."""
-    results, size = results_of(*place)[dense_equivalence][0], place[1]
+    results, size = results_of(place, dense_equivalence)[0], place[1]
     for nesterov in (False, True):
         expected = flat(reference(range(20), size, nesterov=nesterov)[0])
         assert difference(results[f"nesterov {nesterov}"], expected) < 1e-6
@@ -384,18 +423,18 @@ def test_dense_equivalence(place):
 @everywhere
 def test_resume(place):
     """Law 6: to the bit, on every rank, u and v included."""
-    assert results_of(*place)[resume] == [True] * place[1]
+    assert results_of(place, resume) == [True] * place[1]
 
 
 @everywhere
 def test_parameters_used_on_some_ranks_only(place):
-    results = results_of(*place)[unused_somewhere]
+    results = results_of(place, unused_somewhere)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
 @everywhere
 def test_sparse_gradients(place):
-    results, size = results_of(*place)[sparse_gradients], place[1]
+    results, size = results_of(place, sparse_gradients), place[1]
     torch.manual_seed(2)
     network = torch.nn.Sequential(torch.nn.Embedding(60, 30), torch.nn.Linear(30, 50))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -416,7 +455,7 @@ def test_sparse_gradients(place):
 
 @everywhere
 def test_broadcast_parameters(place):
-    results = results_of(*place)[broadcast]
+    results = results_of(place, broadcast)
     expected = flat(model(seed=place[1] - 1))
     assert all(
         torch.equal(parameters, expected) and number == 1 for parameters, number, _ in results
@@ -426,7 +465,7 @@ def test_broadcast_parameters(place):
 
 @everywhere
 def test_other_dtypes(place):
-    results = results_of(*place)[half_precision]
+    results = results_of(place, half_precision)
     for dtype, (parameters, apart, moved) in results[0].items():
         assert moved > 1 and apart < {"torch.float64": 1e-6}.get(dtype, 0.02) * moved
         assert all(torch.equal(rank[dtype][0], parameters) for rank in results)
@@ -435,7 +474,7 @@ def test_other_dtypes(place):
 @everywhere
 def test_an_overflow_on_one_rank_is_a_step_that_none_takes(place):
     """The loss scale of 2^10 doubles after two good steps, and is halved by the bad sixth one, alike on all ranks."""
-    results = results_of(*place)[scaled]
+    results = results_of(place, scaled)
     expected = [2.0**n for n in (10, 11, 11, 12, 12, 11, 11, 12)]
     assert all(torch.equal(parameters, results[0][0]) for parameters, _, _ in results)
     assert all((scales, skipped) == (expected, 1) for _, scales, skipped in results)
@@ -444,6 +483,6 @@ def test_an_overflow_on_one_rank_is_a_step_that_none_takes(place):
 @everywhere
 def test_a_gradient_that_is_not_finite_is_told_to_all(place):
     assert (
-        results_of(*place)[not_finite]
+        results_of(place, not_finite)
         == ["rank 1 has a gradient that is not finite, in: 6.weight"] * place[1]
     )

@@ -75,7 +75,7 @@ FULL = bool(os.environ.get("DGC_SOAK"))
 STEPS, MESSAGES = (2000, 100_000) if FULL else (150, 3000)
 
 
-@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+@pytest.mark.parametrize("launcher", ["horovod", pytest.param("torch", marks=pytest.mark.long)])
 def test_memory_stays_flat_and_nothing_is_lost(launcher, monkeypatch):
     monkeypatch.setenv("DGC_SOAK_STEPS", str(STEPS))
     results = launch(launcher, 2, [soak], limit=1800 if FULL else 240)[0][soak]

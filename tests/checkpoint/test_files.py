@@ -161,6 +161,7 @@ def test_damaged_files_give_an_error_or_the_right_value(tmp_path, count):
     )
 
 
+@pytest.mark.long
 def test_a_job_that_is_restarted_goes_on_from_the_last_checkpoint(tmp_path):
     """torchrun --max-restarts: a worker is killed between the phases of an exchange; nothing is lost, to the bit."""
     log = tmp_path / "log"

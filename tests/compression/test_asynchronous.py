@@ -29,8 +29,15 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "reduce"])
-@pytest.mark.parametrize("wrong", ["damaged", "not finite"])
+@pytest.mark.parametrize(
+    ("wrong", "exchange"),
+    [
+        ("damaged", "allgather"),
+        ("not finite", "reduce"),
+        pytest.param("damaged", "reduce", marks=pytest.mark.long),
+        pytest.param("not finite", "allgather", marks=pytest.mark.long),
+    ],
+)
 def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(
     exchange, wrong, monkeypatch
 ):
@@ -82,11 +89,12 @@ SHRINKS = dgc.warmup(1, steps_per_epoch=8, start=0.8, end=0.95, per_step=True)
     [
         ("ab", 0.9, {}),
         ("ab", 0.0, {}),
-        ("ab", 0.3, ROUNDED),
-        ("c", 0.9, ROUNDED),
+        ("c", 0.3, ROUNDED),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("ab", 0.3, ROUNDED),
+                ("c", 0.9, ROUNDED),
                 ("ab", 0.0, ROUNDED),
                 ("ab", SHRINKS, {}),
                 ("ab", 0.1, {}),
@@ -124,7 +132,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
         ]
         assert order == [["a"], ["c"], ["b"]]
         total, ends = {name: torch.zeros(shape) for name, shape in shapes.items()}, []
-        for step in range(5):
+        for step in range(4):
             optimizer.zero_grad()
             some = {name: g.g for name, g in gradients(3 * step + rank, shapes=shapes).items()}
             if step == 1 and rank == 1:
@@ -151,7 +159,7 @@ def test_a_bad_gradient_fails_one_step_on_all_ranks(where, sparsity, options, mo
     ends, weights, _ = ranks[0]
     assert all(others == ends for others, _, _ in ranks)
     failed = 1 if sparsity == 0.0 else 2
-    assert [bool(end) for end in ends] == [step == failed for step in range(5)]
+    assert [bool(end) for end in ends] == [step == failed for step in range(4)]
     assert ends[failed] == f"rank 1 has a gradient that is not finite, in: {where[0]}"
     assert all(torch.equal(p, same[name]) for _, same, _ in ranks for name, p in weights.items())
     for name in "ab":

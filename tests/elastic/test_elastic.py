@@ -63,6 +63,7 @@ def job(tmp_path_factory):
     return {path.stem: torch.load(path) for path in folder.glob("*.pt")}, output
 
 
+@pytest.mark.long
 def test_a_worker_is_killed_and_the_other_goes_on(job):
     """From the last commit, with half of its residuals: it was one of two, now it is all there is."""
     states, output = job
@@ -91,6 +92,7 @@ def test_a_worker_is_killed_and_the_other_goes_on(job):
         assert not after["v"][name].any()
 
 
+@pytest.mark.long
 def test_the_loss_goes_on_falling(job):
     losses = [job[0][f"{i}-of{2 if i < 5 else 1}-rank0"]["loss"] for i in range(1, 9)]
     print("loss by step:", [f"{value:.3f}" for value in losses])

@@ -262,7 +262,7 @@ def test_a_state_from_before_rates_were_kept_goes_on():
     assert torch.equal(older, newer)
 
 
-@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("masking", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_steps_without_a_learning_rate_leave_d_as_it_is(masking):
     """However many: what the momentum still sends tells nothing new of gradients."""
 

@@ -242,7 +242,12 @@ def test_more_exposed_is_never_denser(start, known, shares, forget):
         assert found.shows < found.hides
 
 
-PLACES = [("lockstep", 2), ("lockstep", 3), ("torch", 2), ("torch", 3), ("horovod", 2)]
+PLACES = [
+    ("lockstep", 3),
+    ("torch", 3),
+    ("horovod", 2),
+    *(pytest.param(*place, marks=pytest.mark.long) for place in (("lockstep", 2), ("torch", 2))),
+]
 
 
 def results_of(launcher, size, cases):

@@ -140,7 +140,11 @@ IN_PROCESSES = {"torch": (steps_of_both, compiled_models), "horovod": (steps_of_
 
 
 @pytest.mark.parametrize(
-    ("launcher", "steps"), [("torch", steps_of_both), ("horovod", steps_of_horovod)]
+    ("launcher", "steps"),
+    [
+        ("torch", steps_of_both),
+        pytest.param("horovod", steps_of_horovod, marks=pytest.mark.long),
+    ],
 )
 def test_a_compiled_step(launcher, steps):
     """Dynamo would trace what a gradient's hook calls, and step(): it fails at that."""

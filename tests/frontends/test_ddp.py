@@ -536,7 +536,7 @@ CASES = (
     ddp_orders,
     ddp_no_step,
 )
-sizes = pytest.mark.parametrize("size", [2, 3])
+sizes = pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 
 
 @sizes

@@ -88,7 +88,7 @@ def not_registered():
 IN_PROCESSES = {2: (frozen_later, registered_again, not_registered), 3: (frozen_later,)}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_parameter_that_is_frozen_later_stays_where_it_is(size):
     """As in plain DDP: no momentum, no weight decay, and nothing that was pending."""
     expected = {(kind, name): (True, False) for kind in OPTIMIZERS for name in SCHEDULES}

@@ -25,8 +25,23 @@ SAID_BESIDES = {
 }
 
 
-def observed(size):
-    return ran("horovod", size, IN_PROCESSES[size])[contract.observed]
+def observed(size, name):
+    """What a behaviour was seen to do on each rank."""
+    if contract.takes_long(name):
+        function, functions = contract.observed_in_make_long, (contract.observed_in_make_long,)
+    else:
+        function, functions = contract.observed, IN_PROCESSES[size]
+    return [seen[name] for seen in ran("horovod", size, functions)[function]]
+
+
+def behaviours(names):
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=pytest.mark.long if contract.takes_long(name) else ())
+            for name in names
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", differences.DIFFERENCES)
@@ -38,10 +53,10 @@ def test_ours_differs_from_stock_as_the_documentation_says(name):
 
 @pytest.mark.parametrize("size", IN_PROCESSES)
 @pytest.mark.parametrize("mode", [mode for mode in contract.MODES if mode != "stock"])
-@pytest.mark.parametrize("name", contract.BEHAVIOURS)
+@behaviours(contract.BEHAVIOURS)
 def test_as_on_stock(name, mode, size):
-    for rank, seen in enumerate(observed(size)):
-        stock, ours = seen[name]["stock"], seen[name][mode]
+    for rank, seen in enumerate(observed(size, name)):
+        stock, ours = seen["stock"], seen[mode]
         assert ours["error"] == stock["error"]
         assert ours["alike"] == stock["alike"]
         if mode == "dense" or size == 1:
@@ -67,15 +82,14 @@ def test_as_on_stock(name, mode, size):
             assert not extra
 
 
-@pytest.mark.parametrize("name", [name for name in contract.BEHAVIOURS if "_trains_with_" in name])
+@behaviours([name for name in contract.BEHAVIOURS if "_trains_with_" in name])
 def test_ranks_that_compress_have_the_same_parameters(name):
-    one, other = (seen[name]["sparse"]["close"] for seen in observed(2))
+    one, other = (seen["sparse"]["close"] for seen in observed(2, name))
     assert one and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_changed_update_is_told_in_the_same_warning():
-    said = [seen["clip_what_travels_compressed"] for seen in observed(2)]
-    for seen in said:
+    for seen in observed(2, "clip_what_travels_compressed"):
         (text,) = seen["sparse"]["warnings"]
         assert (
             text.startswith(seen["stock"]["warnings"][0])

@@ -1,8 +1,11 @@
 """The public interface is typed: a type checker refuses what does not exist, and passes what torch expects."""
 
+import inspect
 from pathlib import Path
 
 import pytest
+
+import dgc
 
 ROOT = Path(__file__).parents[2]
 mypy = pytest.importorskip("mypy.api")
@@ -52,11 +55,24 @@ def told(tmp_path_factory):
     }
 
 
+def test_public_functions_have_types():
+    """And the package says so to a type checker."""
+    assert (Path(dgc.__file__).parent / "py.typed").exists()
+    functions = {name: getattr(dgc, name) for name in dgc.__all__}
+    functions = {name: given for name, given in functions.items() if inspect.isroutine(given)}
+    assert {"DistributedOptimizer", "register_comm_hook", "save_checkpoint"} <= functions.keys()
+    for name, function in functions.items():
+        missing = inspect.signature(function).parameters.keys() | {"return"}
+        assert missing - function.__annotations__.keys() == set(), name
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("line", RIGHT)
 def test_what_is_right_passes(told, line):
     assert told[line] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", WRONG)
 def test_what_is_wrong_is_refused(told, line):
     assert any(WRONG[line] in said for said in told[line])

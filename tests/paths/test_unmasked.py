@@ -28,18 +28,26 @@ def flat(some, bucket):
     )
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(
-    ("exchange", "n", "bits"),
+    ("exchange", "n", "bits", "nesterov"),
     [
         *(
-            (*case, bits)
+            (*case, bits, nesterov)
             for bits in (2, 16, 32)
             for case in (("allgather", 1), ("allgather", 3), ("reduce", 3))
+            for nesterov in (False, True)
         ),
-        ("allgather", 16, 4),
-        ("allgather", 16, 16),
-        ("reduce", 16, 32),
+        ("allgather", 16, 16, True),
+        ("reduce", 16, 32, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("allgather", 16, 4, False),
+                ("allgather", 16, 4, True),
+                ("allgather", 16, 16, False),
+                ("reduce", 16, 32, True),
+            )
+        ),
     ],
 )
 def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import operator
-import os
 import re
 import shlex
 import signal
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 
 import dgc
 from dgc import cli, tune, user_code
+from dgc.__main__ import main
 
 optuna = pytest.importorskip("optuna")
 
@@ -472,15 +472,15 @@ def test_of_a_flood_the_end_is_told(place):
     assert len(why) < 10_000 and why.rstrip().endswith("yyy no luck")
 
 
-def test_without_optuna_it_says_how_to_get_it():
-    code = (
-        "import sys; sys.modules['optuna'] = None; sys.argv = ['dgc', 'tune', '--epochs', '1', '--maximize', "
-        "'true', '{sparsity}']; from dgc.__main__ import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ}
-    )
-    assert (done.returncode, done.stderr) == (1, "dgc: tune needs optuna: pip install optuna\n")
+def test_without_optuna_it_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not there
+    monkeypatch.delitem(sys.modules, "dgc.tune.study")
+    line = ["dgc", "tune", "--epochs", "1", "--maximize", "true", "{sparsity}"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "dgc: tune needs optuna: pip install optuna\n"
 
 
 def test_help_teaches_by_example():
