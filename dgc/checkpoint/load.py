@@ -79,7 +79,8 @@ def load_checkpoint(
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     if engine is not None and engine.settings.exchanges:
-        engine.drop_step()  # what is on its way belongs to another v, and would pair up with what is asked here
+        # What is on its way belongs to another v, and would pair up with what is asked here.
+        engine.abort_step_together()
 
     def look() -> Any:
         folder = Path(path)  # a TypeError where it is none
@@ -223,7 +224,7 @@ class _Loading:
                 self._residuals,
                 state["residuals"],
                 self._weights[rank],
-                alone=len(self._weights) == 1,
+                single_weight=len(self._weights) == 1,
             )
 
     def _blamed(self, name: str) -> contextlib.AbstractContextManager[None]:

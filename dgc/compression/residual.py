@@ -27,7 +27,7 @@ class Gradient:
     nesterov: bool = False
 
 
-class Bucket:
+class Residual:
     """Some parameters of one device and dtype, and what is kept of them: one flat u and one flat v.
 
     Args:
@@ -181,7 +181,7 @@ class Bucket:
         self.overflow_entries = self.held_entries = 0
         self.count(torch.full_like(self.total_entries, self.numel))
 
-    def rest(self) -> None:
+    def record_idle_step(self) -> None:
         """A step has none of its gradients, and nothing is sent."""
         self.gradient_square = 0.0
         self.entries_sent = self.overflow_entries = self.held_entries = 0

@@ -70,7 +70,7 @@ def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
 # -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
 
 
-def backward_task() -> int:
+def graph_task_id() -> int:
     """The number of the backward pass that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
 

@@ -15,19 +15,19 @@ from dgc.engine.agreement import Agreement
 from dgc.engine.backward import (
     add_hook,
     at_end_of_backward,
-    backward_task,
+    graph_task_id,
     refuse_gradients_of_others,
     within_another,
 )
-from dgc.engine.exchange import Launcher, arrive, flush_all, skip
+from dgc.engine.exchange import Launcher, fill_with_infinity, finish_exchange, flush_all
 from dgc.engine.gradients import Gradients
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters, exchanged
-from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
 from dgc.engine.report import Report
+from dgc.engine.residual_state import ResidualState
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Ledger, Phase, Step
 from dgc.engine.wrapped import momentum_of
@@ -69,7 +69,7 @@ class Hooks:
     def __init__(self, ends_with_backward: bool):
         self.ends_with_backward, self.waits_for_all = ends_with_backward, True
         self._lock = threading.RLock()
-        self._task = -1  # torch's number of the last backward pass
+        self._graph_task_id = -1  # torch's number of the last backward pass
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`GradientSource`."""
@@ -84,15 +84,15 @@ class Hooks:
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
                     alive.arrived(parameter)
                     if self.ends_with_backward:
-                        self._await_end(alive)
+                        self._call_at_end(alive)
 
         for parameter in parameters:
             add_hook(parameter, call)
 
-    def _await_end(self, engine: Engine) -> None:
+    def _call_at_end(self, engine: Engine) -> None:
         """Has the engine told when the backward pass that runs has ended."""
-        if (task := backward_task()) != self._task:
-            self._task = task
+        if (running := graph_task_id()) != self._graph_task_id:
+            self._graph_task_id = running
             at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
 
     def has_step(self, engine: Engine) -> bool:
@@ -142,13 +142,13 @@ class Engine:
         self._launcher = Launcher(
             parameters, self._gradients, self._applier, self._progress, self._misuse
         )
-        self._pending = Pending(parameters, self._nonfinite, self._gradients)
+        self._residuals = ResidualState(parameters, self._nonfinite, self._gradients)
         self._steps = 0  # calls of step() that have applied something
         self.synchronizes = True
         self.step = Step((), 0)
-        self.adopt(parameters.groups, settings.groups)
+        self.register_groups(parameters.groups, settings.groups)
         self._progress.begin()
-        self._pending.begin()
+        self._residuals.begin()
 
     # -- the parameters ------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Engine:
     @property
     def residual_device(self) -> torch.device | None:
         """The device of residuals, where there are any; the model may have been moved off it."""
-        return next((bucket.v.device for bucket in self._parameters.kept()), None)
+        return next((residual.v.device for residual in self._parameters.residuals()), None)
 
     @property
     def is_dense(self) -> bool:
@@ -200,7 +200,7 @@ class Engine:
         if self.settings.exchanges:
             self._parameters.check_unchanged()
 
-    def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
+    def register_groups(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
         """Exchanges the gradients of these param groups from now on.
 
         Args:
@@ -216,7 +216,7 @@ class Engine:
         self._parameters.add(parameters, self.source.waits_for_all, groups)
         if self.settings.exchanges:
             self.source.watch(parameters, self)
-        if self.settings.role is not Role.ALONE:
+        if self.settings.role is not Role.SINGLE_PROCESS:
             self._applier.fill_state()
 
     def compare_again(self) -> None:
@@ -236,12 +236,15 @@ class Engine:
             self._misuse.refuse_backward()
         if parameter.is_complex() and parameter.grad is not None and parameter.grad.is_conj():
             parameter.grad = parameter.grad.resolve_conj()
-        if step.arrive(parameter, delay, self._parameters.bucket_of) and self._agreement.reached:
+        if (
+            step.record_gradient(parameter, delay, self._parameters.bucket_of)
+            and self._agreement.reached
+        ):
             self._launcher.launch_ready(step)
 
     def backward_ends(self) -> None:
         """A backward pass has ended, and with it the step's exchange, if a gradient is complete."""
-        if any(self.step.delays[parameter] == 0 for parameter in self.step.fired):
+        if any(self.step.delays[parameter] == 0 for parameter in self.step.with_gradient):
             self.exchange()
 
     def _open(self) -> Step:
@@ -258,7 +261,7 @@ class Engine:
                 self._nonfinite.forget()
         elif before.phase is not Phase.IDLE:
             self._next_step()
-        self._pending.step_opens()
+        self._residuals.step_opens()
         if (
             self._agreement.reached
         ):  # else how ranks are grouped may not be known, and exchange() does this
@@ -282,7 +285,7 @@ class Engine:
         if self.step.exchanged:
             return
         if not self.settings.exchanges:
-            if self.settings.role is Role.ALONE:
+            if self.settings.role is Role.SINGLE_PROCESS:
                 self._gradients.clip_alone(self.step)
             self._next_step(Phase.EXCHANGED)
             return
@@ -291,7 +294,7 @@ class Engine:
             self._open()
         step, met = self.step, self._agreement.reached
         self._meet(step)
-        self._misuse.tell_of_late_change(step)
+        self._misuse.warn_of_late_change(step)
         self._progress.computing_stops()
         try:
             with step.marked():
@@ -302,9 +305,9 @@ class Engine:
             FloatingPointError
         ) as error:  # on all ranks alike, which raise it in step(), if it is called
             step.error, finite = error, False
-            skip(step, self._parameters)
+            fill_with_infinity(step, self._parameters)
         except ValueError:  # on all ranks alike
-            self.give_up()
+            self.abort_step()
             raise
         if finite:
             self._close(step)
@@ -315,12 +318,14 @@ class Engine:
         """Agrees with the other ranks, the first time, before anything is exchanged."""
         try:
             if not self._agreement.reached:
-                self._ledger.lost_residuals += self._agreement.reach(self._gradients, self._pending)
+                self._ledger.lost_residuals += self._agreement.reach(
+                    self._gradients, self._residuals
+                )
         except ValueError:  # on all ranks alike
-            self.give_up()
+            self.abort_step()
             raise
         step.world = self._gradients.world
-        self._gradients.level()
+        self._gradients.average_residuals()
 
     def _run(self, step: Step) -> bool:
         """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients
@@ -328,15 +333,17 @@ class Engine:
         """
         step.inverse = self._gradients.measure_inverse()
         self._launcher.reopen_rest(step)
-        if self.settings.waits and not self._nonfinite.all_finite(self._gradients.all(step), step):
+        if self.settings.checks_finite_first and not self._nonfinite.all_finite(
+            self._gradients.all(step), step
+        ):
             return False
         if self.settings.config.clips_globally:
             if step.world.node_size > 1:
                 self._launcher.average_in_node(step)
             step.clip = self._gradients.global_factor(self._gradients.all(step), step)
         self._launcher.launch_rest(step)
-        blame = arrive(step, self._parameters, self._applier, self._nonfinite)
-        if blame and not self.settings.waits:
+        blame = finish_exchange(step, self._parameters, self._applier, self._nonfinite)
+        if blame and not self.settings.checks_finite_first:
             step.error = FloatingPointError(blame)
         return not blame
 
@@ -347,19 +354,19 @@ class Engine:
         if step.error is None:
             self._ledger.skip(step)
         else:
-            self._ledger.drop(step)
-        step.abandon(wait=False)
+            self._ledger.close_without_update(step)
+        step.abort(wait=False)
         if not step.stock or step.error is None:  # else p.grad is stock's
-            skip(step, self._parameters)
+            fill_with_infinity(step, self._parameters)
         self._next_step(Phase.SKIPPED, step)
 
     def _close(self, step: Step) -> None:
         """All updates are there: counts them, and readies the next step."""
-        self._ledger.close(step, self._parameters.numel, self._parameters.dense_numel)
+        self._ledger.close_with_update(step, self._parameters.numel, self._parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
         if not self._steps:  # later nobody asks
             self.step.changes = self._misuse.changes(self.step)
-        self.step.note(self.listed)
+        self.step.record_versions(self.listed)
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Waits for the exchange and applies the update. A closure is evaluated before the
@@ -379,14 +386,14 @@ class Engine:
             if (
                 self.step.exchanged and not self.source.ends_with_backward
             ):  # one warning, as stock's
-                warn(SYNCHRONIZED_TWICE + self._misuse.told_of_changed_update(self.step, " Also, "))
+                warn(SYNCHRONIZED_TWICE + self._misuse.changed_update_warning(self.step, " Also, "))
             self.synchronize()
         self.raise_found()
         if self.step.phase is Phase.SKIPPED:
             self.optimizer.zero_grad()
         else:
             self.source.before_update(self)
-            if change := self._misuse.told_of_changed_update(self.step):
+            if change := self._misuse.changed_update_warning(self.step):
                 warn(change)
             self.apply()
         return loss
@@ -404,7 +411,7 @@ class Engine:
             and self._nonfinite.is_error
         ):
             error = self._nonfinite.take_found(step)
-            if error is not None and self.settings.waits:
+            if error is not None and self.settings.checks_finite_first:
                 self._ledger.skip(step)
                 self._next_step(Phase.SKIPPED, step)
                 return
@@ -426,7 +433,7 @@ class Engine:
         if counts:
             if step.hands_back:
                 self._progress.hand_back(step)
-            self._pending.follow_step()
+            self._residuals.follow_step()
         if step.exchanged:
             self._next_step()
 
@@ -443,38 +450,38 @@ class Engine:
         """Drops the update that waits for step(): what was sent of compressed gradients goes back
         into v.
         """
-        deliveries = self.step.deliveries
+        unapplied = self.step.unapplied
         if not self._steps:
             self._misuse.refuse_step_of_another(self.step)
-        self._take_back()
+        self._undo_exchanges()
         if any(
-            float(delivery.bucket.kept.gradient_square)
-            for delivery in deliveries
-            if delivery.bucket.kept
+            float(received.bucket.residual.gradient_square)
+            for received in unapplied
+            if received.bucket.residual
         ):
-            self._misuse.tell_of_dropped_update()
+            self._misuse.warn_of_dropped_update()
         if self.settings.exchanges:
             self._nonfinite.forget()  # nobody applies what was not finite
         self._next_step()
 
-    def _take_back(self) -> None:
+    def _undo_exchanges(self) -> None:
         """Takes what was sent of updates that nobody will apply back into v."""
         step = self.step
-        for delivery in [*step.earlier, *step.deliveries]:
-            self._applier.take_back(delivery, delivery.parameters)
-        self._applier.put_back(step.direct, step)
+        for received in [*step.earlier, *step.unapplied]:
+            self._applier.undo_exchange(received, received.parameters)
+        self._applier.restore_v(step.direct, step)
         self._parameters.handed_over.difference_update(
-            p for delivery in step.direct for p in delivery.parameters
+            p for received in step.direct for p in received.parameters
         )
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Drops the step under way; what it took out of v is put back."""
-        self.step.abandon(wait=False)
-        self._take_back()
-        self._ledger.drop(self.step)
+        self.step.abort(wait=False)
+        self._undo_exchanges()
+        self._ledger.close_without_update(self.step)
         self._next_step()
 
-    def drop_step(self) -> None:
+    def abort_step_together(self) -> None:
         """Drops the step under way, as something else is loaded on all ranks. What some of them
         have begun is begun by all, and waited for: torch.distributed pairs collectives up by order,
         and Horovod by names. Each rank must have had a gradient, or each none. Of a step that has
@@ -489,9 +496,9 @@ class Engine:
         try:
             if begun and not step.failed:
                 self._launcher.launch_rest(step)
-                step.abandon(wait=True)
+                step.abort(wait=True)
         finally:
-            self.give_up()
+            self.abort_step()
 
     # -- the optimizer's state -----------------------------------------------------------------------------------------
 
@@ -503,25 +510,25 @@ class Engine:
         """Goes on with a training that was loaded into the optimizer."""
         compressed = not self._parameters.stock  # begin() forgets, alone
         self._progress.begin()
-        if self.settings.role is Role.ALONE:
+        if self.settings.role is Role.SINGLE_PROCESS:
             has_momentum = any(momentum_of(group)[0] for group in self._parameters.groups)
             if compressed and has_momentum and self.settings.config.momentum_correction:
-                self._misuse.tell_of_missing_momentum(of_adam=not self._applier.is_sgd)
+                self._misuse.warn_of_missing_momentum(of_adam=not self._applier.is_sgd)
             return
-        self._pending.begin_anew()
+        self._residuals.begin_anew()
         self._applier.fill_state()
 
     def report(self) -> Report:
         """What was sent in the last step and in all."""
-        self._nonfinite.look()
+        self._nonfinite.poll()
         return self._ledger.report(self._parameters, self._progress.last_sparsity())
 
     # -- residuals -----------------------------------------------------------------------------------------------------
 
     @property
-    def adds_residuals(self) -> bool:
+    def v_is_update(self) -> bool:
         """Whether what is pending can be added to parameters: it is an update, not a gradient."""
-        return self._applier.adds
+        return self._applier.v_is_update
 
     @torch.inference_mode(
         False
@@ -536,15 +543,15 @@ class Engine:
         try:
             flush_all(self._parameters, self._applier, step)
         finally:
-            self._ledger.drop(step)
+            self._ledger.close_without_update(step)
 
     def residual_views(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name."""
-        return self._pending.views()
+        return self._residuals.views()
 
     def residuals(self) -> dict[str, Any]:
         """A copy of this rank's u and v, by parameter name, and whose they are."""
-        return self._pending.state()
+        return self._residuals.state()
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`residuals` gave, in place of the step under way.
@@ -552,10 +559,10 @@ class Engine:
         Raises:
             ValueError: it is of another version, rank, world size or model; nothing is loaded then.
         """
-        self.drop_step()
-        self._pending.check(state)
-        self._pending.load(state)
-        self._progress.take_back()
+        self.abort_step_together()
+        self._residuals.check(state)
+        self._residuals.load(state)
+        self._progress.cancel_first_step()
 
     def sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""
@@ -569,14 +576,14 @@ class Engine:
         """Takes up what an original had, until another training is loaded. The residuals of another
         rank are left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
         """
-        if self._pending.is_of_another_rank(residuals):
+        if self._residuals.is_of_another_rank(residuals):
             warn(
                 f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, "
                 "as each has its own (to broadcast a scheduler, broadcast its state_dict())"
             )
         else:
             self.load_residuals(residuals)
-            self._pending.follow_step()
+            self._residuals.follow_step()
         self.load_sparse_names(sparse)
 
     # -- an elastic job's state ----------------------------------------------------------------------------------------
@@ -586,21 +593,21 @@ class Engine:
         if self.settings.exchanges:
             self.check_between_steps("state.commit()")
         return {
-            "size": self._pending.world_size,
+            "size": self._residuals.world_size,
             "lost": self._ledger.lost_residuals,
-            **copy.deepcopy(self._pending.views()),
+            **copy.deepcopy(self._residuals.views()),
         }
 
     def roll_back(self) -> None:
         """Drops the step under way, which may never end, as ranks are gone; and what was found in
         the last one, which a rank that joins has not found.
         """
-        self.give_up()
+        self.abort_step()
         self._nonfinite.forget()
 
     def restore(self, committed: Mapping[str, Any]) -> None:
         """Takes up what :meth:`commit` gave, once the optimizer's own state is that of the commit."""
-        self._pending.load(committed)
+        self._residuals.load(committed)
         # Those that are gone since are counted anew.
         self._ledger.lost_residuals = committed["lost"]
 

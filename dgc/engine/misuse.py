@@ -9,7 +9,7 @@ from torch import Tensor
 from dgc.engine.backward import calling_scaler
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
-from dgc.engine.step import UNKNOWN, Phase, Step
+from dgc.engine.step import UNKNOWN_VERSION, Phase, Step
 from dgc.warn import warn
 
 SYNCHRONIZED_TWICE = (  # Horovod's words
@@ -63,7 +63,7 @@ class Misuse:
         """
         if self._settings.grad_scaler is not None and step.phase is Phase.COLLECTING:
             why = "there were fewer backward passes than backward_passes_per_step"
-            if all(step.delays[parameter] <= 0 for parameter in step.fired):
+            if all(step.delays[parameter] <= 0 for parameter in step.with_gradient):
                 why = (
                     "torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
                     "one, whose end is not told; use_reentrant=False has no such limit"
@@ -83,7 +83,7 @@ class Misuse:
 
     def changes(self, step: Step) -> int:
         """How often the parameters were changed whose compressed updates wait for step()."""
-        return sum(p._version for delivery in step.deliveries for p in delivery.parameters)
+        return sum(p._version for received in step.unapplied for p in received.parameters)
 
     def refuse_step_of_another(self, step: Step) -> None:
         """Refuses to drop an update that another optimizer has applied: it would be sent once more."""
@@ -94,7 +94,7 @@ class Misuse:
                 "(register the optimizer that takes the step, such as the one in a wrapper)"
             )
 
-    def tell_of_dropped_update(self) -> None:
+    def warn_of_dropped_update(self) -> None:
         """Warns that step() did not follow an exchange of compressed gradients."""
         self.warn_of_loss(
             "step() was not called after an exchange of compressed gradients, so their update is dropped: what was "
@@ -105,7 +105,7 @@ class Misuse:
             "are not finite"
         )
 
-    def tell_of_missing_momentum(self, of_adam: bool) -> None:
+    def warn_of_missing_momentum(self, of_adam: bool) -> None:
         """Warns that a process goes on alone with a state whose momentum was in residuals."""
         self.warn_of_loss(
             "the state is of several ranks, whose momentum was in their residuals, and one process "
@@ -118,7 +118,7 @@ class Misuse:
             )
         )
 
-    def tell_of_late_change(self, step: Step) -> None:
+    def warn_of_late_change(self, step: Step) -> None:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
         if (changed := next(self._changed(step), None)) is not None:
             self.warn_of_loss(
@@ -128,13 +128,13 @@ class Misuse:
                 "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)"
             )
 
-    def told_of_changed_update(self, step: Step, before: str = "") -> str:
+    def changed_update_warning(self, step: Step, before: str = "") -> str:
         """The warning, once, where a compressed parameter's update was changed; what travels dense
         may be.
         """
-        if self._warned or not step.deliveries:
+        if self._warned or not step.unapplied:
             return ""
-        compressed = {p for delivery in step.deliveries for p in delivery.parameters}
+        compressed = {p for received in step.unapplied for p in received.parameters}
         changed = next(
             (
                 p
@@ -164,6 +164,10 @@ class Misuse:
         """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a
         change.
         """
-        for p, (gradient, version) in step.seen.items():
-            if (g := p.grad) is None or gradient() is not g or version not in (UNKNOWN, g._version):
+        for p, (gradient, version) in step.versions.items():
+            if (
+                (g := p.grad) is None
+                or gradient() is not g
+                or version not in (UNKNOWN_VERSION, g._version)
+            ):
                 yield p

@@ -13,7 +13,7 @@ from torch import Tensor
 from dgc.collective import Collective
 from dgc.engine.parameters import Parameters, sum_of_shards
 from dgc.engine.step import Step
-from dgc.paths.finite import PendingVerdict
+from dgc.paths.finite import DeferredVerdict
 from dgc.trace import stage
 from dgc.transport.run import PathRun, wait_for_own_stream
 from dgc.warn import LOG, warn
@@ -29,8 +29,8 @@ class NonFinite:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self._found: list[FloatingPointError | ValueError] = []  # in messages
-        self._pending: list[
-            tuple[str, PendingVerdict]
+        self._deferred: list[
+            tuple[str, DeferredVerdict]
         ] = []  # the name of an exchange, and the verdict on its sum
         self._warned = False
 
@@ -39,7 +39,7 @@ class NonFinite:
         """Whether a gradient that is not finite is an error: not where nothing is kept, nor
         clipped, as in Horovod.
         """
-        return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
+        return bool(self._parameters.residuals()) or self._settings.config.clip_norm is not None
 
     def all_finite(self, gradients: list[Tensor], step: Step) -> bool:
         """Whether all gradients are finite, on all ranks: one collective, and one host-device
@@ -77,7 +77,7 @@ class NonFinite:
         # Which is on the device by now.
         inverse = one if step.inverse is None else step.inverse.tensor.double()
         bad = Collective(
-            "sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
+            "all_reduce", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
         )
         step.count(bad)
         with stage("dgc::exchange"):
@@ -85,7 +85,7 @@ class NonFinite:
         found, n, inverses, squares = sum_of_shards(total, self._parameters.first).tolist()
         if n * squares - inverses**2 > 1e-9 * n * squares:  # n^2 times their variance
             everyones = self._settings.transport.start(
-                Collective("gather", (1 / inverse).view(1)), "dgc.scale"
+                Collective("all_gather", (1 / inverse).view(1)), "dgc.scale"
             )()
             raise ValueError(
                 "the loss's scale must be the same on all ranks, got, rank by rank, "
@@ -97,18 +97,18 @@ class NonFinite:
             )
         return not found
 
-    def expect(self, name: str, verdict: PendingVerdict) -> None:
+    def expect(self, name: str, verdict: DeferredVerdict) -> None:
         """Remembers a verdict that is still to come."""
-        self._pending.append((name, verdict))
+        self._deferred.append((name, verdict))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Notes what a GPU, which runs asynchronously, has found in the last step's messages."""
-        for device in {bucket.v.device for bucket in self._parameters.compressed()}:
+        for device in {residual.v.device for residual in self._parameters.compressed_residuals()}:
             wait_for_own_stream(device)  # which may be using v
         self._found += [
-            error for _, verdict in self._pending if (error := verdict.damaged) is not None
+            error for _, verdict in self._deferred if (error := verdict.damaged) is not None
         ]
-        self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
+        self._deferred = [(name, verdict) for name, verdict in self._deferred if verdict.not_finite]
 
     def raise_found(self, step: Step) -> None:
         """Raises what was found, where all ranks are: they have found the same, and whoever raises
@@ -121,8 +121,8 @@ class NonFinite:
         """The error in what was found, which is forgotten with it; all ranks ask, and a step counts
         what they send.
         """
-        self.look()
-        for name, verdict in self._pending:
+        self.poll()
+        for name, verdict in self._deferred:
             # Where ranks that have come since would not know that they are asked.
             asked = not self._settings.elastic
             blame = (
@@ -135,12 +135,12 @@ class NonFinite:
             if self.is_error:
                 self._found.append(verdict.error(blame))
             else:
-                self.tell(str(verdict.error(blame)))
+                self.warn_if_applied(str(verdict.error(blame)))
         error = self._found[0] if self._found else None
-        self._found, self._pending = [], []
+        self._found, self._deferred = [], []
         return error
 
-    def tell(self, blame: str) -> None:
+    def warn_if_applied(self, blame: str) -> None:
         """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have
         found the same.
 
@@ -156,5 +156,5 @@ class NonFinite:
 
     def forget(self) -> None:
         """Drops what was found, with the step that fails for it, once what was bad is back in v."""
-        self.look()
-        self._found, self._pending = [], []
+        self.poll()
+        self._found, self._deferred = [], []

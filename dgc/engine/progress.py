@@ -64,7 +64,7 @@ class AdaptiveSparsity:
         the bounds.
         """
         start = Found(self._schedule.start)._asdict()
-        values = {kept: float(group.get(kept, start[key])) for key, kept in KEYS.items()}
+        values = {saved: float(group.get(saved, start[key])) for key, saved in KEYS.items()}
         return {**values, SPARSITY: self._schedule.within(values[SPARSITY])}
 
     def step_ends(self, group: dict[str, Any], step: int) -> None:
@@ -77,16 +77,16 @@ class AdaptiveSparsity:
         if (
             step % every == 0 and world is not None and world.size > 1
         ):  # an elastic job may be down to one
-            share = self._exposed_share(now)
+            ratio = self._exposed_ratio(now)
             self._steps = {}
-            if share is not None:
-                found = Found(*(group[kept] for kept in KEYS.values()))
-                found = self._schedule.after(found, share, forget=step // every % FORGET == 0)
+            if ratio is not None:
+                found = Found(*(group[saved] for saved in KEYS.values()))
+                found = self._schedule.after(found, ratio, forget=step // every % FORGET == 0)
                 group.update(zip(KEYS.values(), found, strict=True))
             now = self._mark()  # deciding does not count
         self._ended, self._exposed = now, []
 
-    def _exposed_share(self, now: Any) -> float | None:
+    def _exposed_ratio(self, now: Any) -> float | None:
         """The exposed time of exchanges / computing time; None if most steps were not measured on
         all ranks.
         """
@@ -97,11 +97,11 @@ class AdaptiveSparsity:
             seconds = sum(_seconds(*times) for times in exposed)
             own[row, 0], own[row, 1] = seconds, max(_seconds(began, ended) - seconds, 1e-9)
         everyones = self._transport.start(
-            Collective("gather", own.to(self._device)), "dgc.pace"
+            Collective("all_gather", own.to(self._device)), "dgc.pace"
         )().cpu()
-        shares = everyones[:, :, 0].amin(0) / everyones[:, :, 1].amax(0)
-        shares = shares[~shares.isnan()]
-        return shares.median().item() if 2 * len(shares) > self._schedule.every else None
+        ratios = everyones[:, :, 0].amin(0) / everyones[:, :, 1].amax(0)
+        ratios = ratios[~ratios.isnan()]
+        return ratios.median().item() if 2 * len(ratios) > self._schedule.every else None
 
     def _mark(self) -> Any:
         """Now; on a GPU, when it has done what the current stream was given so far."""
@@ -138,7 +138,7 @@ class Progress:
     def begin(self) -> None:
         """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
         self._applier.begin()
-        if self._settings.role is Role.ALONE:
+        if self._settings.role is Role.SINGLE_PROCESS:
             self._group.pop(BEGAN, None)
             return
         self._group.setdefault(STEP, 0)
@@ -163,25 +163,25 @@ class Progress:
         parameters, adam = self._parameters, self._applier.adam
         if (
             parameters.stock
-            and not self._gradients.alone
+            and not self._gradients.is_single
             and self._scheduled().sparsity_at(parameters.step) > 0
-            and (not adam.used or adam.ready(self._scheduled()))
+            and (not adam.is_active or adam.ready(self._scheduled()))
         ):
             self._applier.take_over()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
         step.hands_back = (
             not step.stock
-            and not adam.used
+            and not adam.is_active
             and self._settings.config.local_steps is None
             and self.config().sparsity_at(parameters.step) == 0
         )
 
     def config(self) -> Config:
         """The config, with the sparsity in force where it is not the schedule's."""
-        if self._gradients.alone:
+        if self._gradients.is_single:
             return replace(self._settings.config, sparsity=0.0)
-        return self._applier.adam.in_force(self._scheduled())
+        return self._applier.adam.effective_config(self._scheduled())
 
     def _scheduled(self) -> Config:
         return (
@@ -192,7 +192,7 @@ class Progress:
 
     def last_sparsity(self) -> float:
         """The sparsity that the schedule gave for the last step; of an adaptive one, for the next."""
-        return self._applier.adam.in_force(self._scheduled()).sparsity_at(
+        return self._applier.adam.effective_config(self._scheduled()).sparsity_at(
             max(0, self._group.get(STEP, 0) - 1)
         )
 
@@ -235,7 +235,7 @@ class Progress:
         ):
             self._group[BEGAN] = -1
 
-    def take_back(self) -> None:
+    def cancel_first_step(self) -> None:
         """Residuals of before are loaded: a first compressed step that was not taken is none."""
         if self._settings.exchanges and self._group[BEGAN] == self._group[STEP]:
             self._group[BEGAN] = -1

@@ -167,12 +167,12 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
             )
 
 
-def tell_of_config(settings: Settings, optimizer: Any) -> None:
+def warn_of_config(settings: Settings, optimizer: Any) -> None:
     """Warns, on rank 0, of what learns badly and could be done better."""
     inner, config = optimizer._inner, settings.config
     adaptive = "betas" in optimizer.defaults and not issubclass(inner, torch.optim.SparseAdam)
-    told = settings.role is not Role.OUTSIDE and settings.world.rank == 0
-    if told and adaptive and not config.corrects_momentum and config.compresses:
+    warns = settings.role is not Role.OUTSIDE and settings.world.rank == 0
+    if warns and adaptive and not config.corrects_momentum and config.compresses:
         kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
         warn(
             f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "

@@ -73,7 +73,7 @@ class Distributed(torch.optim.Optimizer):
             {}
             if step.phase is not Phase.COLLECTING
             else {
-                **dict.fromkeys(step.fired, (None, None)),
+                **dict.fromkeys(step.with_gradient, (None, None)),
                 **{p: (flight.run, None) for flight in step.in_flight for p in flight.parameters},
             }
         )
@@ -152,7 +152,7 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         if not engine.settings.exchanges:
             return
-        if not engine.adds_residuals:
+        if not engine.v_is_update:
             if not engine.settings.config.compresses:
                 return  # nothing is ever pending
             raise TypeError(
@@ -219,7 +219,7 @@ class Distributed(torch.optim.Optimizer):
             raise
         for parameter, name in names.items():
             engine.names.setdefault(parameter, name)
-        engine.adopt(optimizer.param_groups[-1:])
+        engine.register_groups(optimizer.param_groups[-1:])
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
@@ -234,7 +234,7 @@ class Distributed(torch.optim.Optimizer):
         )
         if (
             fresh
-            and engine.adds_residuals
+            and engine.v_is_update
             and type(engine.optimizer).__module__ == HOROVODS_MODULE
             and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())
         ):
@@ -253,7 +253,7 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         optimizer = engine.optimizer
         refuse_apex(optimizer)
-        engine.drop_step()
+        engine.abort_step_together()
         engine.synchronizes = True
         groups, given = optimizer.param_groups, [state_dict]
         # By other hooks.

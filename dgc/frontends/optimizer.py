@@ -212,7 +212,7 @@ def connect(
     optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource
 ) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_config(settings, optimizer)
+    checks.warn_of_config(settings, optimizer)
     optimizer._dgc = Engine(optimizer, names, settings, source)
 
 

@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dgc.paths.finite import PendingVerdict
+from dgc.paths.finite import DeferredVerdict
 
 
 class Update(Protocol):
     """The averaged update of a bucket's parameters, equal on every rank.
 
     Targets are contiguous tensors in the update's dtype, one for each parameter in order, with
-    their entries as the bucket has them (:meth:`dgc.compression.residual.Bucket.in_order`); None
+    their entries as the bucket has them (:meth:`dgc.compression.residual.Residual.in_order`); None
     stands for one that is not wanted.
     """
 
@@ -46,7 +46,7 @@ class DenseUpdate:
         self,
         flat: Tensor,
         numels: Sequence[int],
-        verdict: PendingVerdict | None = None,
+        verdict: DeferredVerdict | None = None,
         blame: str = "",
     ):
         self.parts, self.verdict, self.blame = flat.split(list(numels)), verdict, blame

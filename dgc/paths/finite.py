@@ -16,7 +16,7 @@ from torch import Tensor
 from dgc.collective import Collective
 from dgc.compression import device
 from dgc.compression.device import HostCopy
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import NONFINITE, corrupt, not_finite, sender_name, worst
 
 
@@ -33,18 +33,18 @@ class LocalVerdict:
     on_device: bool = False
 
 
-def local_verdict(bucket: Bucket, bad: Sequence[str]) -> LocalVerdict:
+def local_verdict(residual: Residual, bad: Sequence[str]) -> LocalVerdict:
     """The verdict without a host-device synchronisation, where the device is asynchronous.
 
     Args:
         bad: the parameters that the kernel has named.
     """
-    if bucket.flags is not None and bucket.numel and device.is_asynchronous(bucket.v.device):
+    if residual.flags is not None and residual.numel and device.is_asynchronous(residual.v.device):
         return LocalVerdict(on_device=True)
-    return LocalVerdict(tuple(bad or bucket.not_finite()))
+    return LocalVerdict(tuple(bad or residual.not_finite()))
 
 
-class PendingVerdict:
+class DeferredVerdict:
     """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to
     say so. Alike on all ranks.
 
@@ -107,15 +107,15 @@ class PendingVerdict:
 
 
 def verdict_of_rows(
-    bucket: Bucket, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
-) -> Generator[Collective, Tensor, PendingVerdict | None]:
+    residual: Residual, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
+) -> Generator[Collective, Tensor, DeferredVerdict | None]:
     """Raises what rows tell of, alike on all ranks; where a device is asynchronous, later.
 
     Args:
         bad: this rank's parameters whose gradient is not finite.
         status: int64 (N,), of the rows that all ranks have received (:mod:`dgc.compression.wire`).
         each: how many ranks have the same gradient.
-        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's
+        own: as for :class:`DeferredVerdict`; None: the first of the parameters that the bucket's
             flags mark, if there are flags.
 
     Returns:
@@ -126,28 +126,30 @@ def verdict_of_rows(
         ValueError: a row is damaged.
     """
     found = worst(status)
-    if device.is_asynchronous(bucket.v.device) and (own is not None or bucket.flags is not None):
+    if device.is_asynchronous(residual.v.device) and (
+        own is not None or residual.flags is not None
+    ):
         if own is None:
             own = torch.where(
-                bucket.marked.any(),
-                bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()),
+                residual.marked.any(),
+                residual.beginnings.take(residual.marked.to(torch.uint8).argmax()),
                 -1,
             )
         total, damaged = (
             torch.where(found == NONFINITE, 0, -1),
             torch.where(found > 0, found - 1, -1),
         )
-        return PendingVerdict(
-            bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name
+        return DeferredVerdict(
+            residual.names, residual.numels, own, total, each, damaged=damaged, bucket=residual.name
         )
-    told = int(found)
-    if told == NONFINITE:
-        blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)
+    worst_status = int(found)
+    if worst_status == NONFINITE:
+        blame = yield from who_is_not_finite(residual.names, bad, residual.v.device, each)
         raise FloatingPointError(
-            blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}"
+            blame or f"the sum over ranks of their gradients is not finite, in {residual.name}"
         )
-    if told:
-        raise corrupt(sender_name(told - 1, each), bucket.name)
+    if worst_status:
+        raise corrupt(sender_name(worst_status - 1, each), residual.name)
     return None
 
 
@@ -168,12 +170,12 @@ def checked_sum(
     numels: Sequence[int],
     bad: Callable[[], Sequence[str]],
     each: int = 1,
-) -> Generator[Collective, Tensor, tuple[Tensor, PendingVerdict | None]]:
+) -> Generator[Collective, Tensor, tuple[Tensor, DeferredVerdict | None]]:
     """A sum that is finite, or refused; without a host-device synchronisation: zero if it is not
     finite, and the verdict.
 
     Args:
-        own: as for :class:`PendingVerdict`; None where the host knows.
+        own: as for :class:`DeferredVerdict`; None where the host knows.
         total, names, numels, bad: as for :func:`blame_for`.
         each: how many ranks have the same gradient.
 
@@ -183,7 +185,7 @@ def checked_sum(
     if own is None:
         yield from refuse_not_finite(total, names, numels, bad)
         return total, None
-    verdict = PendingVerdict(names, numels, own, first_not_finite(total), each)
+    verdict = DeferredVerdict(names, numels, own, first_not_finite(total), each)
     return torch.where(verdict.fine, total, 0), verdict
 
 
@@ -238,7 +240,7 @@ def who_is_not_finite(
     """
     own = set(bad)
     everyones = yield Collective(
-        "gather", torch.tensor([name in own for name in names], device=where)
+        "all_gather", torch.tensor([name in own for name in names], device=where)
     )
     return "; ".join(
         str(

@@ -8,8 +8,8 @@ from laws import walk, worlds
 from test_compressed import buckets, gradients
 
 import dgc
-from dgc.collective import AbandonedError
-from dgc.paths.compressed import flush, reduce
+from dgc.collective import AbortedError
+from dgc.paths.compressed import exchange_bucket, flush
 
 SPARSITY = dgc.piecewise({0: 0.99, 4: 0.9, 7: 0.0, 8: 0.75, 12: 0.999, 18: 0.5})
 
@@ -63,7 +63,7 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
             given[0].pop("b")  # sits this step out
             continue_from = mine[0].u.clone()
         paths = [
-            reduce(b, g, config, step, w, average=False)
+            exchange_bucket(b, g, config, step, w, average=False)
             for b, g, w in zip(mine, given, worlds(n), strict=True)
         ]
         if step in (
@@ -75,8 +75,8 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
                 for r, path in enumerate(paths):
                     path.send(torch.stack([request.tensor[r] for request in asked]))
             for path in paths:
-                with suppress(AbandonedError):
-                    path.throw(AbandonedError())
+                with suppress(AbortedError):
+                    path.throw(AbortedError())
         else:
             sent += walk(paths)[0]
         if step == 15:

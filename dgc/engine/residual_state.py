@@ -16,7 +16,7 @@ from dgc.engine.parameters import Parameters, shard
 from dgc.warn import warn
 
 
-class Pending:
+class ResidualState:
     """This rank's residuals.
 
     Args:
@@ -38,11 +38,11 @@ class Pending:
 
     def state(self) -> dict[str, Any]:
         """A copy of u and v, by parameter name; see ``residual_state_dict`` of the optimizer."""
-        kept = {
+        copies = {
             letter: {name: view.clone() for name, view in views.items()}
             for letter, views in self.views().items()
         }
-        return {**self._identity(), **kept}
+        return {**self._identity(), **copies}
 
     def _identity(self) -> dict[str, Any]:
         """The rank, world size and shard that the residuals belong to."""
@@ -57,12 +57,12 @@ class Pending:
 
     def views(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name, after all that is still to be put back into them."""
-        self._nonfinite.look()
+        self._nonfinite.poll()
         views: dict[str, dict[str, Tensor]] = {"u": {}, "v": {}}
-        for bucket in self._parameters.kept():
-            views["v"].update(bucket.views(bucket.v))
-            if bucket.u is not None:
-                views["u"].update(bucket.views(bucket.u))
+        for residual in self._parameters.residuals():
+            views["v"].update(residual.views(residual.v))
+            if residual.u is not None:
+                views["u"].update(residual.views(residual.u))
         return views
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Pending:
         if self._step not in (None, self._parameters.step):
             self._clear()
         self.follow_step()
-        if self._missing and self._parameters.kept() and not self._parameters.stock:
+        if self._missing and self._parameters.residuals() and not self._parameters.stock:
             warn(
                 f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
                 "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
@@ -155,7 +155,7 @@ class Pending:
             How many are gone, each with what it had pending.
         """
         transport, device = self._settings.transport, self._parameters.device
-        asked = Collective("gather", torch.tensor([self.world_size], device=device))
+        asked = Collective("all_gather", torch.tensor([self.world_size], device=device))
         before = transport.start(asked, "dgc.regroup")().flatten().tolist()
         own, self.world_size = self.world_size, size
         if self._settings.average and own not in (
@@ -168,8 +168,11 @@ class Pending:
         former, remain = max(before), sum(n > 0 for n in before)
         if lost := max(0, former - remain):
             zero = torch.zeros(1, dtype=torch.float32, device=device)
-            squares = [norm(b.v).square().view(1).to(device) for b in self._parameters.kept()]
-            square = Collective("sum", sum(squares, zero))
+            squares = [
+                norm(residual.v).square().view(1).to(device)
+                for residual in self._parameters.residuals()
+            ]
+            square = Collective("all_reduce", sum(squares, zero))
             pending = (transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
             warn(
                 f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
