@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -28,14 +28,14 @@ class Collective:
     op: Operation
     tensor: Tensor
     root: int = 0  # a rank within the group; the transport translates it
-    group: Literal["world", "intra_node", "inter_node"] = (
-        "world"  # all | those of this rank's node | its like, one of each node
-    )
+    # world: all ranks; intra_node: those of this rank's node; inter_node: those with this rank's
+    # local_rank, one in each node.
+    group: Literal["world", "intra_node", "inter_node"] = "world"
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that exchange gradients, numbered node by node.
+    """The ranks that exchange gradients, numbered node by node, and whether they average them.
 
     A node's ranks average their gradients before these are compressed: then each of them has the
     same u and v, and one contributes what one rank does otherwise. Of ``node_size`` 1, the default,
@@ -45,6 +45,7 @@ class World:
     rank: int
     size: int
     node_size: int = 1
+    average: bool = True  # sums over contributors are divided by their number
 
     @property
     def nodes(self) -> int:
@@ -63,13 +64,14 @@ class World:
     @property
     def without_nodes(self) -> World:
         """This world with each rank on its own, whatever nodes there are."""
-        return World(self.rank, self.size)
+        return replace(self, node_size=1)
 
-    def divisor(self, average: bool) -> float:
+    @property
+    def divisor(self) -> float:
         """The divisor of the sum over nodes; where ranks are added up, a node's average counts once
         for each rank.
         """
-        return self.nodes if average else 1 / self.node_size
+        return self.nodes if self.average else 1 / self.node_size
 
     def members(self, group: str) -> range:
         """The ranks of a group of a :class:`Collective`."""
@@ -95,7 +97,7 @@ Path = Generator[Collective, Tensor, T]
 
 
 class AbortedError(Exception):
-    """Thrown into a path that is given up, which puts back what it has taken.
+    """Thrown into a path that is aborted, which restores v.
 
     A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it
     is: that may be as the interpreter ends, when torch aborts the process if it is asked for a

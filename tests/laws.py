@@ -74,8 +74,8 @@ def misleading(n, seed, zeros, pattern):
     return g
 
 
-def worlds(n):
-    return [World(rank, n) for rank in range(n)]
+def worlds(n, average=True):
+    return [World(rank, n, average=average) for rank in range(n)]
 
 
 def model(seed=0, dtype=torch.float32):

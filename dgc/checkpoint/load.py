@@ -90,9 +90,8 @@ def load_checkpoint(
     while True:
         try:
             return _Loading(folder, manifest, model, optimizer, ranks).run()
-        except (
-            FileNotFoundError
-        ):  # on all ranks alike; a job that saves there may have put a new one in its place
+        except FileNotFoundError:
+            # On all ranks alike: a job that saves there may have put a new manifest in its place.
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
@@ -150,9 +149,9 @@ class _Loading:
         before = on_cpu(self._model)
         try:
             self._ranks.together(self._load_model)
-        except (
-            BaseException
-        ):  # a module of some rank does not take it, which may refuse this too, at the same place
+        except BaseException:
+            # load_state_dict failed on some rank: restore the old state. The module that failed may
+            # fail again, so errors are suppressed.
             with contextlib.suppress(Exception):
                 self._model.load_state_dict(before)
             raise
@@ -237,9 +236,8 @@ class _Loading:
 
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
-        if (
-            engine is not None and self._keeps
-        ):  # before the optimizer's own state: momentum it has moves into u
+        # Before the optimizer's own state, whose momentum moves into u.
+        if engine is not None and self._keeps:
             kept = engine.residuals()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update(

@@ -100,9 +100,8 @@ class Residual:
             if scale is not None:
                 g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
             norm = torch.linalg.vector_norm(g)
-            if (
-                not torch.isfinite(norm) and not torch.isfinite(g).all()
-            ):  # or only its square is not
+            # The norm may be infinite where no entry is.
+            if not torch.isfinite(norm) and not torch.isfinite(g).all():
                 bad.append(name)
                 g = torch.where(torch.isfinite(g), g, 0)
                 norm = torch.linalg.vector_norm(g)
@@ -150,6 +149,11 @@ class Residual:
             left[name].copy_(here[name])
             here[name].zero_()
         return taken
+
+    @cached_property
+    def numel_of(self) -> dict[str, int]:
+        """Parameter -> its entries, one after the other."""
+        return dict(zip(self.names, self.numels, strict=True))
 
     @cached_property
     def ends(self) -> Tensor:

@@ -71,19 +71,21 @@ class Denominators:
         return self._parameters.groups[0]
 
     def begin(self) -> None:
-        """Begins, or goes on with a training that was loaded."""
+        """Starts a training, or continues one that was loaded."""
         self._factors.clear()
         if not self.has_state:  # from a checkpoint; torch's own step changes D again
             for group, key in itertools.product(self._parameters.groups, (B2, rates.RATES)):
                 group.pop(key, None)
 
     def invalidate(self) -> None:
-        """Somebody has the state's tensors and may write into them, as a broadcast does: D follows from them anew."""
+        """Called when the state is handed out: a broadcast, say, may write into it. D is computed
+        anew from it.
+        """
         self._factors.clear()
 
     def effective_config(self, config: Config) -> Config:
-        """The settings of a step, whose schedule is in ``config``: dense at first. A schedule that is sparse from its
-        start has not waited for that, and starts with the first compressed step.
+        """The settings of a step: dense at first, then those of ``config``. A schedule that is
+        sparse from its start knows of no dense steps: it starts with the first compressed step.
         """
         if self.dense:
             return replace(config, sparsity=0.0)
@@ -133,7 +135,7 @@ class Denominators:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Moves AdamW's momentum into u; it is alike on every rank, so in a sum each has its share."""
+        """Moves AdamW's momentum into u. All ranks have the same: under Sum each adds 1/N of it."""
         step = self._parameters.step
         self._warn_of_unseen(step)
         for group in self._parameters.groups:
@@ -162,12 +164,14 @@ class Denominators:
             self._parameters.optimizer.state[p]["exp_avg"].zero_()
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuses a weight decay that is not decoupled, which a script may set at any step."""
+        """Refuses a weight decay that is not decoupled. A script may set it at any step."""
         check_decay(self._parameters.inner, group)
 
     @torch.no_grad()
     def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
+        """Applies the updates in ``p.grad`` of some parameters of a group, and decays the
+        parameters.
+        """
         rates.passed(group)
         given = [p for p in parameters if p.requires_grad and p.grad is not None and to_local(p).numel()]  # of a shard
         if not given:
@@ -183,13 +187,13 @@ class Denominators:
         to_local(parameter).addcmul_(x, self._factor(parameter, group).values, value=-rates.unit(group) * sign(group))
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
-        """All that was pending has come: waits begin anew, and D stays as it is."""
+        """A flush has sent all of v: waits start anew, and D stays as it is."""
         for p in parameters if self.compressed else ():
             if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                 received.fill_(self._parameters.step)
 
     def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], lr: float) -> Tensor:
-        """Has D follow an averaged update, where there is one. Returns 1 / D."""
+        """Updates D by an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
         if not lr:  # of gradients there is nothing new in it, and D stays as it is
@@ -230,7 +234,9 @@ class Denominators:
         return [p for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters]
 
     def _warn_of_unseen(self, steps: int) -> None:
-        """Warns of parameters whose D nothing is known about. One that was frozen from the start has no state yet."""
+        """Warns of parameters about whose D nothing is known. A parameter that was frozen from the
+        start has no state yet.
+        """
         states = self._parameters.optimizer.state
         names = [self._parameters.names[p] for p in self._compressed()
                  if "exp_avg_sq" in states.get(p, {}) and not to_local(states[p]["exp_avg_sq"]).any()]
@@ -289,7 +295,8 @@ def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_cast(state: dict[str, Any]) -> None:
-    """Of a state that was loaded before its optimizer was wrapped: torch has cast the numbers of steps, too.
+    """Restores the numbers of steps in a state that was loaded before its optimizer was wrapped:
+    torch has cast them.
 
     Raises:
         ValueError: to 16 bits, which have lost them.

@@ -27,7 +27,7 @@ ERROR_LINE_BYTES = 256  # bytes of a line that an error shows
 STEPS_AHEAD = 4096  # steps to come at which a user's own schedule is compared
 PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
 SETTINGS = "the optimizer's settings"
-ADVISORY = (SETTINGS, VALUES)  # of which a difference is told, and is no error
+ADVISORY = (SETTINGS, VALUES)  # a difference in these is a warning, no error
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
 OTHER_STATE = (
@@ -52,14 +52,14 @@ class Agreement:
         self._again = not self._settings.elastic
 
     def compare_again(self) -> None:
-        """Has the ranks of an elastic job compared at the next step, whose state knows when one
-        joins.
+        """Compares the ranks again at the next step. The state of an elastic job calls this when a
+        rank joins.
         """
         self.reached, self._again = False, True
 
     def reach(self, gradients: Gradients, residuals: ResidualState) -> int:
-        """Has the ranks agree, before anything is exchanged: compares them, and groups them, or
-        shares anew what is pending. Returns how many ranks are gone.
+        """Compares the ranks before the first exchange. Then groups them by node; or, in an elastic
+        job, rescales the residuals. Returns how many ranks are gone.
 
         Raises:
             ValueError: on all ranks alike.
@@ -173,7 +173,7 @@ class Agreement:
 def check(
     sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device
 ) -> list[str]:
-    """Compares what is said on each rank, to rank 0's.
+    """Compares each rank's sections with rank 0's.
 
     A rank that has another configuration or model would send messages of other sizes, or in another
     order: the job would hang, or go on with a wrong result. One that has another learning rate, or
@@ -231,8 +231,8 @@ def _hash(text: bytes) -> int:
 
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
-    """One number for each tensor, which is another as soon as one of its bits is: on any device the
-    same.
+    """One number for each tensor, the same on any device. It differs as soon as a bit of the tensor
+    does.
     """
     sums = []
     for tensor in tensors:
@@ -258,7 +258,7 @@ def _schedule(config: Config, step: int) -> list[str]:
 
 
 def is_known(sparsity: Any) -> bool:
-    """Whether a schedule is plain data, which tells all steps."""
+    """Whether a schedule is plain data, from which the sparsity of every step is known."""
     return isinstance(sparsity, (Piecewise, Ramp, float, int))
 
 

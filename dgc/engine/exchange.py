@@ -35,8 +35,8 @@ from dgc.warn import warn
 
 
 def has_residual(parameters: Parameters, parameter: Tensor) -> bool:
-    """Whether this rank keeps something of it: u or v is not 0. A host-device synchronisation,
-    until it is handed over.
+    """Whether this rank's u or v of a parameter is not 0. A host-device synchronisation, but not
+    after :func:`hand_over`.
     """
     residual, name = parameters.bucket_of[parameter].residual, parameters.names[parameter]
     if residual is None or parameter in parameters.handed_over:
@@ -49,10 +49,10 @@ def has_residual(parameters: Parameters, parameter: Tensor) -> bool:
 
 
 def hand_over(parameters: Parameters, flight: InFlight, update: SparseUpdate, step: Step) -> None:
-    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds
-    what was pending, which has been clipped and has momentum in it. Without momentum correction v
-    is gradients, and goes with this first sparse one. SGD's momentum becomes sparse, as its own
-    would be: Nesterov's takes no dense one with sparse gradients.
+    """Empties u and v of a parameter at its first sparse gradient. u becomes SGD's momentum, which
+    is sparse from now on: Nesterov's cannot be dense with sparse gradients. step() adds v itself,
+    which has been clipped and has momentum in it; without momentum correction v holds gradients,
+    and is added to this one.
     """
     (parameter,), residual, group = (
         flight.parameters,
@@ -64,9 +64,8 @@ def hand_over(parameters: Parameters, flight: InFlight, update: SparseUpdate, st
     if momentum is not None and not momentum.is_sparse:
         all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
     parameters.handed_over.add(parameter)
-    if (
-        update.v is None or residual is None or (update.u is not None and "momentum" not in group)
-    ):  # AdamW's step() refuses
+    # The last case is AdamW, whose step() refuses a sparse gradient.
+    if update.v is None or residual is None or (update.u is not None and "momentum" not in group):
         return
     name = parameters.names[parameter]
     for flat in (residual.v, residual.u):
@@ -118,9 +117,9 @@ class Launcher:
 
     @property
     def launches_early(self) -> bool:
-        """Whether anything leaves before the backward pass has ended: whether all gradients are
-        finite, and their norm, needs all of them; and it must not wait for ranks that may have
-        none, and be at another optimizer.
+        """Whether buckets leave during the backward pass. A check that all gradients are finite,
+        and a global norm, need all gradients first. To average residuals, ranks wait for each
+        other, so this must not happen while one may be busy with another optimizer.
         """
         return not (
             self._settings.checks_finite_first
@@ -129,7 +128,7 @@ class Launcher:
         )
 
     def launch_ready(self, step: Step) -> None:
-        """Launches what is complete, always in the same order: torch.distributed pairs collectives
+        """Launches complete buckets, always in the same order: torch.distributed pairs collectives
         up by order.
         """
         if not self.launches_early:
@@ -140,7 +139,7 @@ class Launcher:
                 self._launch(buckets[step.launched], step)
 
     def launch_rest(self, step: Step) -> None:
-        """Launches what has not been launched."""
+        """Launches the buckets that have not left yet."""
         refuse_capture(self._parameters.device)
         for bucket in self._parameters.buckets[step.launched :]:
             self._launch(bucket, step)
@@ -161,7 +160,7 @@ class Launcher:
             step.in_flight.append(InFlight(bucket, parameters, run))
 
     def reopen_rest(self, step: Step) -> None:
-        """Takes earlier updates of this step out of the gradients that are still to be launched."""
+        """Takes the updates of an earlier exchange out of the gradients that have not left yet."""
         if step.earlier:
             step.wait_for_gradients()
             for bucket in self._parameters.buckets[step.launched :]:
@@ -171,9 +170,9 @@ class Launcher:
 
     @torch.no_grad()
     def _reopen(self, bucket: ParameterBucket, active: list[Tensor], step: Step) -> None:
-        """Has a bucket's gradients come together with those of an earlier exchange, whose update
-        waits for step(): what was sent goes back into v, and ``p.grad`` keeps what a backward pass
-        has added to the update.
+        """Merges a bucket's gradients with those of an earlier exchange, whose update waits for
+        step(). Restores v, and takes the update out of ``p.grad``, to which a backward pass has
+        added.
         """
         names = self._parameters.names
         for received in [one for one in step.earlier if one.bucket is bucket]:
@@ -188,8 +187,8 @@ class Launcher:
                 step.unapplied.append(ReceivedUpdate(bucket, rest, received.update))
 
     def average_in_node(self, step: Step) -> None:
-        """Averages all gradients within the node, as their norm is wanted before any is exchanged
-        among nodes.
+        """Averages all gradients within the node: clipping needs their norm before any bucket is
+        exchanged among nodes.
 
         Raises:
             ValueError: one of them is sparse.
@@ -247,7 +246,6 @@ class Launcher:
                     name,
                     self._sparse_gradient(parameter),
                     step.world if compressed else step.world.without_nodes,
-                    average=self._settings.average,
                     scale=self._gradients.factor_of(parameter, step),
                     residual=bucket.residual,
                     has_residual=has_residual(self._parameters, parameter),
@@ -263,8 +261,8 @@ class Launcher:
         return [p for p in parameters if p in sparse] if sparse else []
 
     def _sparse_gradient(self, parameter: Tensor) -> Tensor:
-        """A sparse gradient: empty where this rank has none; what it was at first decides how it
-        travels.
+        """A parameter's gradient as a sparse tensor, empty where this rank has none. The
+        parameter's first sparse gradient has fixed its sparse dimensions.
         """
         dimensions = self._parameters.sparse[parameter]
         if (g := parameter.grad) is None:
@@ -314,7 +312,6 @@ class Launcher:
             self._progress.config(),
             self._parameters.step,
             step.world,
-            average=self._settings.average,
             scale=factor,
             hands_back=step.hands_back,
         )
@@ -339,9 +336,7 @@ class Launcher:
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
             # Nothing may stay in v, which stock's steps do not send.
             bits = 0 if step.hands_back else SUM_BITS
-            return reduce_rounded(
-                residual, gradients, bits, step.world.without_nodes, average=self._settings.average
-            )
+            return reduce_rounded(residual, gradients, bits, step.world.without_nodes)
         gradients = {
             self._parameters.names[p]: g if residual is None else residual.in_order(i, g)
             for i, (p, g) in enumerate(addends.items())
@@ -351,7 +346,6 @@ class Launcher:
         return reduce_dense(
             gradients,
             step.world.without_nodes,
-            average=self._settings.average,
             scale=step.clip if self._clipped_as_one(bucket, step) else None,
             predivide=step.world.size if halves else self._settings.gradient_predivide_factor,
             stock=step.stock or (not self._parameters.residuals() and config.clip_norm is None),
@@ -360,8 +354,8 @@ class Launcher:
     def _dense_gradient(
         self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step
     ) -> Tensor:
-        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not
-        take part.
+        """A parameter's addend of the dense sum, in the dtype of the bucket's update: zero where
+        the parameter does not take part.
         """
         g = self._gradient(parameter, step) if takes_part else torch.zeros_like(to_local(parameter))
         g = g.to(bucket.dtype(step.stock))
@@ -382,11 +376,11 @@ class Launcher:
 
 
 def fill_with_infinity(step: Step, parameters: Parameters) -> None:
-    """Leaves the gradients of a step that no rank takes infinite, so that a script, or a
-    GradScaler, finds them so.
+    """Fills the gradients of a skipped step with infinity, which a script or a GradScaler finds
+    there.
     """
     active = parameters.active(parameters.listed, step.with_gradient)
-    parameters.note_sparse(active)  # in the next step a rank may have no gradient to tell by
+    parameters.note_sparse(active)  # in the next step a rank may have no gradient to know it by
     for parameter in active:
         if parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
             parameter.grad = torch.full_like(parameter, math.inf)
@@ -444,17 +438,16 @@ def finish_exchange(
 
 
 def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
-    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning
-    rate; with AdamW, at that of the gradients' own steps.
+    """Sends all of v of the parameters that are not frozen, and adds it to them at the current
+    learning rate; with AdamW, at that of the gradients' own steps.
 
     Raises:
-        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and
-            in those after it.
+        FloatingPointError: a sum is not finite; raised on all ranks. v of its bucket, and of those
+            after it, is restored.
     """
     settings, world = parameters.settings, step.world
-    if (
-        settings.world.rank == 0 and applier.is_sgd and not has_rate(parameters.groups)
-    ):  # AdamW's has the rate of its time
+    # AdamW applies entries at the learning rate of their own steps.
+    if settings.world.rank == 0 and applier.is_sgd and not has_rate(parameters.groups):
         warn(
             "flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
             "times 0, and gone (call it before the scheduler's last step)"
@@ -467,7 +460,6 @@ def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
                 bucket.residual,
                 [parameters.names[p] for p in thawed],
                 world if bucket.compressed else world.without_nodes,
-                average=settings.average,
             )
             exchanges.append(
                 (

@@ -72,7 +72,7 @@ class Gradients:
         ]
 
     def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
-        """The clipping factor of a parameter that does not get it on the compressed path."""
+        """The clipping factor of a parameter that is not clipped on the compressed path."""
         if not self._settings.config.clip_per_tensor:
             return step.clip
         if parameter in step.node_means:
@@ -114,12 +114,12 @@ class Gradients:
         """The clipping factor for a gradient of this norm, which has the loss's scale in it."""
         bound, unscaled = self._settings.config.clip_norm, step.scaled_out(total)
         assert bound is not None and unscaled is not None
-        return clip_scale(unscaled, bound, world.nodes, self._settings.average, world.node_size)
+        return clip_scale(unscaled, bound, world.nodes, world.average, world.node_size)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def group(self) -> None:
-        """Has nodes take part from now on, rather than ranks.
+        """Makes nodes the contributors from now on, in place of ranks.
 
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
@@ -146,8 +146,8 @@ class Gradients:
 
     @torch.no_grad()
     def average_residuals(self) -> None:
-        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another
-        grouping. What they are worth in total stays the same.
+        """Makes u and v alike on all ranks of a node: ranks of another grouping may have saved
+        them. Their total stays the same.
         """
         transport = self._settings.transport
         if not self.residuals_need_averaging:
@@ -178,8 +178,8 @@ class Gradients:
     def mean(
         self, bucket: ParameterBucket, parameters: list[Tensor], step: Step
     ) -> Generator[Collective, Tensor, None]:
-        """Fills in the means of the node's gradients, for the parameters of a bucket where that has
-        not been done.
+        """Averages the gradients of a bucket's parameters within the node, where
+        ``step.node_means`` lacks them.
         """
         of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
         if of_name:

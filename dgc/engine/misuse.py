@@ -1,4 +1,6 @@
-"""Mistakes of a script that would lose gradients: found by the versions of tensors, and told once."""
+"""Mistakes of a script that would lose gradients: found by the versions of tensors, and warned of
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SYNCHRONIZED_TWICE = (  # Horovod's words
 
 
 class Misuse:
-    """Notices where a gradient is changed when that is too late, or an update is dropped.
+    """Notices gradients that are changed too late, and updates that are dropped.
 
     Args:
         parameters: whose gradients.
@@ -32,7 +34,7 @@ class Misuse:
         self._warned = False
 
     def refuse_backward(self) -> None:
-        """Refuses one backward pass too many.
+        """Refuses a backward pass beyond backward_passes_per_step.
 
         Raises:
             AssertionError: as stock's.
@@ -106,7 +108,7 @@ class Misuse:
         )
 
     def warn_of_missing_momentum(self, of_adam: bool) -> None:
-        """Warns that a process goes on alone with a state whose momentum was in residuals."""
+        """Warns that a single process continues with a state whose momentum was in residuals."""
         self.warn_of_loss(
             "the state is of several ranks, whose momentum was in their residuals, and one process "
             "begins without it: "
@@ -129,8 +131,8 @@ class Misuse:
             )
 
     def changed_update_warning(self, step: Step, before: str = "") -> str:
-        """The warning, once, where a compressed parameter's update was changed; what travels dense
-        may be.
+        """The warning, once, that a compressed parameter's update was changed. A dense gradient may
+        be changed.
         """
         if self._warned or not step.unapplied:
             return ""
@@ -155,13 +157,13 @@ class Misuse:
         )
 
     def warn_of_loss(self, message: str) -> None:
-        """Warns, unless it has warned."""
+        """Warns, once for each optimizer."""
         if not self._warned:
             self._warned = True
             warn(message)
 
     def _changed(self, step: Step) -> Iterator[Tensor]:
-        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a
+        """The parameters whose gradient was changed. A scaler's ``unscale_`` does not count as a
         change.
         """
         for p, (gradient, version) in step.versions.items():

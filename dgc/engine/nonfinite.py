@@ -1,5 +1,5 @@
-"""Gradients that are not finite: agreed on before a step, found in its messages, or told a step
-later by a GPU.
+"""Gradients that are not finite: agreed on before an exchange, found in its messages, or reported a
+step later by a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dgc.warn import LOG, warn
 
 
 class NonFinite:
-    """Keeps what was found until it is raised, on all ranks.
+    """Keeps the errors that were found until all ranks raise them.
 
     Args:
         parameters: whose gradients.
@@ -29,9 +29,8 @@ class NonFinite:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self._found: list[FloatingPointError | ValueError] = []  # in messages
-        self._deferred: list[
-            tuple[str, DeferredVerdict]
-        ] = []  # the name of an exchange, and the verdict on its sum
+        # The name of an exchange, and the verdict on its sum.
+        self._deferred: list[tuple[str, DeferredVerdict]] = []
         self._warned = False
 
     @property
@@ -98,11 +97,11 @@ class NonFinite:
         return not found
 
     def expect(self, name: str, verdict: DeferredVerdict) -> None:
-        """Remembers a verdict that is still to come."""
+        """Notes a verdict that is still to come."""
         self._deferred.append((name, verdict))
 
     def poll(self) -> None:
-        """Notes what a GPU, which runs asynchronously, has found in the last step's messages."""
+        """Reads the verdicts of the last step, which a GPU gives asynchronously."""
         for device in {residual.v.device for residual in self._parameters.compressed_residuals()}:
             wait_for_own_stream(device)  # which may be using v
         self._found += [
@@ -111,19 +110,19 @@ class NonFinite:
         self._deferred = [(name, verdict) for name, verdict in self._deferred if verdict.not_finite]
 
     def raise_found(self, step: Step) -> None:
-        """Raises what was found, where all ranks are: they have found the same, and whoever raises
-        it alone goes on alone.
+        """Raises the error that was found. All ranks have found the same, and call this at the same
+        place.
         """
         if (error := self.take_found(step)) is not None:
             raise error
 
     def take_found(self, step: Step) -> FloatingPointError | ValueError | None:
-        """The error in what was found, which is forgotten with it; all ranks ask, and a step counts
-        what they send.
+        """Returns the error that was found, and forgets it. All ranks call this, and ``step``
+        counts the bytes that they send for it.
         """
         self.poll()
         for name, verdict in self._deferred:
-            # Where ranks that have come since would not know that they are asked.
+            # In an elastic job a rank that has joined since would not take part in this.
             asked = not self._settings.elastic
             blame = (
                 ""
@@ -155,6 +154,6 @@ class NonFinite:
             )
 
     def forget(self) -> None:
-        """Drops what was found, with the step that fails for it, once what was bad is back in v."""
+        """Forgets what was found, as its step has failed. Waits until v is restored."""
         self.poll()
         self._found, self._deferred = [], []

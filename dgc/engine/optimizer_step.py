@@ -1,5 +1,5 @@
-"""The wrapped optimizer's part of a step: its momentum, p.grad, SGD's rules, and what they leave to
-us.
+"""The wrapped optimizer's step: its momentum, ``p.grad``, and the weight decay that is applied
+here.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Applier:
     # -- the momentum --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins, or goes on with a training that was loaded."""
+        """Starts a training, or continues one that was loaded."""
         self.adam.begin()
         self._decayed.clear()
 
     def state_changes(self) -> None:
-        """Somebody has the state's tensors and may write into them."""
+        """Called when the state is handed out: a script may write into its tensors."""
         self.adam.invalidate()
         self._decayed.clear()
 
@@ -68,8 +68,8 @@ class Applier:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on
-        every rank: in a sum each has its share.
+        """Adds the wrapped optimizer's momentum to u of compressed parameters. All ranks have the
+        same: under Sum each adds 1/N of it.
         """
         if self.adam.is_active:
             return self.adam.take_over()
@@ -136,9 +136,7 @@ class Applier:
         return done
 
     def _holds_decay(self, parameter: Tensor, buffer: Tensor | None) -> bool:
-        """Whether the buffer of a compressed parameter has anything in it, which without weight
-        decay it has not.
-        """
+        """Whether SGD's buffer of a compressed parameter holds momentum of weight decay."""
         if buffer is None:
             return False
         if parameter not in self._decayed:
@@ -175,17 +173,15 @@ class Applier:
         return dict(zip(received.bucket.parameters, residual.views(flat).values(), strict=True))
 
     def restore_v(self, unapplied: Iterable[ReceivedUpdate], step: Step) -> None:
-        """Takes each rank's share of a failed step's updates, which will not be applied, back into
-        v.
-        """
+        """Adds each rank's part of updates that will not be applied back to v."""
         for received in unapplied:
             if received.bucket.accumulates(step.stock):
                 self._add_to_v(received, received.parameters)
 
     @torch.no_grad()
     def undo_exchange(self, received: ReceivedUpdate, parameters: Iterable[Tensor]) -> None:
-        """Takes each rank's share of an update, which step() will not apply to these parameters,
-        back into v, and has their next gradients come together with those that it was made of.
+        """Restores v of parameters to which step() will not apply an update, and rewinds u and v:
+        their next gradients add to the same step.
         """
         residual, group_of = received.bucket.residual, self._parameters.group_of()
         assert residual is not None
@@ -205,7 +201,7 @@ class Applier:
 
     @torch.no_grad()
     def subtract(self, received: ReceivedUpdate, parameters: Iterable[Tensor], step: Step) -> None:
-        """Takes an update out of the gradients to which a backward pass has added."""
+        """Subtracts an update from ``p.grad``, to which a backward pass has added."""
         values = self._values(received)
         for p in parameters:
             update = values[p] if step.inverse is None else values[p] / step.inverse.number
@@ -213,7 +209,7 @@ class Applier:
             g.sub_(update.to(g.dtype))
 
     def was_changed(self, parameter: Tensor, step: Step) -> bool:
-        """Whether ``p.grad`` is another than the compressed update that waits for step()."""
+        """Whether ``p.grad`` differs from the compressed update that waits for step()."""
         grad = to_local(parameter.grad)
         received = next(
             received for received in step.unapplied if parameter in set(received.parameters)
@@ -242,21 +238,25 @@ class Applier:
                 self._apply(step)
 
     def _apply(self, step: Step) -> None:
-        """The step of updates, whose momentum is in u and whose decay is added here."""
-        optimizer, hidden = self._parameters.optimizer, list[tuple[dict[str, Any], list[Tensor]]]()
-        original = optimizer.param_groups
+        """Takes the wrapped optimizer's step where gradients are compressed: it sees compressed
+        parameters without momentum, which is in u, and without decay, which is added here.
+        """
+        optimizer = self._parameters.optimizer
+        groups = optimizer.param_groups
+        parted = [(group, *self._parted(group)) for group in groups]
         try:
             if self.adam.compressed:
-                parts = [(group, *self._parted(group)) for group in original]
-                hidden = [(group, compressed) for group, _, compressed in parts]
-                optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
+                optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parted]
             elif self.is_sgd and self._settings.config.momentum_correction:
-                optimizer.param_groups = [part for group in original for part in self._split(group)]
+                for group, _, compressed in parted:
+                    self._decay(group, compressed)
+                optimizer.param_groups = [part for parts in parted for part in _split(*parts)]
             unhooked(self._parameters.inner.step)(optimizer)
         finally:
-            optimizer.param_groups = original
-        for group, compressed in hidden:
-            self.adam.step(group, compressed)
+            optimizer.param_groups = groups
+        if self.adam.compressed:
+            for group, _, compressed in parted:
+                self.adam.step(group, compressed)
         if step.direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
@@ -272,18 +272,9 @@ class Applier:
             (dense if self._parameters.compressed_residual(p) is None else compressed).append(p)
         return dense, compressed
 
-    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """A param group as SGD is to see it: what travels dense, and what travels compressed."""
-        dense, compressed = self._parted(group)
-        self._decay(group, compressed)
-        without = {"momentum": 0, "nesterov": False, "weight_decay": 0}
-        return [{**group, "params": dense}, {**group, "params": compressed, **without}]
-
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """The part of SGD's step that comes from weight decay, or from its momentum where gradients
-        have it by now.
-        """
+        """Applies weight decay to compressed parameters, and the momentum of earlier decay."""
         m, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
@@ -343,11 +334,11 @@ class Applier:
 
     @property
     def v_is_update(self) -> bool:
-        """Whether what is pending can be added to parameters: it is an update, not a gradient."""
+        """Whether v can be added to the parameters: it holds updates, not gradients."""
         return self.is_sgd or self.adam.is_active
 
     def has_updates(self, bucket: ParameterBucket) -> bool:
-        """Whether a bucket has such updates."""
+        """Whether v of a bucket holds updates, which a flush can add."""
         return bucket.residual is not None and (
             self.is_sgd or (bucket.compressed and self.adam.compressed)
         )
@@ -359,6 +350,14 @@ def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
         state.pop(key, None)  # torch's distributed checkpoints know no None
         if like is not None:
             state[key] = torch.zeros_like(like, requires_grad=False)
+
+
+def _split(
+    group: dict[str, Any], dense: list[Tensor], compressed: list[Tensor]
+) -> list[dict[str, Any]]:
+    """A param group as SGD is to see it: what travels dense, and what travels compressed."""
+    without = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+    return [{**group, "params": dense}, {**group, "params": compressed, **without}]
 
 
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:

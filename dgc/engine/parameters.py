@@ -104,8 +104,8 @@ class ParameterBucket:
 
 
 def compressible(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter travels compressed: others cost little, and less than their positions
-    would, or are complex.
+    """Whether a parameter travels compressed. A small one, or a vector, costs less dense than its
+    positions would. A complex one travels dense too.
     """
     return (
         parameter.dim() > 1
@@ -173,10 +173,9 @@ def _by_kind(together: list[Tensor], min_numel: int, full: int | None) -> list[l
 
 
 class Parameters:
-    """Knows each parameter's name, bucket and way of travelling, from when the optimizer was made.
+    """Knows each parameter's name and bucket, and how it travels.
 
-    The optimizer is asked for its groups and its state each time, as loading replaces both, and is
-    not kept alive.
+    Asks the optimizer for its groups and its state each time, as loading replaces both.
 
     Args:
         optimizer: whose parameters; one of ours.
@@ -190,19 +189,18 @@ class Parameters:
         self.names, self.settings = names, settings
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
-        self.sparse: dict[
-            Tensor, int
-        ] = {}  # parameters that had a sparse gradient -> its sparse dimensions
-        self.handed_over: set[Tensor] = set()  # of these, those of which nothing is kept any more
+        # Parameter that had a sparse gradient -> its sparse dimensions.
+        self.sparse: dict[Tensor, int] = {}
+        self.handed_over: set[Tensor] = set()  # of these, those whose u and v have been emptied
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
         # Exchanged also where a rank has no gradient for them.
         self.requires_update: set[Tensor] = set()
-        self.frozen: set[Tensor] = set()  # at first; as those once they thaw
+        self.frozen: set[Tensor] = set()  # when they were added; exchanged once they thaw
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which is alive while it is at work."""
+        """The optimizer (a weak reference: it owns the engine, not the other way round)."""
         return self._optimizer()
 
     @property
@@ -226,12 +224,12 @@ class Parameters:
 
     @property
     def first(self) -> Tensor:
-        """The first parameter, which is like all of them in whether it is sharded."""
+        """The first parameter. Either all parameters are sharded, or none is."""
         return next(iter(self.listed))
 
     @property
     def device(self) -> torch.device:
-        """The device for what the ranks tell one another: the first parameter's."""
+        """The device of small messages between ranks: the first parameter's."""
         return self.first.device
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:
@@ -276,14 +274,14 @@ class Parameters:
         return bucket.residual if bucket.compressed else None
 
     def chosen(self, parameter: Tensor) -> int:
-        """Entries of a parameter that travels compressed, which each rank chose in the last step."""
+        """How many entries of a compressed parameter each rank chose in the last step."""
         residual = self.compressed_residual(parameter)
         assert residual is not None
         return chosen(residual, self.names[parameter])
 
     def travels_compressed(self, parameter: Tensor) -> bool:
-        """Whether a parameter does; outside a process set, where there are no buckets: whether it
-        would.
+        """Whether a parameter travels compressed. Outside a process set, where there are no
+        buckets: whether it would.
         """
         brought = parameter in self.listed and parameter not in self.sparse
         return brought and compressible(parameter, self.settings.config.min_numel)
@@ -373,7 +371,7 @@ class Parameters:
             )
 
     def forget_sparse(self) -> None:
-        """Another training is loaded, whose state tells."""
+        """Forgets which parameters are sparse. The state of the training that is loaded tells."""
         self.sparse.clear()
         self.handed_over.clear()
 
@@ -382,7 +380,7 @@ class Parameters:
         return {self.names[p]: dimensions for p, dimensions in self.sparse.items()}
 
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
-        """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
+        """Loads what :meth:`sparse_names` gave: a rank without a gradient would not know."""
         if not self.settings.sparse_as_dense:
             self.sparse.update(
                 {p: sparse[name] for p, name in self.names.items() if name in sparse}

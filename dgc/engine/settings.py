@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -68,7 +68,7 @@ class Settings:
     @property
     def world(self) -> World:
         """This rank and how many there are now; of a process outside, itself alone."""
-        return self.transport.world or World(0, 1)
+        return replace(self.transport.world or World(0, 1), average=self.average)
 
     @property
     def average(self) -> bool:

@@ -57,7 +57,7 @@ class ReceivedUpdate:
 
 
 def version_of(gradient: Tensor | None, writes: int = 0) -> GradientVersion:
-    """A gradient as it will be when somebody has written into it so many times."""
+    """The record of a gradient, as it will be after so many more writes into it."""
     return (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version + writes)
 
 
@@ -75,7 +75,10 @@ class Inverse(NamedTuple):
 
 
 class Step:
-    """One training step of this rank. It is made anew for each, so that nothing is ever reset.
+    """One exchange of this rank, from its first gradient on; then what waits for step().
+
+    Nothing in it is reset: each exchange makes a new one (:meth:`Engine._next_step`), which takes
+    over what step() has to know of the last one, such as its updates.
 
     Args:
         parameters: all that may have a gradient; of a dict, torch is not asked for their hashes.
@@ -96,9 +99,8 @@ class Step:
         self.delays = dict.fromkeys(parameters, passes)
         self.world = World(0, 1)
         self.with_gradient: set[Tensor] = set()  # parameters that have had a gradient
-        self.missing: dict[
-            ParameterBucket, int
-        ] = {}  # how many of its gradients are not complete yet
+        # Bucket -> how many of its gradients are not complete yet.
+        self.missing: dict[ParameterBucket, int] = {}
         self.streams: set[Any] = set()  # in which gradients were computed, of GPUs
         self.group_of: dict[Tensor, dict[str, Any]] = {}  # parameter -> its param group
         self.launched = 0  # buckets
@@ -116,24 +118,22 @@ class Step:
         self.error: FloatingPointError | None = None if before is None else before.error
         # Updates that step() applies itself.
         self.direct: list[ReceivedUpdate] = [] if before is None else before.direct
-        # Compressed updates that wait for step(): what was sent of them goes back into v if it does
-        # not come.
+        # Compressed updates that wait for step(). If it does not come, what was sent is added back to
+        # v.
         self.unapplied: list[ReceivedUpdate] = [] if before is None else before.unapplied
         self.earlier: list[ReceivedUpdate] = []  # those of an exchange before, in the same step
         self.changes = 0  # of parameters, when the exchange had ended
-        self.versions: dict[
-            Tensor, GradientVersion
-        ] = {}  # parameter -> its gradient, when it left or its update came
-        self.earlier_versions: dict[
-            Tensor, GradientVersion
-        ] = {}  # the same of an exchange before, in the same step
-        self.holds: dict[
-            Tensor, bool
-        ] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
+        # Parameter -> its gradient, when it left or its update came.
+        self.versions: dict[Tensor, GradientVersion] = {}
+        # The same of an earlier exchange in the same step.
+        self.earlier_versions: dict[Tensor, GradientVersion] = {}
+        # Parameter -> whether p.grad holds an earlier update and a gradient, where DDP's hook knows
+        # it.
+        self.holds: dict[Tensor, bool] = {}
         self.sent: Any = Counter()  # bytes by kind; by the formulas they are fractions
 
     def one_more(self, parameters: Iterable[Tensor], passes: int) -> Step:
-        """One more exchange, in the step whose update waits for step()."""
+        """The step of one more exchange before step(), which takes over the updates that wait."""
         step = Step(parameters, passes)
         step.earlier, step.direct, step.earlier_versions, step.holds = (
             self.unapplied,
@@ -163,7 +163,7 @@ class Step:
     def collect(
         self, world: World, group_of: dict[Tensor, dict[str, Any]], buckets: list[ParameterBucket]
     ) -> None:
-        """The first gradient comes."""
+        """Starts to collect gradients, at the first one."""
         self.phase, self.world, self.group_of = Phase.COLLECTING, world, group_of
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel
         # apart, and last.
@@ -194,7 +194,7 @@ class Step:
         return self.missing[bucket] == 0
 
     def record_versions(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers the gradients as they are."""
+        """Records the gradients as they are."""
         for p in parameters:
             if (g := p.grad) is not None:
                 owns_memory = g._base is None or g._base.numel() == g.numel()
@@ -230,7 +230,7 @@ class Step:
         return True
 
     def count(self, collective: Collective) -> None:
-        """A collective begins."""
+        """Counts the bytes of a collective that begins."""
         within = collective.group == "intra_node"
         self.sent["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, self.world)
         self.sent["message_bytes"] += 0 if within else collective.tensor.nbytes
@@ -252,25 +252,25 @@ class Step:
             join_streams(self.streams)
 
     def scaled_out(self, factor: Tensor | None) -> Tensor | None:
-        """A clipping factor that also takes the loss's scale out, or a norm without that scale."""
+        """A clipping factor, or a norm, with the loss's scale divided out."""
         if self.inverse is None:
             return factor
         return self.inverse.tensor if factor is None else factor * self.inverse.tensor.to(factor)
 
     def start_inter_node(self, wait: bool) -> None:
-        """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
+        """Starts the exchange among nodes of what has been averaged within the node."""
         for flight in self.in_flight:
             flight.run.start_inter_node(wait)
 
     def abort(self, wait: bool) -> None:
-        """Gives up what is under way; what was taken is put back into v."""
+        """Aborts the exchanges under way, which restores v."""
         for flight in self.in_flight:
             flight.run.abort(wait)
         self.in_flight = []
 
 
 class Ledger:
-    """Counts what this rank sends, in all steps."""
+    """Counts the bytes and the steps of this rank."""
 
     def __init__(self) -> None:
         self._last: Any = Counter()  # of the last step that was taken
@@ -278,21 +278,21 @@ class Ledger:
         self._steps = self._skipped = 0
         self.lost_residuals = 0
 
-    def skip(self, step: Step) -> None:
-        """The step is not taken, by any rank."""
-        self._skipped += 1
+    def close_skipped(self, step: Step) -> None:
+        """Closes a step that no rank takes. A step that raises an error is not counted."""
+        self._skipped += step.error is None
         self.close_without_update(step)
 
     def close_without_update(self, step: Step) -> None:
-        """The step is not taken: only the totals have what was sent."""
+        """Closes an exchange that brings no update to step(): only the totals count its bytes."""
         self._totals["bytes_sent"] += step.sent["bytes_sent"]
         step.sent = Counter()
 
     def close_with_update(self, step: Step, numel: int, dense: int) -> None:
-        """The step is exchanged.
+        """Closes an exchange whose update waits for step().
 
         Args:
-            step: that is.
+            step: that is exchanged.
             numel: entries of all parameters.
             dense: of those that travel dense.
         """

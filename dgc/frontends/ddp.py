@@ -70,7 +70,7 @@ def register_comm_hook(
         RuntimeError: by torch, if there is a hook already.
     """
     _check_model(ddp_model)
-    # From before: pickled, or with another model.
+    # Registered before: with another model, or unpickled.
     known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
     if known is None or not isinstance(known.source, DDPGradients):
         known, config = None, Config() if config is None else config
@@ -156,8 +156,8 @@ def _check_model(model: Any) -> None:
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
-    """The config and the scaler of an optimizer that is registered once more: what it has been
-    packed for stays.
+    """The config and the scaler of an optimizer that is registered once more. All but the sparsity
+    must stay.
     """
     config = before.config if config is None else config
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
@@ -251,7 +251,9 @@ def _add_model(
 
 
 def _follow(optimizer: Any) -> None:
-    """Tells a scheduler made earlier that step() was called, as its own patch of it did."""
+    """Tells a scheduler that was made earlier when step() is called, as the scheduler's own patch
+    did.
+    """
     step = type(optimizer).step
 
     def followed(*args: Any, **kwargs: Any) -> Any:
@@ -355,9 +357,8 @@ class DDPGradients:
 
     def __init__(self, *models: ModelBuckets, of_copy: set[Tensor] | None = None):
         self.models, self._of_copy = list(models), of_copy or set()
-        self.updates: dict[
-            Tensor, tuple[GradientVersion, Tensor]
-        ] = {}  # parameter -> p.grad as it was, update
+        # Parameter -> p.grad as it was, update.
+        self.updates: dict[Tensor, tuple[GradientVersion, Tensor]] = {}
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
@@ -381,7 +382,7 @@ class DDPGradients:
         )
 
     def synchronize(self, engine: Engine) -> None:
-        """Has been done by ``backward()``."""
+        """Only checks: ``backward()`` has exchanged."""
         if not engine.settings.exchanges:
             engine.exchange()
         if engine.step.exchanged:
@@ -410,8 +411,8 @@ class DDPGradients:
         )
 
     def before_update(self, engine: Engine) -> None:
-        """Fills in the updates of parameters that no rank has used: DDP has left their p.grad
-        alone, but there is an update of what was pending.
+        """Writes the updates of parameters that no rank has used in this step. DDP leaves their
+        ``p.grad`` alone, but their v was sent.
         """
         self.synchronize(engine)
         for p, (grad, update) in self.updates.items():
@@ -452,9 +453,8 @@ class ModelBuckets:
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
         self._pass = _Pass()
-        self._had: dict[
-            Tensor, bool
-        ] = {}  # whether p.grad was something when a backward pass came to it
+        # Whether p.grad was something when a backward pass came to it.
+        self._had: dict[Tensor, bool] = {}
         if model is not None and model.gradient_as_bucket_view:
             self._watch()
 
@@ -467,9 +467,7 @@ class ModelBuckets:
         return None if self._model is None else self._model()
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings an optimizer its gradients from now on, in place of one that had the same
-        parameters before.
-        """
+        """Registers an optimizer, in place of one that had the same parameters."""
         own = set(engine_of(optimizer).listed)
         for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).listed)]:
             self.optimizers.remove(other)
@@ -481,8 +479,8 @@ class ModelBuckets:
         return [engine_of(optimizer) for optimizer in self.optimizers]
 
     def _watch(self) -> None:
-        """Has torch tell whether ``p.grad`` was dropped since the last exchange. Where it is a view
-        of DDP's bucket, that cannot be seen afterwards.
+        """Notes at each backward pass whether ``p.grad`` was dropped since the last exchange.
+        Afterwards that cannot be seen, where ``p.grad`` is a view of DDP's bucket.
         """
         alive = ref(self)
 
@@ -498,7 +496,9 @@ class ModelBuckets:
                 parameter.register_hook(uncompiled(lambda _, p=parameter: note(p)))
 
     def receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """A bucket's gradients are complete. The last bucket waits for the exchange of all."""
+        """Takes a bucket whose gradients are complete. The last bucket waits for the exchange of
+        all.
+        """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         parameters, buffer, engines = bucket.parameters(), bucket.buffer(), self._engines
         if not any(engine.settings.exchanges for engine in engines):
@@ -574,8 +574,8 @@ class ModelBuckets:
         ]
 
     def _end_model(self) -> None:
-        """The last bucket has come. The exchange waits for the other models of the same optimizers,
-        if their buckets come in this backward pass.
+        """Called at the last bucket. The exchange waits for the other models of the same
+        optimizers, if their buckets come in this backward pass.
         """
         skips = getattr(self.model, "skip_all_reduce_unused_params", False)
         if (strange := self._missing()) and not skips:
@@ -607,7 +607,7 @@ class ModelBuckets:
         return found
 
     def _end_pass(self) -> None:
-        """The gradients of all models have come that are to come in this backward pass."""
+        """Exchanges the gradients of all models that this backward pass has reached."""
         models = [model for model in self._connected() if model._pass.futures]
         steps = graph_task_id() != -1  # else DDP calls for a rank that has no more data
         engines = list(dict.fromkeys(engine for model in models for engine in model._engines))
@@ -697,8 +697,8 @@ def _source(engine: Engine) -> DDPGradients:
 
 
 def _keep_unwritten(engines: list[Engine]) -> None:
-    """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others
-    are left to us.
+    """Keeps the updates of parameters that no rank has used: DDP has written ``p.grad`` of the
+    others.
     """
     for engine in engines:
         updates = _source(engine).updates

@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class _OfEngine(Generic[T]):
-    """An attribute of stock Horovod's optimizer, which scripts read, and may set; it lies in the
-    engine.
+    """An attribute of stock Horovod's optimizer, which scripts read and may set. The engine holds
+    it.
     """
 
     def __init__(self, path: str):
@@ -65,8 +65,8 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _handles(self) -> dict[Tensor, tuple[Any, None]]:
-        """Stock's: parameters that had a gradient since the last step, with what is under way for
-        them.
+        """Stock's attribute: the parameters that had a gradient since the last step, and their
+        exchanges.
         """
         step = engine_of(self).step
         return (
@@ -99,8 +99,8 @@ class Distributed(torch.optim.Optimizer):
             engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backward passes add up to one step: to the next one, if a gradient of this
-        one is complete.
+        """Sets how many backward passes add up to one step: from the next step on, if a gradient of
+        this one is complete.
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
@@ -183,8 +183,8 @@ class Distributed(torch.optim.Optimizer):
         return engine.residuals()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between
-        ``backward()`` and ``step()`` what is on its way is dropped, as it belongs to another v.
+        """Loads the u and v that :meth:`residual_state_dict` gave on this rank. Aborts a step
+        between ``backward()`` and ``step()``: what is on its way belongs to another v.
 
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded

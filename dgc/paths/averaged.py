@@ -30,7 +30,7 @@ class DenseUpdate:
     """An update that came by allreduce.
 
     Args:
-        flat: the update of all parameters, in order.
+        flat: the update of all the bucket's parameters, in order.
         numels: entries of each parameter.
         verdict: tells later whether the update is finite, where the host does not know yet.
         blame: names the ranks whose gradients made the update infinite or NaN; "" if it is finite.
@@ -77,8 +77,8 @@ class SparseUpdate:
         blame: as for :class:`DenseUpdate`.
 
     Attributes:
-        v, u: the averages of what was pending of the parameter, and of its velocity, in its shape,
-            where some rank had any of it; else None.
+        v, u: the averages of the parameter's v and u, in its shape; None where they are 0 on all
+            ranks.
     """
 
     def __init__(self, tensor: Tensor, blame: str = ""):

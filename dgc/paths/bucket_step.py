@@ -1,4 +1,4 @@
-"""One bucket's part of one step: what every path of compressed gradients works on."""
+"""One bucket in one step: what every path of compressed gradients works on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class BucketStep:
         config: the settings.
         step: the optimizer's step, from 0.
         world: this rank and how many there are.
-        average: divide the sum by N.
     """
 
     residual: Residual
@@ -48,7 +47,6 @@ class BucketStep:
     config: Config
     step: int
     world: World
-    average: bool
 
     @property
     def kernel(self) -> Kernel:
@@ -62,7 +60,7 @@ class BucketStep:
             return self.kernel.accumulate(self.residual, self.gradients, self.clip, self.layout)
 
     def accumulate_and_select(self) -> tuple[list[str], Tensor, Tensor]:
-        """Accumulates, and chooses what is to be sent: see
+        """Adds the gradients into u and v, and chooses what is sent: see
         :func:`dgc.compression.kernels.plain.accumulate_and_select`.
         """
         with stage("dgc::select"):
@@ -97,8 +95,8 @@ class BucketStep:
 
 
 class UndoLog:
-    """What a step takes out of v and what it adds to it, one after the other, until the exchange
-    has succeeded.
+    """Records what a step takes out of v and adds to it, so that it can be undone until the
+    exchange has succeeded.
     """
 
     def __init__(self, residual: Residual):
@@ -108,7 +106,7 @@ class UndoLog:
         self._log.append(move)
 
     def count(self) -> None:
-        """Tells the bucket how many entries were sent."""
+        """Tells the residual how many entries were sent."""
         self.residual.entries_sent = torch.stack(
             [torch.count_nonzero(move.sent) for move in self._log if isinstance(move, Taken)]
         ).sum()
@@ -128,8 +126,8 @@ class UndoLog:
 
 
 def nonfinite_flag(residual: Residual, bad: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
-    """Whether a gradient of this rank is not finite, bool (); and of which parameters, where the
-    host knows.
+    """Whether a gradient of this rank is not finite, bool (); and the names of such parameters,
+    where the host knows.
     """
     verdict = local_verdict(residual, bad)
     if verdict.on_device:
@@ -140,8 +138,8 @@ def nonfinite_flag(residual: Residual, bad: Sequence[str]) -> tuple[Tensor, tupl
 def finish_update(
     undo_log: UndoLog, received: ReceivedEntries, bad: Sequence[str], world: World
 ) -> Path[Update]:
-    """The update that was received, if no row tells of an error. On an asynchronous device that is
-    known later: then it is zero, and what was taken out of v is back there.
+    """The received update, unless a row tells of an error. An asynchronous device knows that later:
+    then the update is zero, and v is restored.
     """
     residual = undo_log.residual
     verdict = yield from verdict_of_rows(residual, bad, received.status, world.node_size)
@@ -180,9 +178,7 @@ def layout_of(residual: Residual, sparsity: float, config: Config, wide: bool = 
 def chosen(residual: Residual, name: str) -> int:
     """Entries of a parameter that each rank has chosen in the last step: all, if there was none."""
     return (
-        last_layout[residual].chosen[name]
-        if residual in last_layout
-        else residual.numels[residual.names.index(name)]
+        last_layout[residual].chosen[name] if residual in last_layout else residual.numel_of[name]
     )
 
 
@@ -191,7 +187,6 @@ def clip_factors(
     gradients: Mapping[str, Gradient],
     config: Config,
     world: World,
-    average: bool,
     scale: Tensor | Mapping[str, Tensor] | None,
 ) -> Tensor | Mapping[str, Tensor] | None:
     """The factors for the gradients: the given one, times each parameter's own where each is
@@ -205,6 +200,7 @@ def clip_factors(
         name: norm(gradient.g).to(residual.v.dtype) * once for name, gradient in gradients.items()
     }
     return {
-        name: once * clip_scale(total, config.clip_norm, world.nodes, average, world.node_size)
+        name: once
+        * clip_scale(total, config.clip_norm, world.nodes, world.average, world.node_size)
         for name, total in norms.items()
     }

@@ -38,7 +38,7 @@ def sends_dense(exchange: str, bucket_sizes: sizes.Sizes, nodes: int) -> bool:
 
 
 def all_gather_entries(bucket_step: BucketStep) -> Path[Update]:
-    """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and
+    """Sends this rank's largest entries to all, and adds up all messages (paper, Algorithms 1 and
     4).
     """
     bad, index, used = bucket_step.accumulate_and_select()
@@ -54,9 +54,7 @@ def all_gather_entries(bucket_step: BucketStep) -> Path[Update]:
     try:
         messages = yield from among_nodes("all_gather", message.view(-1), world)
         with stage("dgc::read"):
-            received = bucket_step.kernel.Received(
-                layout, layout.rows, messages, world.divisor(bucket_step.average)
-            )
+            received = bucket_step.kernel.Received(layout, layout.rows, messages, world.divisor)
         return (yield from finish_update(undo_log, received, names, world))
     except (Exception, KeyboardInterrupt):
         undo_log.undo()
@@ -70,7 +68,6 @@ def exchange_bucket(
     step: int,
     world: World,
     *,
-    average: bool = True,
     scale: Tensor | Mapping[str, Tensor] | None = None,
     hands_back: bool = False,
 ) -> Path[Update]:
@@ -88,7 +85,6 @@ def exchange_bucket(
         step: the optimizer's step, from 0; alike on every rank.
         world: this rank and how many there are; all of them walk this path. Those of a node have
             the same gradients, from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
-        average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss
             scale; one for all, or one each.
         hands_back: this is the last step before gradients travel dense, at sparsity 0: u is
@@ -106,12 +102,12 @@ def exchange_bucket(
     sparsity = config.sparsity_at(step)
     residual.overflow_entries = residual.held_entries = 0
     layout = layout_of(residual, sparsity, config)
-    clip = clip_factors(residual, gradients, config, world, average, scale)
+    clip = clip_factors(residual, gradients, config, world, scale)
     dense = sends_dense(config.exchange, layout.sizes, world.nodes)
     if sparsity and config.exchange == "reduce":
         layout = layout_of(residual, sparsity, config, wide=True)
     last_layout[residual] = layout
-    bucket_step = BucketStep(residual, gradients, clip, layout, config, step, world, average)
+    bucket_step = BucketStep(residual, gradients, clip, layout, config, step, world)
     if sparsity == 0.0:
         return (yield from _sum_all(bucket_step, hands_back))
     if dense:
@@ -130,13 +126,13 @@ def _sum_all(bucket_step: BucketStep, hands_back: bool) -> Path[DenseUpdate]:
     residual.count(torch.full_like(residual.total_entries, residual.numel))
     if hands_back and residual.u is not None:
         total = yield from among_nodes("all_reduce", residual.u.clone(), world)
-        velocity = total.div_(world.divisor(bucket_step.average))
+        velocity = total.div_(world.divisor)
     taken = bucket_step.take_all(() if verdict.names else bucket_step.gradients)
     # Nothing may stay in v, which stock's steps do not send.
     bits = 0 if hands_back else bucket_step.layout.sizes.sum_bits
     if bucket_step.config.local_steps is not None:  # all entries are what a round sends
         bits = bucket_step.config.value_bits if bucket_step.config.value_bits < 16 else 0
-    update = yield from summed(residual, None, taken, world, bucket_step.average, verdict, bits)
+    update = yield from summed(residual, None, taken, world, verdict, bits)
     update.velocity = velocity
     return update
 
@@ -155,23 +151,18 @@ def _sum_chosen(bucket_step: BucketStep) -> Path[Update]:
             index,
             values,
             bucket_step.world,
-            bucket_step.average,
             verdict,
             bucket_step.layout.sizes.sum_bits,
         )
     )
 
 
-def flush(
-    residual: Residual, names: Sequence[str], world: World, *, average: bool = True
-) -> Path[Update]:
+def flush(residual: Residual, names: Sequence[str], world: World) -> Path[Update]:
     """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is
     left alone.
     """
-    residual.total_entries += sum(
-        n for name, n in zip(residual.names, residual.numels, strict=True) if name in names
-    )
+    residual.total_entries += sum(residual.numel_of[name] for name in names)
     with stage("dgc::take"):
         taken = residual.take_all(names)
     # entries_sent: the last step's.
-    return (yield from summed(residual, None, taken, world, average, LocalVerdict()))
+    return (yield from summed(residual, None, taken, world, LocalVerdict()))

@@ -29,7 +29,6 @@ def reduce_dense(
     gradients: Mapping[str, Tensor],
     world: World,
     *,
-    average: bool = True,
     scale: Tensor | None = None,
     predivide: float = 1.0,
     stock: bool = True,
@@ -40,7 +39,6 @@ def reduce_dense(
     Args:
         gradients: parameter -> gradient, of one dtype and device; they are not changed.
         world: this rank and how many there are.
-        average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
         stock: a sum that is not finite is left as it is, as step() asks for the verdict. Else, where
@@ -58,20 +56,23 @@ def reduce_dense(
     if predivide != 1.0:
         flat.div_(predivide)
     total = yield Collective("all_reduce", flat)
-    names, numels = list(gradients), [gradient.numel() for gradient in gradients.values()]
+    numels = {name: gradient.numel() for name, gradient in gradients.items()}
 
     def bad() -> list[str]:
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     verdict, blame = None, ""
     if own is None:
-        blame = yield from blame_for(total, names, numels, bad)
+        blame = yield from blame_for(total, numels, bad)
     else:
-        verdict = DeferredVerdict(names, numels, own, first_not_finite(total))
+        verdict = DeferredVerdict(numels, own, first_not_finite(total))
         if not stock:
             total = torch.where(verdict.fine, total, 0)
     return DenseUpdate(
-        total.mul_(predivide / world.size) if average else total, numels, verdict, blame
+        total.mul_(predivide / world.size) if world.average else total,
+        list(numels.values()),
+        verdict,
+        blame,
     )
 
 
@@ -80,8 +81,6 @@ def reduce_rounded(
     gradients: Mapping[str, Tensor],
     bits: int,
     world: World,
-    *,
-    average: bool = True,
 ) -> Path[DenseUpdate]:
     """The path of parameters that always travel dense, in few bits; v of the bucket keeps what that
     drops.
@@ -92,7 +91,6 @@ def reduce_rounded(
             out.
         bits: of a value; 0: the sum is not rounded.
         world: this rank and how many there are.
-        average: divide the sum by N.
 
     Returns:
         The :class:`dgc.paths.averaged.Update`, in the residual's dtype.
@@ -104,12 +102,12 @@ def reduce_rounded(
         verdict = _accumulate(residual, gradients)
     with stage("dgc::take"):
         taken = residual.take_all(() if verdict.names else gradients)
-    return (yield from summed(residual, None, taken, world, average, verdict, bits))
+    return (yield from summed(residual, None, taken, world, verdict, bits))
 
 
 def _accumulate(residual: Residual, gradients: Mapping[str, Tensor]) -> LocalVerdict:
-    """v = v + g, without what is not finite. On an asynchronous device its flags tell where that
-    is.
+    """v = v + g, without entries that are not finite. On an asynchronous device the residual's
+    flags mark their parameters.
     """
     if not device.is_asynchronous(residual.v.device):
         return LocalVerdict(
@@ -136,12 +134,11 @@ def summed(
     index: Tensor | None,
     taken: Tensor,
     world: World,
-    average: bool,
     verdict: LocalVerdict,
     bits: int = 0,
 ) -> Path[DenseUpdate]:
     """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad
-    gradient takes part to say so. On failure what was taken is back in v.
+    gradient takes part to say so. On failure v is restored.
 
     Args:
         index: int64 (E,), the positions of what was taken; None: all of them.
@@ -166,14 +163,14 @@ def summed(
         else:
             total = yield from among_nodes("all_reduce", flat, world)
             total, deferred = yield from checked_sum(
-                total, own, residual.names, residual.numels, lambda: verdict.names, world.node_size
+                total, own, residual.numel_of, lambda: verdict.names, world.node_size
             )
-    except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
+    except (Exception, KeyboardInterrupt):  # aborted or refused: nothing may be lost
         restore_v(residual, index, taken)
         raise
     if deferred is not None:
         restore_v(residual, index, torch.where(deferred.fine, 0, taken))
-    divisor = world.divisor(average)
+    divisor = world.divisor
     return DenseUpdate(total if divisor == 1 else total.div_(divisor), residual.numels, deferred)
 
 
@@ -228,7 +225,7 @@ def _sum_rounded(
 
 
 def restore_v(residual: Residual, index: Tensor | None, taken: Tensor) -> None:
-    """Returns to v what was taken out of it."""
+    """Adds back to v what was taken out of it."""
     if index is None:
         residual.v += taken
     else:

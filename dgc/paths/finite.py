@@ -1,12 +1,12 @@
-"""Gradients that are not finite: found in a sum over ranks, refused alike on all of them, and
-blamed on some.
+"""Gradients that are not finite: found in a sum over ranks, refused on all of them alike, and
+blamed on those that had one.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ from dgc.compression.wire import NONFINITE, corrupt, not_finite, sender_name, wo
 
 @dataclass(frozen=True)
 class LocalVerdict:
-    """The host's knowledge of this rank's own gradients.
+    """What the host knows of this rank's own gradients.
 
     Args:
         names: the parameters whose gradient is not finite.
@@ -45,12 +45,11 @@ def local_verdict(residual: Residual, bad: Sequence[str]) -> LocalVerdict:
 
 
 class DeferredVerdict:
-    """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to
-    say so. Alike on all ranks.
+    """Whether a sum over ranks is finite, where the device is asynchronous and the host asks later.
+    Alike on all ranks.
 
     Args:
-        names: the parameters of the sum.
-        numels: entries of each parameter.
+        numels: parameter -> its entries in the sum, one after the other.
         own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or
             -1.
         total: int64 (), the same of the sum.
@@ -62,15 +61,14 @@ class DeferredVerdict:
 
     def __init__(
         self,
-        names: Sequence[str],
-        numels: Sequence[int],
+        numels: Mapping[str, int],
         own: Tensor,
         total: Tensor,
         each: int = 1,
         damaged: Tensor | None = None,
         bucket: str = "",
     ):
-        self._names, self._numels, self._each, self._bucket = names, numels, each, bucket
+        self._numels, self._each, self._bucket = numels, each, bucket
         damaged = torch.full_like(total, -1) if damaged is None else damaged
         self.fine = (total < 0) & (damaged < 0)  # bool (), on the device
         self._answer = HostCopy(torch.stack([own, total, damaged]))  # one copy for all of it
@@ -93,7 +91,10 @@ class DeferredVerdict:
         own = int(self._answer.get()[0])
         return (
             yield from who_is_not_finite(
-                self._names, [self._name(own)] if own >= 0 else [], self.fine.device, self._each
+                list(self._numels),
+                [self._name(own)] if own >= 0 else [],
+                self.fine.device,
+                self._each,
             )
         )
 
@@ -103,13 +104,14 @@ class DeferredVerdict:
 
     def _name(self, entry: int) -> str:
         # In the first part that ends beyond it.
-        return self._names[bisect(list(accumulate(self._numels)), entry)]
+        return list(self._numels)[bisect(list(accumulate(self._numels.values())), entry)]
 
 
 def verdict_of_rows(
     residual: Residual, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
 ) -> Generator[Collective, Tensor, DeferredVerdict | None]:
-    """Raises what rows tell of, alike on all ranks; where a device is asynchronous, later.
+    """Raises the error that rows report, alike on all ranks. An asynchronous device reports it
+    later, by a verdict.
 
     Args:
         bad: this rank's parameters whose gradient is not finite.
@@ -140,7 +142,7 @@ def verdict_of_rows(
             torch.where(found > 0, found - 1, -1),
         )
         return DeferredVerdict(
-            residual.names, residual.numels, own, total, each, damaged=damaged, bucket=residual.name
+            residual.numel_of, own, total, each, damaged=damaged, bucket=residual.name
         )
     worst_status = int(found)
     if worst_status == NONFINITE:
@@ -166,8 +168,7 @@ def first_not_finite(flat: Tensor) -> Tensor:
 def checked_sum(
     total: Tensor,
     own: Tensor | None,
-    names: Sequence[str],
-    numels: Sequence[int],
+    numels: Mapping[str, int],
     bad: Callable[[], Sequence[str]],
     each: int = 1,
 ) -> Generator[Collective, Tensor, tuple[Tensor, DeferredVerdict | None]]:
@@ -176,47 +177,36 @@ def checked_sum(
 
     Args:
         own: as for :class:`DeferredVerdict`; None where the host knows.
-        total, names, numels, bad: as for :func:`blame_for`.
+        total, numels, bad: as for :func:`blame_for`.
         each: how many ranks have the same gradient.
 
     Raises:
         FloatingPointError: the sum is not finite; on all ranks alike.
     """
     if own is None:
-        yield from refuse_not_finite(total, names, numels, bad)
+        if blame := (yield from blame_for(total, numels, bad)):
+            raise FloatingPointError(blame)
         return total, None
-    verdict = DeferredVerdict(names, numels, own, first_not_finite(total), each)
+    verdict = DeferredVerdict(numels, own, first_not_finite(total), each)
     return torch.where(verdict.fine, total, 0), verdict
 
 
-def refuse_not_finite(
-    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
-) -> Generator[Collective, Tensor, None]:
-    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or NaN.
-    The arguments are those of :func:`blame_for`.
-    """
-    if blame := (yield from blame_for(total, names, numels, bad)):
-        raise FloatingPointError(blame)
-
-
 def blame_for(
-    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
+    total: Tensor, numels: Mapping[str, int], bad: Callable[[], Sequence[str]]
 ) -> Generator[Collective, Tensor, str]:
     """The ranks whose gradients made a sum infinite or NaN; "" if the sum is finite.
 
     Args:
         total: the sum, flat.
-        names: the parameters that it has, one after the other.
-        numels: entries of each parameter.
+        numels: parameter -> its entries in the sum, one after the other.
         bad: tells which of this rank's gradients are not finite; called only when the sum is not.
     """
-    if (
-        math.isfinite(total.sum()) or torch.isfinite(total).all()
-    ):  # or only its sum is not; which takes a tenth as long
+    # The sum takes a tenth as long. It may be infinite where no entry is.
+    if math.isfinite(total.sum()) or torch.isfinite(total).all():
         return ""
-    blame = yield from who_is_not_finite(names, bad(), total.device)
+    blame = yield from who_is_not_finite(list(numels), bad(), total.device)
     if not blame:  # each addend was finite
-        parts = zip(names, total.split(list(numels)), strict=True)
+        parts = zip(numels, total.split(list(numels.values())), strict=True)
         wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
         blame = _sum_not_finite(wrong)
     return blame

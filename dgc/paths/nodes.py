@@ -15,8 +15,8 @@ from dgc.collective import Collective, Operation, World
 def average_in_node(
     gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World
 ) -> Generator[Collective, Tensor, dict[str, Tensor]]:
-    """The mean of the gradients of a node's ranks, which precedes the path of a bucket whose nodes
-    exchange as one.
+    """The mean of the gradients of a node's ranks. It comes before the path of a bucket, where
+    nodes are the contributors.
 
     Args:
         gradients: parameter -> this rank's, of one device; they are not changed.

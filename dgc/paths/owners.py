@@ -48,9 +48,7 @@ def plan_of(bucket_step: BucketStep) -> ReducePlan:
 
 
 def add_at_owners(bucket_step: BucketStep) -> Path[Update]:
-    """Both phases; on failure what was taken out of v is back there, and what was added to it is
-    gone.
-    """
+    """Both phases. On failure v is restored."""
     plan, residual, world, masking = (
         plan_of(bucket_step),
         bucket_step.residual,
@@ -78,9 +76,8 @@ def add_at_owners(bucket_step: BucketStep) -> Path[Update]:
         undo_log.count()
         messages = yield from among_nodes("all_gather", message.view(-1), world)
         with stage("dgc::read"):
-            divisor = world.divisor(bucket_step.average)
             received = bucket_step.kernel.Received(
-                plan.layout, plan.to_all, messages, divisor, plan.regions
+                plan.layout, plan.to_all, messages, world.divisor, plan.regions
             )
         return (yield from finish_update(undo_log, received, names, world))
     except (Exception, KeyboardInterrupt):

@@ -17,7 +17,6 @@ def reduce_sparse(
     gradient: Tensor,
     world: World,
     *,
-    average: bool = True,
     scale: Tensor | None = None,
     residual: Residual | None = None,
     has_residual: bool = False,
@@ -26,14 +25,13 @@ def reduce_sparse(
     all-gathered.
 
     The ranks have different numbers of entries, so a first all-gather says how many, and the second
-    is padded. It also says whether there is something pending from earlier gradients, which were
-    dense. Then that is summed as well.
+    is padded. It also says whether a rank has a residual of earlier gradients, which were dense.
+    Then u and v are summed as well.
 
     Args:
         name: of the parameter.
         gradient: sparse COO, of the parameter's shape.
         world: this rank and how many there are.
-        average: divide the sum by N.
         scale: 0-dim factor for the gradient, from clipping.
         residual: holds u and v of the parameter, which stay as they are; None if nothing is kept of it.
         has_residual: on this rank they may not be 0.
@@ -43,7 +41,7 @@ def reduce_sparse(
         made it so.
 
     Raises:
-        FloatingPointError: the sum of what is pending is not finite; raised on all ranks.
+        FloatingPointError: the sum of the residuals is not finite; raised on all ranks.
     """
     gradient = gradient.coalesce()
     index, values = gradient.indices(), gradient.values()
@@ -63,14 +61,14 @@ def reduce_sparse(
         gradient.shape,
         check_invariants=False,
     ).coalesce()
-    update = SparseUpdate(total / world.size if average else total, blame)
+    update = SparseUpdate(total / world.size if world.average else total, blame)
     if residual is not None and any(have_residual):
-        update.v, update.u = yield from _average_residual(residual, name, world, average)
+        update.v, update.u = yield from _average_residual(residual, name, world)
     return update
 
 
 def _average_residual(
-    residual: Residual, name: str, world: World, average: bool
+    residual: Residual, name: str, world: World
 ) -> Path[tuple[Tensor, Tensor | None]]:
     """v and u of a parameter, averaged, in its shape; None if there is no u."""
     flats = [residual.views(flat)[name] for flat in (residual.v, residual.u) if flat is not None]
@@ -79,7 +77,7 @@ def _average_residual(
     )
     if not torch.isfinite(total).all():
         raise FloatingPointError(f"the sum over ranks of what is pending is not finite, of {name}")
-    parts = total.div_(world.divisor(average)).view(len(flats), *flats[0].shape)
+    parts = total.div_(world.divisor).view(len(flats), *flats[0].shape)
     return parts[0], parts[1] if len(flats) > 1 else None
 
 

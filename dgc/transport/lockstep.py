@@ -133,9 +133,8 @@ class _Rendezvous:
         self._called = [threading.Condition(lock) for _ in range(size)]
         self._turn = 0
         self._left: set[int] = set()
-        self._waiting: dict[
-            int, Any
-        ] = {}  # rank -> what it found missing since anything last happened
+        # Rank -> what it found missing since anything last happened.
+        self._waiting: dict[int, Any] = {}
         self._boxes: dict[Any, dict[int, Collective]] = {}
         self._results: dict[Any, Any] = {}  # a tensor; of an all-to-all one for each rank
 

@@ -127,7 +127,7 @@ class PathRun(Generic[T]):
         try:
             return self._transport.start(collective, name)
         except BaseException as error:
-            self._path.throw(error)  # the path puts back what was taken, and raises it again
+            self._path.throw(error)  # the path restores v, and raises the error again
             raise
 
     def advance(self) -> bool:
@@ -165,10 +165,10 @@ class PathRun(Generic[T]):
         return self._result[0]
 
     def abort(self, wait: bool) -> None:
-        """Gives up; what was taken is put back.
+        """Aborts the path, which restores v.
 
         Args:
-            wait: for the collective under way, where all ranks give up alike and will go on.
+            wait: for the collective under way, where all ranks abort alike and will go on.
         """
         with own_stream(self._device):
             if wait:
@@ -196,9 +196,8 @@ def own_stream(device: torch.device | None) -> Iterator[None]:
     try:
         with torch.cuda.stream(stream):
             yield
-    except (
-        BaseException
-    ):  # whoever catches it finds what was put back, and may free gradients that were being read
+    except BaseException:
+        # Whoever catches it finds v restored, and may free gradients that were being read.
         wait_for_own_stream(device)
         raise
 

@@ -126,9 +126,8 @@ class TorchDistributed:
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
-        if (
-            tensor.is_cuda and len(self._groups) > 1
-        ):  # a default group that was given no backend tells of none
+        # A default group that was made without a backend names none.
+        if tensor.is_cuda and len(self._groups) > 1:
             self._last = group, work
 
         def wait() -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     ledger = Ledger()
     ledger.close_with_update(summing(50), 100, 30)
     taken = told(ledger)
-    ledger.skip(summing(1))
+    ledger.close_skipped(summing(1))
     report = told(ledger)
     assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (
         1,
@@ -121,7 +121,7 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     )
     for skip in (False, True, True):  # one that is dropped, as its exchange has failed
         step = summing(2)
-        (ledger.skip if skip else ledger.close_without_update)(step)
+        (ledger.close_skipped if skip else ledger.close_without_update)(step)
         ledger.close_without_update(step)  # which has been dropped already
     report = told(ledger)
     assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (

@@ -55,8 +55,8 @@ def test_conservation(bits, dtype, sparsity, masking):
         accumulated = v + (u * torch.tensor(0.9, dtype=u.dtype) + flat)
         updates = walk(
             [
-                exchange_bucket(pair[0], g, config, step, World(0, 2), average=False),
-                exchange_bucket(pair[1], {}, config, step, World(1, 2), average=False),
+                exchange_bucket(pair[0], g, config, step, World(0, 2, average=False)),
+                exchange_bucket(pair[1], {}, config, step, World(1, 2, average=False)),
             ]
         )
         assert torch.equal(updates[0], updates[1])
@@ -78,10 +78,8 @@ def test_agreement_and_conservation_over_ranks(n):
         u = [b.u.clone() for b in mine]
         updates = walk(
             [
-                exchange_bucket(
-                    b, gradients(r, step, torch.float64), config, step, w, average=False
-                )
-                for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))
+                exchange_bucket(b, gradients(r, step, torch.float64), config, step, w)
+                for r, (b, w) in enumerate(zip(mine, worlds(n, average=False), strict=True))
             ]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)
@@ -114,7 +112,7 @@ def test_orthogonal_clipped_gradients_combine_to_exactly_clip_norm(n, average):
             sparsity=0.0, clip_norm=clip_norm, clip_per_tensor=per_tensor, min_numel=0
         )
         paths = []
-        for g, world in zip(rows, worlds(n), strict=True):
+        for g, world in zip(rows, worlds(n, average), strict=True):
             b = Residual("bucket 0", {"a": torch.empty(32, 32, dtype=torch.float64)})
             scale = None if per_tensor else clip_scale(g.norm(), clip_norm, n, average)
             paths.append(
@@ -124,7 +122,6 @@ def test_orthogonal_clipped_gradients_combine_to_exactly_clip_norm(n, average):
                     config,
                     0,
                     world,
-                    average=average,
                     scale=scale,
                 )
             )
@@ -306,7 +303,7 @@ def test_always_dense_parameters():
         updates = walk([reduce_dense(g[r], World(r, 2), predivide=predivide) for r in range(2)])
         assert updates[0].tolist() == [1.5] * 3 + [5.0] * 4
     halved = walk(
-        [reduce_dense(g[r], World(r, 2), average=False, scale=torch.tensor(0.5)) for r in range(2)]
+        [reduce_dense(g[r], World(r, 2, average=False), scale=torch.tensor(0.5)) for r in range(2)]
     )
     assert halved[1].tolist() == [1.5] * 3 + [5.0] * 4
 
@@ -318,7 +315,7 @@ def test_sparse_gradients_of_different_lengths():
         none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 2), (4, 2))
         updates = walk(
             [
-                reduce_sparse("a", g, World(r, 3), average=average)
+                reduce_sparse("a", g, World(r, 3, average=average))
                 for r, g in enumerate([a, b, none])
             ]
         )

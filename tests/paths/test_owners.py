@@ -150,8 +150,8 @@ def test_nothing_is_lost(n, masking, slack, monkeypatch):
         total += sum(torch.cat([g[name].g.flatten() for name in mine[0].names]) for g in plain)
         updates = walk(
             [
-                exchange_bucket(b, g, config, step, w, average=False)
-                for b, g, w in zip(mine, plain, worlds(n), strict=True)
+                exchange_bucket(b, g, config, step, w)
+                for b, g, w in zip(mine, plain, worlds(n, average=False), strict=True)
             ]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)

@@ -107,7 +107,7 @@ def test_nothing_is_lost(bits, residual, n):
             [b.v + torch.cat([g[r][k].flatten() for k in b.names]) for r, b in enumerate(mine)]
         )
         updates = walk(
-            [reduce_rounded(b, g[r], bits, World(r, n), average=False) for r, b in enumerate(mine)]
+            [reduce_rounded(b, g[r], bits, World(r, n, average=False)) for r, b in enumerate(mine)]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)
         left = before.double().sum(0) - torch.stack([b.v for b in mine]).double().sum(0)

@@ -63,8 +63,8 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
             given[0].pop("b")  # sits this step out
             continue_from = mine[0].u.clone()
         paths = [
-            exchange_bucket(b, g, config, step, w, average=False)
-            for b, g, w in zip(mine, given, worlds(n), strict=True)
+            exchange_bucket(b, g, config, step, w)
+            for b, g, w in zip(mine, given, worlds(n, average=False), strict=True)
         ]
         if step in (
             6,
@@ -81,7 +81,7 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
             sent += walk(paths)[0]
         if step == 15:
             sent += walk(
-                [flush(b, b.names, w, average=False) for b, w in zip(mine, worlds(n), strict=True)]
+                [flush(b, b.names, w) for b, w in zip(mine, worlds(n, average=False), strict=True)]
             )[0]
         for b, g in zip(mine, given, strict=True):
             accumulated += flat(g, b)
