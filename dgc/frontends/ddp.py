@@ -20,8 +20,8 @@ from dgc.engine.settings import Settings
 from dgc.engine.step import GradientVersion, Phase, is_unchanged, version_of
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
+from dgc.frontends.local import Local, connect_rounds
 from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
-from dgc.frontends.to_local import Local, connect_rounds
 from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
 from dgc.transport.run import PathRun
