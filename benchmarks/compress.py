@@ -43,11 +43,11 @@ from dgc import drawing
 from dgc.collective import World
 from dgc.compression import kernels, select
 from dgc.compression.kernels import cpu, plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.engine.parameters import BUCKET_NUMEL
-from dgc.paths.compressed import reduce
+from dgc.paths.bucket_step import layout_of
+from dgc.paths.compressed import exchange_bucket
 from dgc.paths.dense import reduce_dense
-from dgc.paths.task import layout_of
 
 RANKS, MOMENTUM, RATE, DECAY = 4, 0.9, -0.1, 1e-4
 FLAT = (1_000_000, 4_000_000, 25_000_000, 100_000_000, 200_000_000)
@@ -108,7 +108,7 @@ class Rank:
         self.parameters = [torch.zeros(shape) for shape in shapes]
         self.decay_buffers: dict[int, Tensor] = {}
         self.dense = [i for i, p in enumerate(self.parameters) if p.dim() < 2]
-        self.buckets: list[tuple[Bucket, list[int], deque[Tensor]]] = []
+        self.buckets: list[tuple[Residual, list[int], deque[Tensor]]] = []
         filling: list[int] = []
         for i in reversed(range(len(shapes))):  # as the optimizer packs them
             if self.parameters[i].dim() > 1:
@@ -116,7 +116,7 @@ class Rank:
             if filling and (
                 i == 0 or sum(self.parameters[j].numel() for j in filling) >= BUCKET_NUMEL
             ):
-                bucket = Bucket(
+                bucket = Residual(
                     f"bucket {len(self.buckets)}", {str(j): self.parameters[j] for j in filling}
                 )
                 self.buckets.append((bucket, filling, deque(maxlen=RANKS)))
@@ -130,7 +130,7 @@ class Rank:
             path = reduce_dense({str(i): gradients[i] for i in self.dense}, world)
             self.apply(self.sent(path, next(path).tensor), self.dense, gradients, mode)
         for bucket, members, messages in self.buckets:
-            path = reduce(
+            path = exchange_bucket(
                 bucket,
                 {str(i): Gradient(gradients[i], MOMENTUM) for i in members},
                 self.config,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dgc.compression import select
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import Layout
 
 Shapes = Sequence[tuple[int, ...]]
@@ -41,7 +41,7 @@ class Kernel:
 
     def __init__(self, kernel: ModuleType, shapes: Shapes, sparsity: float, device: torch.device):
         self.kernel = kernel
-        self.bucket = Bucket(
+        self.bucket = Residual(
             "benchmark", {str(i): torch.empty(s, device=device) for i, s in enumerate(shapes)}
         )
         self.layout = Layout(
@@ -50,14 +50,18 @@ class Kernel:
         self.refused = torch.zeros((), dtype=torch.bool, device=device)
 
     def step(self, gradients: dict[str, Gradient], step: int) -> Tensor:
-        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
+        _, index, used = self.kernel.accumulate_and_select(
+            self.bucket, gradients, None, self.layout, step
+        )
         message, _ = self.kernel.encode(self.bucket, self.layout, index, used, self.refused, True)
         return message
 
     def quality(self, gradients: dict[str, Gradient], step: int) -> tuple[int, float]:
         """Entries chosen, and their energy relative to the k largest."""
-        _, index, used = self.kernel.select(self.bucket, gradients, None, self.layout, step)
-        chosen = index[self.layout.ordinal < used[self.layout.owner]]
+        _, index, used = self.kernel.accumulate_and_select(
+            self.bucket, gradients, None, self.layout, step
+        )
+        chosen = index[self.layout.ordinal < used[self.layout.param_of_slot]]
         best = [
             torch.topk(v.abs(), k).values.double().square().sum()
             for v, k in zip(

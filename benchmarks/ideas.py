@@ -23,10 +23,10 @@ from dgc.compression import kernels
 from dgc.compression import select as selection
 from dgc.compression.kernels import plain
 from dgc.compression.regions import Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE, Layout
 from dgc.engine.engine import engine_of
-from dgc.paths import task
+from dgc.paths import bucket_step
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recipes"))
 import cifar10
@@ -39,7 +39,7 @@ DENSITY_OF_WARMUP = 0.005  # beyond which the warm-up to 99.9 % is not masked
 class Idea:
     """The package's own way, in which a subclass changes one thing."""
 
-    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+    def score(self, bucket: Residual, gradients: Mapping[str, Gradient]) -> Tensor:
         """What entries are chosen by."""
         return bucket.v
 
@@ -47,7 +47,7 @@ class Idea:
         """What is sent of the chosen entries."""
         return values
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
+    def masking(self, bucket: Residual, layout: Layout, masking: bool) -> bool:
         """What becomes of u."""
         return masking
 
@@ -59,9 +59,9 @@ class Idea:
 
     # -- in place of dgc.compression.kernels.plain's ------------------------------------------------------------------
 
-    def select(
+    def accumulate_and_select(
         self,
-        bucket: Bucket,
+        bucket: Residual,
         gradients: Mapping[str, Gradient],
         scale: Any,
         layout: Layout,
@@ -79,7 +79,7 @@ class Idea:
 
     def encode(
         self,
-        bucket: Bucket,
+        bucket: Residual,
         layout: Layout,
         index: Tensor,
         used: Tensor,
@@ -91,7 +91,9 @@ class Idea:
         values = self.values(layout, used, bucket.v[index])
         message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, values, 1)
         bucket.take(index, sent, self.masking(bucket, layout, masking))
-        return torch.where(refused, layout.rows.telling(1, NONFINITE), message), Taken(index, sent)
+        return torch.where(refused, layout.rows.status_message(1, NONFINITE), message), Taken(
+            index, sent
+        )
 
 
 class Scale(Idea):
@@ -100,7 +102,7 @@ class Scale(Idea):
     def __init__(self) -> None:
         self.squares: dict[int, tuple[Tensor, int]] = {}
 
-    def score(self, bucket: Bucket, gradients: Mapping[str, Gradient]) -> Tensor:
+    def score(self, bucket: Residual, gradients: Mapping[str, Gradient]) -> Tensor:
         square, steps = self.squares.get(id(bucket), (torch.zeros_like(bucket.v), 0))
         for name, view in bucket.views(square).items():
             if name in gradients:
@@ -117,13 +119,13 @@ class Across(Idea):
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
         self.config, self.count = engine_of(optimizer).settings.config, selection.count
-        cast(Any, task).select = SimpleNamespace(
+        cast(Any, bucket_step).select = SimpleNamespace(
             count=lambda sparsity, n: min(n, self.ROOM * self.count(sparsity, n))
         )
 
-    def select(
+    def accumulate_and_select(
         self,
-        bucket: Bucket,
+        bucket: Residual,
         gradients: Mapping[str, Gradient],
         scale: Any,
         layout: Layout,
@@ -157,7 +159,7 @@ class Cap(Idea):
 class Warmup(Idea):
     """Steps as long as dense training's in the warm-up: u is not masked there."""
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
+    def masking(self, bucket: Residual, layout: Layout, masking: bool) -> bool:
         return False if layout.slots > DENSITY_OF_WARMUP * bucket.numel else masking
 
 
@@ -181,7 +183,7 @@ class Ahead(Idea):
     feedback", AAAI 2021). There u is not stale, and so not masked.
     """
 
-    def masking(self, bucket: Bucket, layout: Layout, masking: bool) -> bool:
+    def masking(self, bucket: Residual, layout: Layout, masking: bool) -> bool:
         return False
 
     def attach(self, optimizer: Any, model: nn.Module) -> None:
@@ -256,7 +258,13 @@ IDEAS: dict[str, type[Idea]] = {
 
 def follow(idea: Idea) -> None:
     """Has this process train so."""
-    kernel: Any = SimpleNamespace(**{**vars(plain), "select": idea.select, "encode": idea.encode})
+    kernel: Any = SimpleNamespace(
+        **{
+            **vars(plain),
+            "accumulate_and_select": idea.accumulate_and_select,
+            "encode": idea.encode,
+        }
+    )
     kernels.current = lambda kind, dtype: kernel
 
     class Scheduler(torch.optim.lr_scheduler.MultiStepLR):

@@ -48,22 +48,22 @@ def work(name: str, function: str) -> None:
     from importlib import import_module
 
     from dgc.compression import select
-    from dgc.compression.residual import Bucket, Gradient
+    from dgc.compression.residual import Gradient, Residual
     from dgc.compression.wire import Layout
 
     torch.set_num_threads(1)
     loops: Any = import_module(f"dgc.compression.kernels.{name}")
-    bucket = Bucket("bucket 0", {"p": torch.empty(SHAPE)})
+    bucket = Residual("bucket 0", {"p": torch.empty(SHAPE)})
     layout = Layout(bucket, [select.count(SPARSITY, bucket.numel)], 16)
     gradients = {"p": Gradient(torch.randn(SHAPE).pow_(3), 0.9)}
-    _, index, used = loops.select(bucket, gradients, None, layout, 0)
+    _, index, used = loops.accumulate_and_select(bucket, gradients, None, layout, 0)
     message, _ = loops.encode(bucket, layout, index, used, torch.tensor(False), True)
     messages, parameter = torch.cat([message] * SENDERS), torch.zeros(SHAPE)
     loops.Received(layout, layout.rows, messages, SENDERS).add([parameter], [-0.1])
     _, calls = FUNCTIONS.get(function, ("", 0))
     for step in range(calls):
         if function == "select":
-            loops.select(bucket, gradients, None, layout, 1 + step)
+            loops.accumulate_and_select(bucket, gradients, None, layout, 1 + step)
         else:
             loops.Received(layout, layout.rows, messages, SENDERS).add([parameter], [-0.1])
 

@@ -139,7 +139,7 @@ def valley(choice: str | None, sparsity: float, workers: int, steps: int) -> tup
     )
     noise, k, losses = (curvature * workers / WORKERS).sqrt(), select.count(sparsity, VALLEY), []
     x, u, v, sums = torch.zeros(VALLEY), *torch.zeros(3, workers, VALLEY)
-    owner = Regions(VALLEY, workers, x.device).owner(torch.arange(VALLEY))
+    owner = Regions(VALLEY, workers, x.device).owner_of(torch.arange(VALLEY))
     own = owner == torch.arange(workers)[:, None]  # which entries each worker adds up
     for _ in range(steps):
         u.mul_(MOMENTUM).add_(curvature * x + noise * torch.randn(workers, VALLEY, generator=draw))

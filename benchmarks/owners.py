@@ -22,16 +22,18 @@ from outfile import Out, write
 import dgc
 from dgc.collective import Path, World
 from dgc.compression.kernels import compile_ahead
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.paths.averaged import Update
-from dgc.paths.compressed import reduce
+from dgc.paths.compressed import exchange_bucket
 
 PHASES = ("choose", "add up", "apply")
 
 
-def made(device: torch.device) -> list[Bucket]:
+def made(device: torch.device) -> list[Residual]:
     """As many entries as ResNet-50 has, in three buckets; all workers' regions of one are equally large."""
-    return [Bucket(f"bucket {i}", {"a": torch.empty(8192, 1024, device=device)}) for i in range(3)]
+    return [
+        Residual(f"bucket {i}", {"a": torch.empty(8192, 1024, device=device)}) for i in range(3)
+    ]
 
 
 def now(device: torch.device) -> float:
@@ -42,7 +44,7 @@ def now(device: torch.device) -> float:
 
 
 def step(
-    bucket: Bucket, exchange: dgc.config.ExchangeName, workers: int, turn: int
+    bucket: Residual, exchange: dgc.config.ExchangeName, workers: int, turn: int
 ) -> dict[str, float]:
     """One step of one bucket; seconds of each phase."""
     device = bucket.v.device
@@ -51,10 +53,12 @@ def step(
         for name, shape in zip(bucket.names, bucket.shapes, strict=True)
     }
     seconds, began = {}, now(device)
-    path = reduce(bucket, gradients, dgc.Config(0.999, exchange=exchange), turn, World(0, workers))
+    path = exchange_bucket(
+        bucket, gradients, dgc.Config(0.999, exchange=exchange), turn, World(0, workers)
+    )
     asked = next(path)
     seconds["choose"] = now(device) - began
-    if asked.op == "alltoall":  # a row for another owner is as long as one for this one
+    if asked.op == "all_to_all":  # a row for another owner is as long as one for this one
         rows = asked.tensor[1:2].expand(workers, -1).contiguous()
         began = now(device)
         asked = path.send(rows)

@@ -16,7 +16,7 @@ import typer
 from outfile import Out, write
 
 from dgc.compression import kernels, select
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import Layout
 
 NUMEL, RANKS = 1 << 23, (4, 64)
@@ -29,7 +29,7 @@ def main(
 ) -> None:
     """Times decoding, and prints nanoseconds for each received entry."""
     torch.set_num_threads(1)
-    bucket = Bucket("benchmark", {"w": torch.empty(2, NUMEL // 2)}, velocity=False)
+    bucket = Residual("benchmark", {"w": torch.empty(2, NUMEL // 2)}, velocity=False)
     k = select.count(0.999, NUMEL)
     layout, kernel = Layout(bucket, [k], bits), kernels.module_for("cpu", torch.float32)
     of_one_row = torch.zeros(k, dtype=torch.int64)

@@ -19,14 +19,14 @@ from outfile import Out, write
 
 from dgc.collective import World
 from dgc.compression.kernels import compile_ahead
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.sizes import SUM_BITS
 from dgc.paths.dense import reduce_rounded
 
 RANKS = (4, 16, 64)
 
 
-def seconds(bucket: Bucket, gradient: torch.Tensor, size: int) -> float:
+def seconds(bucket: Residual, gradient: torch.Tensor, size: int) -> float:
     """One rank's work: it is sent what it sends itself."""
     path = reduce_rounded(bucket, {"w": gradient}, SUM_BITS, World(0, size))
     began = time.perf_counter()
@@ -52,7 +52,7 @@ def main(
     compile_ahead(torch.float32)
     gradient, medians = torch.randn(numel), dict[int, float]()
     for size in RANKS:
-        bucket = Bucket("benchmark", {"w": torch.empty(numel)}, velocity=False)
+        bucket = Residual("benchmark", {"w": torch.empty(numel)}, velocity=False)
         medians[size] = statistics.median(
             [seconds(bucket, gradient, size) for _ in range(1 + repeats)][1:]
         )

@@ -135,7 +135,7 @@ def without_slot(numel: int, slots: int, workers: int) -> float:
         .flatten()[:numel]
     )
     counts = torch.bincount(
-        Regions(numel, workers, entries.device).owner(entries.topk(slots).indices)
+        Regions(numel, workers, entries.device).owner_of(entries.topk(slots).indices)
     )
     return float((counts - messages.row_slots(slots, workers)).clamp(min=0).sum() / slots)
 

@@ -139,10 +139,10 @@ def tune(
     except KeyboardInterrupt:
         print(f"dgc tune: stopped; the same line again goes on with {study}", file=sys.stderr)
         raise
-    told = json.dumps(found, indent=1)
-    (study / "trials.json").write_text(told + "\n")
+    text = json.dumps(found, indent=1)
+    (study / "trials.json").write_text(text + "\n")
     if as_json:
-        print(told)
+        print(text)
     else:
         _print_found(found)
     draw(found, study / "front.png")
@@ -187,7 +187,7 @@ def _print_found(found: dict[str, Any]) -> None:
 def doctor(
     limit: Annotated[
         float, typer.Option(min=1, max=86_400, help="Seconds for each self-test.")
-    ] = health.LIMIT,
+    ] = health.SELF_TEST_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
     """Tells what is installed and built, which kernels will run, and tries it between two local

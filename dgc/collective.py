@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
-Operation = Literal["gather", "sum", "share", "alltoall"]
+Operation = Literal["all_gather", "all_reduce", "broadcast", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -18,24 +18,24 @@ class Collective:
 
     Its result is, by ``op``:
 
-    - ``gather``: every rank's tensor, stacked: (N, *shape), in the order of ranks.
-    - ``sum``: their sum, by ring allreduce. The tensor may be overwritten.
-    - ``share``: the root's tensor. The tensor may be overwritten.
-    - ``alltoall``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in
+    - ``all_gather``: every rank's tensor, stacked: (N, *shape), in the order of ranks.
+    - ``all_reduce``: their sum, by ring allreduce. The tensor may be overwritten.
+    - ``broadcast``: the root's tensor. The tensor may be overwritten.
+    - ``all_to_all``: of tensors (N, *shape), each rank's row for this one, stacked: (N, *shape), in
       the order of ranks.
     """
 
     op: Operation
     tensor: Tensor
     root: int = 0  # a rank within the group; the transport translates it
-    group: Literal["world", "node", "across"] = (
-        "world"  # all | those of this rank's node | its like, one of each node
-    )
+    # world: all ranks; intra_node: those of this rank's node; inter_node: those with this rank's
+    # local_rank, one in each node.
+    group: Literal["world", "intra_node", "inter_node"] = "world"
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that exchange gradients, numbered node by node.
+    """The ranks that exchange gradients, numbered node by node, and whether they average them.
 
     A node's ranks average their gradients before these are compressed: then each of them has the
     same u and v, and one contributes what one rank does otherwise. Of ``node_size`` 1, the default,
@@ -45,6 +45,7 @@ class World:
     rank: int
     size: int
     node_size: int = 1
+    average: bool = True  # sums over contributors are divided by their number
 
     @property
     def nodes(self) -> int:
@@ -61,30 +62,33 @@ class World:
         return self.rank % self.node_size
 
     @property
-    def flat(self) -> World:
+    def without_nodes(self) -> World:
         """This world with each rank on its own, whatever nodes there are."""
-        return World(self.rank, self.size)
+        return replace(self, node_size=1)
 
-    def divisor(self, average: bool) -> float:
+    @property
+    def divisor(self) -> float:
         """The divisor of the sum over nodes; where ranks are added up, a node's average counts once
         for each rank.
         """
-        return self.nodes if average else 1 / self.node_size
+        return self.nodes if self.average else 1 / self.node_size
 
     def members(self, group: str) -> range:
         """The ranks of a group of a :class:`Collective`."""
-        if group == "node":
+        if group == "intra_node":
             first = self.node * self.node_size
             return range(first, first + self.node_size)
         return (
             range(self.local_rank, self.size, self.node_size)
-            if group == "across"
+            if group == "inter_node"
             else range(self.size)
         )
 
     def partition(self, group: str) -> list[range]:
-        """All groups of one kind, ``node`` or ``across``: each rank is in one of them."""
-        firsts = range(0, self.size, self.node_size) if group == "node" else range(self.node_size)
+        """All groups of one kind, ``intra_node`` or ``inter_node``: each rank is in one of them."""
+        firsts = (
+            range(0, self.size, self.node_size) if group == "intra_node" else range(self.node_size)
+        )
         return [World(first, self.size, self.node_size).members(group) for first in firsts]
 
 
@@ -92,8 +96,8 @@ class World:
 Path = Generator[Collective, Tensor, T]
 
 
-class AbandonedError(Exception):
-    """Thrown into a path that is given up, which puts back what it has taken.
+class AbortedError(Exception):
+    """Thrown into a path that is aborted, which restores v.
 
     A path that is collected as garbage gets a GeneratorExit instead, and leaves everything as it
     is: that may be as the interpreter ends, when torch aborts the process if it is asked for a
@@ -103,14 +107,17 @@ class AbandonedError(Exception):
 
 def sent_bytes(collective: Collective, world: World) -> float:
     """Bytes that one rank puts on the wire: ring all-gather (N-1) M, ring allreduce 2 (N-1)/N M; of
-    a share, which all but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows
+    a broadcast, which all but one receive once, each rank's part, (N-1)/N M; of an all-to-all all rows
     but its own, (N-1)/N M.
     """
     n = len(world.members(collective.group))
     others = (n - 1) / n
-    return {"gather": n - 1, "sum": 2 * others, "share": others, "alltoall": others}[
-        collective.op
-    ] * collective.tensor.nbytes
+    return {
+        "all_gather": n - 1,
+        "all_reduce": 2 * others,
+        "broadcast": others,
+        "all_to_all": others,
+    }[collective.op] * collective.tensor.nbytes
 
 
 def dense_bytes(numel: int, size: int) -> float:

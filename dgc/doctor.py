@@ -31,7 +31,7 @@ from dgc.transport import find, lockstep
 from dgc.user_code import end
 from dgc.version import __version__
 
-LIMIT = 300.0  # seconds for each self-test; the first one compiles for a minute or two, where numba is installed
+SELF_TEST_TIMEOUT_S = 300.0  # the first one compiles for a minute or two, where numba is installed
 CYCLE = (
     5  # milliseconds between two looks of Horovod for work; docs/migrating.md has what it changes
 )
@@ -44,7 +44,7 @@ PACKAGES = {
 }
 
 
-def examine(limit: float = LIMIT) -> dict[str, Any]:
+def examine(limit: float = SELF_TEST_TIMEOUT_S) -> dict[str, Any]:
     """Examines all of it, as plain values. ``problems`` names what is installed and does not work;
     it is empty if all does. ``advice`` is what would make it faster.
 

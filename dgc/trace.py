@@ -18,7 +18,7 @@ Stage: TypeAlias = Literal[
     "dgc::take",  # they are taken out of v, and written into the message
     "dgc::exchange",  # this thread waits for a collective
     "dgc::read",  # messages that have come are checked and read
-    "dgc::add",  # the update is written into p.grad, or added to the parameters
+    "dgc::write_update",  # the update is written into p.grad, or added to the parameters
     "dgc::step",  # the wrapped optimizer applies it
 ]
 _NOTHING = nullcontext()

@@ -16,7 +16,7 @@ ROOMS = [  # title, text, left, bottom, width, height
     ("compression/", "residual, select,\nwire, kernels", 0.0, 0.0, 2.0, 1.5),
     (
         "paths/",
-        "3  The path: compressed, dense,\nallgather, owners, ...\nIt does no I/O.",
+        "4  The path: compressed, dense,\nowners, sparse, ...\nIt does no I/O.",
         2.7,
         0.0,
         3.1,
@@ -24,7 +24,7 @@ ROOMS = [  # title, text, left, bottom, width, height
     ),
     (
         "transport/",
-        "4  The collective travels: runner,\nstreams; Horovod, torch.distributed,\nlockstep",
+        "5  The collective travels: run;\nHorovod, torch.distributed,\nlockstep",
         6.8,
         0.0,
         3.2,
@@ -32,9 +32,9 @@ ROOMS = [  # title, text, left, bottom, width, height
     ),
 ]
 STEPS = [  # text, left
-    ("1  A gradient arrives\n\nbackward", 2.85),
-    ("2  Its bucket leaves\n\nlaunch, outgoing,\nscaling, nodes", 5.27),
-    ("5  The update comes\n\narrivals,\noptimizer_step", 7.69),
+    ("1  A gradient arrives\n2  Stock or compressed\n\nengine, progress", 2.85),
+    ("3  Its bucket leaves\n\nexchange,\ngradients", 5.27),
+    ("6  The update comes\n\nexchange,\noptimizer_step", 7.69),
 ]
 ARROWS = [  # from, to, label, where it is
     ((2.0, 3.1), (2.85, 3.1), "hook", (2.35, 3.18)),

@@ -29,7 +29,9 @@ from matplotlib import pyplot as plt
 RANKS, WIDTH, LAYERS, BATCH = 2, 2048, 4, 32
 ROWS = {
     "your script": ("forward", "backward", "optimizer.step"),
-    "dgc": tuple(f"dgc::{name}" for name in ("select", "take", "exchange", "read", "add", "step")),
+    "dgc": tuple(
+        f"dgc::{name}" for name in ("select", "take", "exchange", "read", "write_update", "step")
+    ),
     "within": ("dgc::accumulate",),
     "gloo": ("gloo:all_gather", "gloo:all_reduce"),
 }
@@ -42,7 +44,7 @@ COLOURS = {
         zip(
             (
                 "dgc::exchange",
-                "dgc::add",
+                "dgc::write_update",
                 "dgc::step",
                 "gloo:all_gather",
                 "dgc::read",

@@ -10,7 +10,7 @@ from torch import nn
 import dgc
 from dgc.collective import World
 from dgc.compression import select
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import Layout
 from dgc.paths.averaged import DenseUpdate, SparseUpdate
 from dgc.transport import find
@@ -36,12 +36,12 @@ def performed(requests):
     """What each rank gets of a collective of all of them."""
     op, tensors = requests[0].op, [request.tensor for request in requests]
     assert {request.op for request in requests} == {op}
-    if op == "alltoall":
+    if op == "all_to_all":
         return [torch.stack(rows) for rows in zip(*tensors, strict=True)]
     result = {
-        "gather": torch.stack,
-        "share": lambda each: each[requests[0].root],
-        "sum": lambda each: torch.stack(each).sum(0),
+        "all_gather": torch.stack,
+        "broadcast": lambda each: each[requests[0].root],
+        "all_reduce": lambda each: torch.stack(each).sum(0),
     }[op](tensors)
     return [result.clone() for _ in requests]
 
@@ -52,7 +52,7 @@ def flattened(update):
         return update.tensor
     if isinstance(update, DenseUpdate):
         return torch.cat(update.parts)
-    parts = [torch.empty(n, dtype=update.layout.residual) for n in update.layout.numels]
+    parts = [torch.empty(n, dtype=update.layout.dtype) for n in update.layout.numels]
     update.write(parts)
     return torch.cat(parts)
 
@@ -74,8 +74,8 @@ def misleading(n, seed, zeros, pattern):
     return g
 
 
-def worlds(n):
-    return [World(rank, n) for rank in range(n)]
+def worlds(n, average=True):
+    return [World(rank, n, average=average) for rank in range(n)]
 
 
 def model(seed=0, dtype=torch.float32):
@@ -333,7 +333,7 @@ def counted_sizes(sparsity):
     compressed = {
         str(i): p for i, p in enumerate(model().parameters()) if p.dim() > 1 and p.numel() >= 1024
     }
-    bucket = Bucket("", dict(reversed(compressed.items())))
+    bucket = Residual("", dict(reversed(compressed.items())))
     layout = Layout(bucket, [select.count(sparsity, n) for n in bucket.numels], 16)
     return layout.sizes, sum(p.numel() for p in model().parameters()) - bucket.numel
 

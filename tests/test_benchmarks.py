@@ -264,11 +264,11 @@ def test_ideas_change_one_thing():
     import ideas
 
     from dgc.compression.kernels import plain
-    from dgc.compression.residual import Bucket, Gradient
+    from dgc.compression.residual import Gradient, Residual
     from dgc.compression.wire import Layout
 
     like = {"a": torch.empty(40, 50), "b": torch.empty(900)}
-    ours, theirs = Bucket("", like), Bucket("", like)
+    ours, theirs = Residual("", like), Residual("", like)
     layout = Layout(ours, [100, 45], 16)
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
@@ -278,7 +278,7 @@ def test_ideas_change_one_thing():
         }
         messages = []
         for kernel, bucket in ((ideas.Idea(), ours), (plain, theirs)):
-            _, index, used = kernel.select(bucket, some, None, layout, step)
+            _, index, used = kernel.accumulate_and_select(bucket, some, None, layout, step)
             messages.append(
                 kernel.encode(bucket, layout, index, used, torch.tensor(False), True)[0]
             )
@@ -288,15 +288,17 @@ def test_ideas_change_one_thing():
             and torch.equal(ours.v, theirs.v)
         )
     values = torch.tensor([5.0, -2.0, 3.0, 1.0])
-    layout = Layout(Bucket("", {"a": torch.empty(9)}), [4], 16)
+    layout = Layout(Residual("", {"a": torch.empty(9)}), [4], 16)
     assert ideas.Cap().values(layout, torch.tensor([4]), values).tolist() == [2, -2, 2, 1]
-    across, bucket = ideas.Across(), Bucket("", like)
+    across, bucket = ideas.Across(), Residual("", like)
     across.config, across.count = dgc.Config(0.95), ideas.selection.count
     few = {
         "a": Gradient(torch.arange(2000.0).view(40, 50)),
         "b": Gradient(1998.5 + torch.zeros(900)),
     }
-    _, index, used = across.select(bucket, few, None, Layout(bucket, [800, 360], 16), 0)
+    _, index, used = across.accumulate_and_select(
+        bucket, few, None, Layout(bucket, [800, 360], 16), 0
+    )
     assert used.tolist() == [1, 144] and index[0] == 1999  # 5 % of each is 100 and 45
 
 

@@ -191,7 +191,7 @@ def test_rounded_sums_by_hand():
     inside, across, together = 2 * (1 + 8_000), 1 + 2 * (half / 2), 1 + 2 * (half / 2)
     assert seconds("hierarchical", 2, 2) == inside + 2 * across + 2 * together
     assert cost.exchange("allgather", sizes._replace(bits=16), 4, 1) == cost.ring(16_000, 4, 1)
-    assert not messages.rounds(Sizes(40, 10, bits=8), 16)  # 20 bytes each, where 2.5 do
+    assert not messages.is_rounded(Sizes(40, 10, bits=8), 16)  # 20 bytes each, where 2.5 do
 
 
 def test_each_byte_crosses_the_network_once_when_hierarchical():

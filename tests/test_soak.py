@@ -15,7 +15,7 @@ from torch import nn
 import dgc
 from dgc.compression import kernels, select
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import Layout, seal
 from dgc.transport import find
 
@@ -144,7 +144,7 @@ def test_a_damaged_message_is_an_error_or_stays_within_its_parameters(kernel, se
     write beside the parameters.
     """
     module = plain if kernel == "plain" else kernels.module_for("cpu", torch.float32)
-    bucket = Bucket("bucket 0", {name: torch.empty(shape) for name, shape in SHAPES.items()})
+    bucket = Residual("bucket 0", {name: torch.empty(shape) for name, shape in SHAPES.items()})
     layout = Layout(bucket, [select.count(0.95, n) for n in bucket.numels], 4)
     generator = torch.Generator().manual_seed(5)
     memory = torch.full((bucket.numel + 200,), torch.pi)

@@ -84,7 +84,7 @@ def test_each_stage_as_often_as_buckets_and_steps_say(settings, times):
         "take": take * every,
         "read": read * every,
         "exchange": exchange * every + STEPS,
-        "add": every + STEPS,  # with the bucket of what travels dense
+        "write_update": every + STEPS,  # with the bucket of what travels dense
         "step": STEPS,
     }
     assert found == {f"dgc::{name}": count for name, count in expected.items() if count}

@@ -15,8 +15,8 @@ from torch import Tensor
 from dgc.collective import dense_bytes
 from dgc.compression import select
 from dgc.compression import sizes as messages
-from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket
+from dgc.compression.regions import ReducePlan
+from dgc.compression.residual import Residual
 from dgc.compression.wire import Layout, Rows
 
 Kind = Literal["allgather", "reduce", "mean"]
@@ -40,7 +40,7 @@ class Residuals:
         momentum: see there.
     """
 
-    def __init__(self, bucket: Bucket, workers: int, momentum: Momentum):
+    def __init__(self, bucket: Residual, workers: int, momentum: Momentum):
         self.u, self.v = torch.zeros(2, workers, bucket.numel, device=bucket.v.device)
         self.momentum = momentum
         self.fresh = self.v  # what the last step has added to v
@@ -80,7 +80,7 @@ class Exchange:
     nbytes: float = 0
 
     def __init__(
-        self, bucket: Bucket, workers: int, kind: Kind, sparsity: float, wide: int = messages.WIDE
+        self, bucket: Residual, workers: int, kind: Kind, sparsity: float, wide: int = messages.WIDE
     ):
         self.workers, self.bucket, self.kind = workers, bucket, kind
         self.own = torch.arange(workers, device=bucket.v.device)[:, None]
@@ -88,12 +88,12 @@ class Exchange:
         if kind != "allgather":
             counts = [min(n, wide * k) for n, k in zip(bucket.numels, counts, strict=True)]
         self.layout, self.dense = Layout(bucket, counts, BITS), False
-        self.parameter = self.layout.owner  # int64 (K,), of each entry that is chosen
+        self.parameter = self.layout.param_of_slot  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
             self.dense = messages.sends_dense(kind, self.layout.sizes, workers)
             self.nbytes = (workers - 1) * self.layout.rows.nbytes
         elif kind == "reduce":
-            self.plan = Plan(self.layout, workers, 0)
+            self.plan = ReducePlan(self.layout, workers, 0)
             rows = self.plan.to_owners.nbytes + self.plan.to_all.nbytes
             # As dgc.compression.sizes.sends_dense has it.
             self.dense = 2 * self.layout.sizes.dense < rows * workers
@@ -109,7 +109,7 @@ class Exchange:
             len(self.bucket.numels),
             self.bucket.v.device,
         )
-        self.owner = regions.owner(torch.arange(self.bucket.numel, device=device))  # int64 (n,)
+        self.owner = regions.owner_of(torch.arange(self.bucket.numel, device=device))  # int64 (n,)
         of = torch.repeat_interleave(torch.tensor(self.bucket.numels, device=device))
         self.group = self.owner * parameters + of  # an owner's part of a parameter
         self.group_size = torch.bincount(self.group, minlength=self.workers * parameters).clamp_(
@@ -162,7 +162,7 @@ class Exchange:
         row = self.owner[index]
         row = self._fitting(torch.where(row == self.own, n, row), v.gather(1, index))
         sent = torch.where(row < n, v.gather(1, index), 0)
-        places = self.plan.regions.local(index)
+        places = self.plan.regions.index_in_region(index)
         sent = as_read(self.plan.to_owners, self.own * n + row, places, sent, n * n)
         arrived = residuals.take(index, sent)
         v.scatter_add_(0, self.owner[None], arrived[None])
@@ -178,7 +178,7 @@ class Exchange:
         valid, kept = kept < len(sums), kept.clamp(max=len(sums) - 1)
         valid &= v.gather(1, kept) != 0
         passed = torch.where(valid, v.gather(1, kept), 0)
-        places = self.plan.regions.local(kept)
+        places = self.plan.regions.index_in_region(kept)
         return residuals.take(
             kept, as_read(self.plan.to_all, self.own.expand_as(kept), places, passed, n)
         )

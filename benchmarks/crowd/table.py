@@ -19,7 +19,7 @@ import dgc
 from crowd import train
 from crowd.exchange import Exchange
 from dgc.collective import dense_bytes
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 
 Result = dict[str, Any]
 Seeds = dict[int, Result]
@@ -50,7 +50,7 @@ def row_of(result: Result) -> Row:
 
 
 @cache
-def network() -> tuple[Bucket, int]:
+def network() -> tuple[Residual, int]:
     """What travels compressed of the network, and all of its entries."""
     model = cifar10.resnet(20)
     return train.compressed(model), sum(p.numel() for p in model.parameters())

@@ -32,7 +32,7 @@ import dgc
 from crowd.exchange import Exchange, Momentum, Residuals
 from crowd.model import Crowd
 from dgc.compression import sizes as messages
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 
 LR, M, DECAY = 0.1, 0.9, 1e-4  # the recipe's
 
@@ -89,10 +89,10 @@ def drawn(images: int, workers: int, size: int, flips: bool, seed: int, epoch: i
     return torch.stack(parts).view(workers, steps, 4, size).permute(1, 2, 3, 0).flatten(2)
 
 
-def compressed(model: nn.Module) -> Bucket:
+def compressed(model: nn.Module) -> Residual:
     """The parameters that travel compressed, in the order in which their gradients come."""
     small = dgc.Config().min_numel
-    return Bucket(
+    return Residual(
         "bucket 0",
         {
             name: p

@@ -59,9 +59,11 @@ class Atomo:
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
         own = self.encode([matrix(t) for t in tensors])
-        lengths = (yield Collective("gather", torch.tensor([len(own)], device=own.device))).view(-1)
+        lengths = (
+            yield Collective("all_gather", torch.tensor([len(own)], device=own.device))
+        ).view(-1)
         padded = torch.nn.functional.pad(own, (0, int(lengths.max()) - len(own)))
-        messages = yield Collective("gather", padded)
+        messages = yield Collective("all_gather", padded)
         decoded = [self.decode(content, tensors) for content in messages]
         return [sum(parts) / self.world.size for parts in zip(*decoded, strict=True)]
 

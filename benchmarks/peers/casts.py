@@ -26,5 +26,5 @@ class Cast:
     exchanges = "gradients"
 
     def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
-        total = yield Collective("sum", flat(tensors).to(self.dtype) / self.world.size)
+        total = yield Collective("all_reduce", flat(tensors).to(self.dtype) / self.world.size)
         return unflat(total.float(), tensors)

@@ -61,7 +61,7 @@ class DeMo:
             values = coefficients.gather(1, places.long())
             m -= self.inverse(torch.zeros_like(coefficients).scatter_(1, places.long(), values), m)
             parts += [values] if places.shape == coefficients.shape else [values, places]
-        messages = yield Collective("gather", message(*parts))
+        messages = yield Collective("all_gather", message(*parts))
         return [
             self.inverse(q, m).sign() for q, m in zip(self.averages(messages), self.m, strict=True)
         ]

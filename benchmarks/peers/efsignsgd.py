@@ -34,7 +34,7 @@ class EFSignSGD:
         scales = torch.stack([part.abs().mean() for part in unflat(p, tensors)])
         own = message(scales, pack((p >= 0).to(torch.uint8), 1))
         self.e = p - self.decode(own, layers)
-        messages = yield Collective("gather", own)
+        messages = yield Collective("all_gather", own)
         total = sum(self.decode(content, layers) for content in messages)
         return unflat(total / self.world.size, tensors)
 

@@ -101,7 +101,7 @@ def steps(a: dict[str, Any]) -> list[Step]:
 
 
 def meet() -> None:
-    find().start(Collective("sum", torch.zeros(1)), "meeting")()
+    find().start(Collective("all_reduce", torch.zeros(1)), "meeting")()
 
 
 def medians(

@@ -60,7 +60,7 @@ def mean(tensors: list[Tensor], world: World) -> Path[list[Tensor]]:
     """Their mean over ranks, by ring allreduce in float32."""
     if not tensors:
         return []
-    total = yield Collective("sum", flat(tensors))
+    total = yield Collective("all_reduce", flat(tensors))
     return unflat(total / world.size, tensors)
 
 

@@ -76,7 +76,7 @@ class ParameterServer:
         """Every rank does what the server does, one worker's push after the other's."""
         pulls = [
             self._update(gradient)
-            for gradient in find().start(Collective("gather", own), "async")()
+            for gradient in find().start(Collective("all_gather", own), "async")()
         ]
         return pulls[-1 if last else self.world.rank]
 

@@ -58,9 +58,9 @@ class PowerSGD:
         m = [matrix + e for matrix, e in zip(matrices, self.e, strict=True)]
         q = [torch.linalg.qr(q).Q for q in self.q]
         p = [m @ q for m, q in zip(m, q, strict=True)]
-        p = [torch.linalg.qr(p).Q for p in unflat((yield Collective("sum", flat(p))), p)]
+        p = [torch.linalg.qr(p).Q for p in unflat((yield Collective("all_reduce", flat(p))), p)]
         q = [m.T @ p for m, p in zip(m, p, strict=True)]
-        self.q = unflat((yield Collective("sum", flat(q))) / self.world.size, q)
+        self.q = unflat((yield Collective("all_reduce", flat(q))) / self.world.size, q)
         found = [p @ q.T for p, q in zip(p, self.q, strict=True)]
         self.e = [m - found for m, found in zip(m, found, strict=True)]
         return [found.view(tensor.shape) for found, tensor in zip(found, tensors, strict=True)]

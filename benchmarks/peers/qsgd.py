@@ -39,7 +39,7 @@ class QSGD:
 
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
         buckets = self.buckets(tensors)
-        messages = yield Collective("gather", self.encode(flat(tensors), buckets))
+        messages = yield Collective("all_gather", self.encode(flat(tensors), buckets))
         total = sum(self.decode(content, buckets) for content in messages)
         return unflat(total / self.world.size, tensors)
 

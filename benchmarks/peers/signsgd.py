@@ -29,6 +29,6 @@ class SignSGD:
     def exchange(self, tensors: list[Tensor], lr: float, last: bool) -> Path[list[Tensor]]:
         g = flat(tensors)
         self.m = (1 - self.momentum) * g if self.m is None else torch.lerp(g, self.m, self.momentum)
-        messages = yield Collective("gather", pack((self.m >= 0).to(torch.uint8), 1))
+        messages = yield Collective("all_gather", pack((self.m >= 0).to(torch.uint8), 1))
         votes = sum(2.0 * unpack(bits, 1, len(g)) - 1 for bits in messages)
         return unflat(votes.sign(), tensors)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dgc
 from dgc.collective import Collective, Path, sent_bytes
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.engine.parameters import compressible
 from dgc.paths import compressed
 from dgc.transport import find
@@ -44,7 +44,7 @@ class Stale:
             name: p for name, p in named if config is not None and compressible(p, config.min_numel)
         }
         self.bucket = (
-            Bucket("stale", large, config.momentum_correction)
+            Residual("stale", large, config.momentum_correction)
             if config is not None and large
             else None
         )
@@ -76,13 +76,13 @@ class Stale:
         if self.small:
             yield mean([p.grad for p in self.small], self._transport.world)
 
-    def _compressed(self, bucket: Bucket) -> Path[list[Tensor]]:
+    def _compressed(self, bucket: Residual) -> Path[list[Tensor]]:
         (group,) = self.sgd.param_groups
         own = {
             name: Gradient(p.grad, group["momentum"], group["nesterov"])
             for name, p in self.large.items()
         }
-        update = yield from compressed.reduce(
+        update = yield from compressed.exchange_bucket(
             bucket, own, self.config, self.steps, self._transport.world
         )
         found = [torch.empty_like(p) for p in self.large.values()]

@@ -42,7 +42,7 @@ class TernGrad:
     def average(self, tensors: list[Tensor]) -> Path[list[Tensor]]:
         layers = owners(tensors)
         messages = yield Collective(
-            "gather", self.encode([clipped(g, self.clip) for g in tensors], layers)
+            "all_gather", self.encode([clipped(g, self.clip) for g in tensors], layers)
         )
         total = sum(self.decode(content, layers) for content in messages)
         return unflat(total / self.world.size, tensors)

@@ -178,9 +178,8 @@ def read(folder: Path, name: str, files: Mapping[str, Any], sent: Mapping[str, b
 
 def _tree(file: Any, name: str) -> Tree:
     file.seek(0)
-    if (
-        file.read(4) != b"PK\x03\x04"
-    ):  # torch's older formats could run code in older torch, weights_only or not
+    # torch's older formats could run code in older torch, weights_only or not.
+    if file.read(4) != b"PK\x03\x04":
         raise ValueError("it must be a zip archive, as torch.save writes, got something else")
     file.seek(0)
     tree = torch.load(file, map_location="cpu", weights_only=True)

@@ -79,7 +79,8 @@ def load_checkpoint(
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     if engine is not None and engine.settings.exchanges:
-        engine.drop_step()  # what is on its way belongs to another v, and would pair up with what is asked here
+        # What is on its way belongs to another v, and would pair up with what is asked here.
+        engine.abort_step_together()
 
     def look() -> Any:
         folder = Path(path)  # a TypeError where it is none
@@ -89,9 +90,8 @@ def load_checkpoint(
     while True:
         try:
             return _Loading(folder, manifest, model, optimizer, ranks).run()
-        except (
-            FileNotFoundError
-        ):  # on all ranks alike; a job that saves there may have put a new one in its place
+        except FileNotFoundError:
+            # On all ranks alike: a job that saves there may have put a new manifest in its place.
             before, manifest = manifest, ranks.together(look)[0]
             if manifest == before:
                 raise
@@ -149,9 +149,9 @@ class _Loading:
         before = on_cpu(self._model)
         try:
             self._ranks.together(self._load_model)
-        except (
-            BaseException
-        ):  # a module of some rank does not take it, which may refuse this too, at the same place
+        except BaseException:
+            # load_state_dict failed on some rank: restore the old state. The module that failed may
+            # fail again, so errors are suppressed.
             with contextlib.suppress(Exception):
                 self._model.load_state_dict(before)
             raise
@@ -223,7 +223,7 @@ class _Loading:
                 self._residuals,
                 state["residuals"],
                 self._weights[rank],
-                alone=len(self._weights) == 1,
+                single_weight=len(self._weights) == 1,
             )
 
     def _blamed(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -236,9 +236,8 @@ class _Loading:
 
     def _load_optimizer(self) -> None:
         engine, optimizer, residuals = self._engine, self._optimizer, self._residuals
-        if (
-            engine is not None and self._keeps
-        ):  # before the optimizer's own state: momentum it has moves into u
+        # Before the optimizer's own state, whose momentum moves into u.
+        if engine is not None and self._keeps:
             kept = engine.residuals()
             if not (residuals["u"] or residuals["v"]):  # it was saved without
                 residuals.update(

@@ -53,9 +53,8 @@ def set_random_states(states: Tree, model: nn.Module, dry: bool = False) -> None
         torch.Generator(device).set_state(state) if dry else torch.cuda.set_rng_state(state, device)
     if "numpy" in states:
         kind, key, position, *_ = states["numpy"]
-        if (
-            kind != "MT19937" or len(key) != 624 or not 0 <= position <= 624
-        ):  # NumPy does not look at the position
+        # NumPy does not check the position.
+        if kind != "MT19937" or len(key) != 624 or not 0 <= position <= 624:
             raise ValueError(
                 "NumPy's random state must be one of numpy.random.get_state(), got something else"
             )

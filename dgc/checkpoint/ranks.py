@@ -78,7 +78,7 @@ class Ranks:
         self.together(lambda: content.append(content_of(file, nbytes)) if is_root else None)
         buffer = bytearray(content.pop() if is_root else nbytes)
         for part in torch.frombuffer(buffer, dtype=torch.uint8).split(PIECE):
-            asked = Collective("share", part.to(self.device, copy=True), root)
+            asked = Collective("broadcast", part.to(self.device, copy=True), root)
             part.copy_(self.transport.start(asked, "dgc.checkpoint.file")())
         return bytes(buffer)
 

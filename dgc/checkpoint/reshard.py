@@ -86,7 +86,7 @@ def weights(
     return weights
 
 
-def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None:
+def accumulate(total: Tree, residuals: Tree, weight: float, single_weight: bool) -> None:
     """Adds a rank's residuals to the total, in float64; alone and whole they stay as they are, to
     the bit.
     """
@@ -94,7 +94,7 @@ def accumulate(total: Tree, residuals: Tree, weight: float, alone: bool) -> None
         if total[letter]:
             check_same(letter, residuals[letter], total[letter])
         for name, tensor in residuals[letter].items():
-            if alone and weight == 1:
+            if single_weight and weight == 1:
                 total[letter][name] = tensor
             elif name in total[letter]:
                 total[letter][name].add_(tensor, alpha=weight)

@@ -22,8 +22,8 @@ from dgc.compression.device import to_device
 
 FEWEST = 8  # updates that s is an average of, at least, where an entry's waits are longer than b2 remembers
 PARTS = 64  # of R, and of n in a table of powers
-MOST = 1 << 20  # steps that a table of weights tells apart
-LONGEST = 1 << 22  # entries of a table of deficits: all that there are up to b1 = 0.9996
+MAX_WEIGHTS = 1 << 20  # steps that a table of weights tells apart
+MAX_DEFICITS = 1 << 22  # entries of a table of deficits: all that there are up to b1 = 0.9996
 TABLES = 16  # that are kept: a schedule may change b1 in every step
 NOTHING = 2.0**-30  # a power that small is taken for 0
 
@@ -105,7 +105,7 @@ def largest_weight(b2: float) -> float:
 def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The table of 1 - b2^w for w = 0, 1, ..., cut off at the largest weight."""
     most = largest_weight(b2)
-    longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MOST) if b2 > 0 else 1
+    longest = min(math.ceil(math.log1p(-most) / math.log(b2)), MAX_WEIGHTS) if b2 > 0 else 1
     w = torch.arange(longest + 1, dtype=torch.float64, device="cpu")
     return to_device((1 - b2**w).clamp_(max=most).to(dtype), device)
 
@@ -113,5 +113,5 @@ def _weights(b2: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 @lru_cache(TABLES)
 def _deficits(b1: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     longest = math.ceil(math.log(NOTHING) / math.log(b1)) if b1 > 0 else 1
-    n = torch.arange(min(longest * PARTS, LONGEST) + 1, dtype=torch.float64, device="cpu") / PARTS
+    n = torch.arange(min(longest * PARTS, MAX_DEFICITS) + 1, dtype=torch.float64, device="cpu") / PARTS
     return to_device((2 * b1 / (1 - b1 * b1) * (1 - b1**n)).to(dtype), device)

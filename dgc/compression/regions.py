@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dgc.compression import sizes as messages
+from dgc.compression import sizes
 from dgc.compression.device import tensor_of
 from dgc.compression.sizes import LINE, region
 from dgc.compression.wire import MIXER, Layout, Rows
@@ -37,7 +37,7 @@ class Regions:
     def __init__(self, numel: int, owners: int, device: torch.device):
         self.numel, self.owners, self.device = numel, owners, device
         self._blocks_of: dict[int, Tensor] = {}
-        self._tail_of = self.owner(numel - numel % LINE) if numel % LINE else -1  # whose the last block is, if a part
+        self._tail_of = self.owner_of(numel - numel % LINE) if numel % LINE else -1  # whose the last part of a block is
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -49,20 +49,20 @@ class Regions:
         """Entries of the largest region."""
         return region(self.numel, self.owners)
 
-    def owner(self, index: Where) -> Where:
+    def owner_of(self, index: Where) -> Where:
         """int64, of the shape of ``index``, positions in the bucket: whose they are."""
         block = index // LINE
         return (block % self.owners + self._turn(block // self.owners)) % self.owners
 
-    def local(self, index: Tensor) -> Tensor:
+    def index_in_region(self, index: Tensor) -> Tensor:
         """int64, of the same shape: where they are in their owner's region. Ascending where ``index`` is."""
         return index // (LINE * self.owners) * LINE + index % LINE
 
-    def index(self, owner: int | Tensor, local: Tensor) -> Tensor:
-        """int64, of the shape of ``local``, positions in the region of ``owner``: where they are in the bucket."""
-        rounds = local // LINE
+    def index(self, owner: int | Tensor, in_region: Tensor) -> Tensor:
+        """int64, of the shape of ``in_region``, positions in the region of ``owner``: where they are in the bucket."""
+        rounds = in_region // LINE
         place = (owner - self._turn(rounds)) % self.owners
-        return (rounds * self.owners + place) * LINE + local % LINE
+        return (rounds * self.owners + place) * LINE + in_region % LINE
 
     def before(self, owner: int, index: int) -> int:
         """How many entries of an owner's region lie before a position in the bucket."""
@@ -84,7 +84,7 @@ class Regions:
             flat[tail:] = region[len(blocks) * LINE:]
 
     @contextmanager
-    def aside(self, flat: Tensor, owner: int) -> Iterator[None]:
+    def zeroed_region(self, flat: Tensor, owner: int) -> Iterator[None]:
         """Within it an owner's region is zero at first; at its end what was there is added to what is there."""
         before = self.read(flat, owner)
         self.write(flat, owner, torch.zeros_like(before))
@@ -127,7 +127,7 @@ class Arrived(NamedTuple):
     before: Tensor  # (E,), what was in v at ``added.places``
 
 
-class Plan:
+class ReducePlan:
     """Who adds up what of a bucket, as one of the owners sees it, and the format of the rows to them and from them.
 
     Args:
@@ -139,13 +139,13 @@ class Plan:
     def __init__(self, layout: Layout, owners: int, own: int):
         self.layout, self.own = layout, own
         self.regions = Regions(layout.numel, owners, layout.device)
-        self.to_owners = self._rows(messages.row_slots(layout.slots, owners))
-        self.to_all = self._rows(messages.kept_slots(layout.numel, layout.slots, owners))
+        self.to_owners = self._rows(sizes.row_slots(layout.slots, owners))
+        self.to_all = self._rows(sizes.kept_slots(layout.numel, layout.slots, owners))
 
     def _rows(self, slots: int) -> Rows:
         """The format of rows of so many slots about a region."""
         layout = self.layout
-        return Rows(slots, self.regions.size, layout.bits, layout.residual, layout.device)
+        return Rows(slots, self.regions.size, layout.bits, layout.dtype, layout.device)
 
     @cached_property
     def size(self) -> Tensor:

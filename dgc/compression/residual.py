@@ -27,7 +27,7 @@ class Gradient:
     nesterov: bool = False
 
 
-class Bucket:
+class Residual:
     """Some parameters of one device and dtype, and what is kept of them: one flat u and one flat v.
 
     Args:
@@ -100,9 +100,8 @@ class Bucket:
             if scale is not None:
                 g = g * (scale[name] if isinstance(scale, Mapping) else scale).to(g)
             norm = torch.linalg.vector_norm(g)
-            if (
-                not torch.isfinite(norm) and not torch.isfinite(g).all()
-            ):  # or only its square is not
+            # The norm may be infinite where no entry is.
+            if not torch.isfinite(norm) and not torch.isfinite(g).all():
                 bad.append(name)
                 g = torch.where(torch.isfinite(g), g, 0)
                 norm = torch.linalg.vector_norm(g)
@@ -152,6 +151,11 @@ class Bucket:
         return taken
 
     @cached_property
+    def numel_of(self) -> dict[str, int]:
+        """Parameter -> its entries, one after the other."""
+        return dict(zip(self.names, self.numels, strict=True))
+
+    @cached_property
     def ends(self) -> Tensor:
         """int64 (P,): where each parameter ends."""
         return tensor_of(self.numels, self.v.device).cumsum(0)
@@ -181,7 +185,7 @@ class Bucket:
         self.overflow_entries = self.held_entries = 0
         self.count(torch.full_like(self.total_entries, self.numel))
 
-    def rest(self) -> None:
+    def record_idle_step(self) -> None:
         """A step has none of its gradients, and nothing is sent."""
         self.gradient_square = 0.0
         self.entries_sent = self.overflow_entries = self.held_entries = 0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 FLOAT32 = 4  # bytes; the residual's dtype, in which sums travel
 LINE = 16  # neighbouring entries that one owner adds up, and that are sampled together: a cache line of float32
 GROUP = 512  # slots of a row that share a scale
+CHECKSUM_WORDS = 2  # of 32 bits, the last ones of a row
 SUM_BITS = 8  # of a value in a dense sum, where values of messages have as few or fewer
 # Of the k entries that a sparsity names, how many times as many a worker sends to owners, and all
 # owners together pass on: the same number, as an entry waits at a worker and again at its owner.
@@ -80,7 +81,7 @@ def row_sections(
 
 def row_bytes(slots: int, size: int, bits: int, all_entries: bool = False) -> int:
     """Bytes of a row (:class:`dgc.compression.wire.Rows`)."""
-    return sum(row_sections(slots, size, bits, all_entries)[1]) + 8
+    return sum(row_sections(slots, size, bits, all_entries)[1]) + 4 * CHECKSUM_WORDS
 
 
 def region(numel: int, n: int) -> int:
@@ -132,7 +133,7 @@ def chunk_bytes(numel: int, n: int, bits: int) -> int:
     return row_bytes(chunk(numel, n), chunk(numel, n), bits, all_entries=True)
 
 
-def rounds(sizes: Sizes, n: int) -> bool:
+def is_rounded(sizes: Sizes, n: int) -> bool:
     """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
     return (
         sizes.sum_bits > 0
@@ -146,10 +147,12 @@ def summed_bytes(sizes: Sizes, n: int) -> int:
     sums for all.
     """
     return (
-        (n + 1) * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense
+        (n + 1) * chunk_bytes(sizes.numel, n, sizes.sum_bits)
+        if is_rounded(sizes, n)
+        else sizes.dense
     )
 
 
 def summed(sizes: Sizes, n: int) -> int:
     """M of a dense sum of N contributors, of which each sends 2 (N - 1) / N M."""
-    return n * chunk_bytes(sizes.numel, n, sizes.sum_bits) if rounds(sizes, n) else sizes.dense
+    return n * chunk_bytes(sizes.numel, n, sizes.sum_bits) if is_rounded(sizes, n) else sizes.dense

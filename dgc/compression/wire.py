@@ -45,8 +45,8 @@ import torch
 from torch import Tensor
 
 from dgc.compression.device import tensor_of
-from dgc.compression.residual import Bucket
-from dgc.compression.sizes import GROUP, Sizes, row_sections
+from dgc.compression.residual import Residual
+from dgc.compression.sizes import CHECKSUM_WORDS, GROUP, Sizes, row_sections
 
 NONFINITE = -1  # status of a row: a gradient was not finite. 1 + r: the row of contributor r was damaged
 TOP = 15  # the largest value of a group of float16 is scaled to [2^(TOP - 1), 2^TOP)
@@ -59,17 +59,17 @@ class Layout:
     """How many entries of each parameter of a bucket are chosen, and in which slots they are.
 
     Args:
-        bucket: the bucket.
+        residual: of the bucket.
         counts: k of each parameter, in the bucket's order.
         bits: b, of a value.
     """
 
-    def __init__(self, bucket: Bucket, counts: Sequence[int], bits: int):
-        self.names, self.counts, self.bits = bucket.names, tuple(counts), bits
-        self.numels, self.offsets, self.numel = bucket.numels, bucket.offsets, bucket.numel
+    def __init__(self, residual: Residual, counts: Sequence[int], bits: int):
+        self.names, self.counts, self.bits = residual.names, tuple(counts), bits
+        self.numels, self.offsets, self.numel = residual.numels, residual.offsets, residual.numel
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
-        self.residual, self.device = bucket.v.dtype, bucket.v.device
+        self.dtype, self.device = residual.v.dtype, residual.v.device
 
     @cached_property
     def chosen(self) -> dict[str, int]:
@@ -77,7 +77,7 @@ class Layout:
         return dict(zip(self.names, self.counts, strict=True))
 
     @cached_property
-    def owner(self) -> Tensor:
+    def param_of_slot(self) -> Tensor:
         """int64 (K,): the parameter that each slot belongs to."""
         repeats = tensor_of(self.counts, self.device)
         return torch.arange(len(self.counts), device=self.device).repeat_interleave(repeats, output_size=self.slots)
@@ -85,26 +85,26 @@ class Layout:
     @cached_property
     def base(self) -> Tensor:
         """int64 (K,): where that parameter begins in the bucket."""
-        return tensor_of(self.offsets, self.device)[self.owner]
+        return tensor_of(self.offsets, self.device)[self.param_of_slot]
 
     @cached_property
     def ordinal(self) -> Tensor:
         """int64 (K,): which of its parameter's slots each one is, from 0."""
-        return torch.arange(self.slots, device=self.device) - tensor_of(self.starts, self.device)[self.owner]
+        return torch.arange(self.slots, device=self.device) - tensor_of(self.starts, self.device)[self.param_of_slot]
 
     def uses(self, used: Tensor) -> Tensor:
         """bool (K,): which slots are used, of so many of each parameter, int64 (P,)."""
-        return self.ordinal < used[self.owner]
+        return self.ordinal < used[self.param_of_slot]
 
     @cached_property
     def rows(self) -> Rows:
         """The format of a message: one row, in which places are those in the bucket."""
-        return Rows(self.slots, self.numel, self.bits, self.residual, self.device)
+        return Rows(self.slots, self.numel, self.bits, self.dtype, self.device)
 
     @cached_property
     def sizes(self) -> Sizes:
         """What the messages of each exchange have in bytes."""
-        return Sizes(self.residual.itemsize * self.numel, self.numel, self.slots, self.bits)
+        return Sizes(self.dtype.itemsize * self.numel, self.numel, self.slots, self.bits)
 
 
 class Entries(NamedTuple):
@@ -122,19 +122,19 @@ class Rows:
         slots: k.
         size: n, entries of the interval.
         bits: b, of a value: 1, 2, 4, 8, 16 or 32.
-        residual: the dtype in which values are read.
+        dtype: in which values are read.
         device: of the tensors.
         all_entries: the rows have all n entries, and no places.
     """
 
-    def __init__(self, slots: int, size: int, bits: int, residual: torch.dtype, device: torch.device,
+    def __init__(self, slots: int, size: int, bits: int, dtype: torch.dtype, device: torch.device,
                  all_entries: bool = False):
-        self.slots, self.size, self.bits, self.residual, self.device = slots, size, bits, residual, device
+        self.slots, self.size, self.bits, self.dtype, self.device = slots, size, bits, dtype, device
         self.all_entries = all_entries
         self.groups = -(-slots // GROUP)
         self.low, sections = row_sections(slots, size, bits, all_entries)
         self.ends = tuple(accumulate(sections))  # of status, scales, values, low places, high places, in bytes
-        self.nbytes = self.ends[-1] + 8
+        self.nbytes = self.ends[-1] + 4 * CHECKSUM_WORDS
 
     def encode(self, row: Tensor, places: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Writes a message.
@@ -174,7 +174,7 @@ class Rows:
         values -= sent
         return self._sealed(status, scales, codes, None, None)
 
-    def telling(self, rows: int, status: Tensor | int) -> Tensor:
+    def status_message(self, rows: int, status: Tensor | int) -> Tensor:
         """A message without entries, of one status, uint8 (R, nbytes)."""
         message = torch.zeros(rows, self.nbytes, dtype=torch.uint8, device=self.device)
         message[:, :4].view(torch.int32)[:] = status
@@ -190,17 +190,18 @@ class Rows:
         self.check_size(message)
         rows = len(message)
         parts = [message[:, a:b] for a, b in zip((0, *self.ends), self.ends, strict=False)]
-        told = parts[0].view(torch.int32)[:, 0].to(torch.int64)
+        status = parts[0].view(torch.int32)[:, 0].to(torch.int64)
         slot = torch.arange(self.slots, device=self.device).expand(rows, -1)
-        bad = (checksums(message) != message.view(torch.int32)[:, -2:]).any(1) | (told < NONFINITE) | (told > rows)
+        bad = (checksums(message) != message.view(torch.int32)[:, -CHECKSUM_WORDS:]).any(1)
+        bad |= (status < NONFINITE) | (status > rows)
         if self.all_entries:
             places, used = slot, slot.new_full((rows, 1), self.slots)
         else:
             places, used = self._places(parts[3], parts[4])
-            bad |= (told == 0) & (used > self.slots)[:, 0]
+            bad |= (status == 0) & (used > self.slots)[:, 0]
         valid = slot < used
         limit = self.size if sizes is None else sizes[:, None]
-        bad |= (told == 0) & (valid & (places >= limit)).any(1)
+        bad |= (status == 0) & (valid & (places >= limit)).any(1)
         scales = parts[1].view(torch.int16)[:, :self.groups * self._numbers].view(rows, self.groups, self._numbers)
         values = self._values(unpack(parts[2], self.slots, self.bits), scales)
         in_use = valid[:, ::GROUP, None]
@@ -208,8 +209,8 @@ class Rows:
         if self.bits <= 8:
             numbers = (scales.to(torch.int32) << 16).view(torch.float32)
             wrong |= (in_use & ~((numbers >= 0) & (numbers < torch.inf))).flatten(1).any(1)
-        bad |= (told == 0) & wrong
-        status = torch.where(bad, 1 + torch.arange(rows, device=self.device), told)
+        bad |= (status == 0) & wrong
+        status = torch.where(bad, 1 + torch.arange(rows, device=self.device), status)
         valid = valid & (status == 0)[:, None]
         return Entries(status, torch.where(valid, places, 0), torch.where(valid, values, 0))
 
@@ -299,15 +300,15 @@ class Rows:
         if self.bits > 8:
             kind, real = (torch.int32, torch.float32) if self.bits == 32 else (torch.int16, torch.float16)
             words = codes.to(kind).view(real).double()
-            most = torch.finfo(self.residual).max
-            values = (words * self._spread(power_of_two(scales))).clamp_(-most, most).to(self.residual)
+            most = torch.finfo(self.dtype).max
+            values = (words * self._spread(power_of_two(scales))).clamp_(-most, most).to(self.dtype)
             return torch.where(words.isfinite(), values, torch.nan)
         a, d = ((number.to(torch.int32) << 16).view(torch.float32) for number in scales.unbind(-1))
         level = codes & (1 << self.bits - 1) - 1
         root = self._spread(a) + level.to(torch.float32) * self._spread(d)
         negative = (codes >> self.bits - 1) & 1
         size = (root * root).clamp_(max=torch.finfo(torch.float32).max)
-        return torch.where(negative == 1, -size, size).to(self.residual)
+        return torch.where(negative == 1, -size, size).to(self.dtype)
 
     def _grouped(self, values: Tensor) -> Tensor:
         """(R, k) as groups, (R, G, 512), the last one filled up with zeros."""
@@ -390,7 +391,7 @@ def worst(status: Tensor) -> Tensor:
 
 def seal(message: Tensor) -> Tensor:
     """Writes the checksum into each row of a message, (..., nbytes), and returns it."""
-    message.view(torch.int32)[..., -2:] = checksums(message)
+    message.view(torch.int32)[..., -CHECKSUM_WORDS:] = checksums(message)
     return message
 
 
@@ -422,7 +423,7 @@ def checksums(messages: Tensor) -> Tensor:
 
     Damage has patterns, say one bit every 4,096 bytes. These numbers have none, so such changes do not add up to 0.
     """
-    words = messages.view(torch.int32)[..., :-2]
+    words = messages.view(torch.int32)[..., :-CHECKSUM_WORDS]
     total = words.new_zeros((*words.shape[:-1], 1), dtype=torch.int64)
     for first, last in slices(words.shape[-1], words):
         mixed = torch.arange(first + 1, last + 1, device=messages.device).mul_(MIXER)

@@ -24,7 +24,7 @@ from dgc.compression.denominator import Denominator, factor
 from dgc.compression.residual import memory_order, residual_dtype
 from dgc.config import Config
 from dgc.engine import rates
-from dgc.engine.parameters import BEGAN, Parameters, local
+from dgc.engine.parameters import BEGAN, Parameters, to_local
 from dgc.engine.settings import Role
 from dgc.engine.wrapped import check_decay, is_adam, sign
 from dgc.warn import warn
@@ -51,50 +51,52 @@ class Denominators:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         settings = parameters.settings
-        self.filled = settings.role is not Role.ALONE and settings.config.momentum_correction and is_adam(
+        self.has_state = settings.role is not Role.SINGLE_PROCESS and settings.config.momentum_correction and is_adam(
             parameters.inner)
-        self.used = self.filled and settings.exchanges  # outside a process set the state is filled: see Applier
+        self.is_active = self.has_state and settings.exchanges  # outside a process set the state is filled: see Applier
         self._factors: dict[Tensor, _Factor] = {}
 
     @property
     def dense(self) -> bool:
         """Whether torch's AdamW takes the step, from gradients that travel dense."""
-        return self.used and self._parameters.stock
+        return self.is_active and self._parameters.stock
 
     @property
     def compressed(self) -> bool:
         """Whether u has the momentum, of gradients over D."""
-        return self.used and not self.dense
+        return self.is_active and not self.dense
 
     @property
     def _group(self) -> dict[str, Any]:
         return self._parameters.groups[0]
 
     def begin(self) -> None:
-        """Begins, or goes on with a training that was loaded."""
+        """Starts a training, or continues one that was loaded."""
         self._factors.clear()
-        if not self.filled:  # from a checkpoint; torch's own step changes D again
+        if not self.has_state:  # from a checkpoint; torch's own step changes D again
             for group, key in itertools.product(self._parameters.groups, (B2, rates.RATES)):
                 group.pop(key, None)
 
-    def shown(self) -> None:
-        """Somebody has the state's tensors and may write into them, as a broadcast does: D follows from them anew."""
+    def invalidate(self) -> None:
+        """Called when the state is handed out: a broadcast, say, may write into it. D is computed
+        anew from it.
+        """
         self._factors.clear()
 
-    def in_force(self, config: Config) -> Config:
-        """The settings of a step, whose schedule is in ``config``: dense at first. A schedule that is sparse from its
-        start has not waited for that, and starts with the first compressed step.
+    def effective_config(self, config: Config) -> Config:
+        """The settings of a step: dense at first, then those of ``config``. A schedule that is
+        sparse from its start knows of no dense steps: it starts with the first compressed step.
         """
         if self.dense:
             return replace(config, sparsity=0.0)
-        began = self._group[BEGAN] if self.used else 0
+        began = self._group[BEGAN] if self.is_active else 0
         if not began or config.sparsity_at(0) == 0:
             return config
         return replace(config, sparsity=lambda step: config.sparsity_at(step - began) if step >= began else 0.0)
 
     def fill_state(self) -> None:
         """Makes the state of AdamW complete from the start, so that all ranks have the same to broadcast."""
-        if not self.filled:
+        if not self.has_state:
             return
         for group in self._parameters.groups:  # also one that was added since
             group.setdefault(B2, group["betas"][1] if self.compressed else 0.0)
@@ -125,7 +127,7 @@ class Denominators:
         """
         step = self._parameters.step
         fewest = 0 if config.sparsity_at(0) == 0 else settling(self._parameters.groups)
-        if step >= fewest and moves(self._parameters.groups) and self._has_seen():
+        if step >= fewest and has_rate(self._parameters.groups) and self._has_seen():
             return True
         if step == 0 and self._settings.world.rank == 0:
             warn(f"the first {fewest:,} {DENSE_FIRST}")
@@ -133,19 +135,19 @@ class Denominators:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Moves AdamW's momentum into u; it is alike on every rank, so in a sum each has its share."""
+        """Moves AdamW's momentum into u. All ranks have the same: under Sum each adds 1/N of it."""
         step = self._parameters.step
-        self._tell_of_unseen(step)
+        self._warn_of_unseen(step)
         for group in self._parameters.groups:
             group[B2] = group["betas"][1]
         group_of, mean = self._parameters.group_of(), self._mean_of_all()
-        share = 1.0 if self._settings.average else 1 / self._settings.world.size
+        rank_weight = 1.0 if self._settings.average else 1 / self._settings.world.size
         for bucket in self._parameters.buckets:
             if not bucket.compressed:
                 continue
-            assert bucket.kept is not None and bucket.kept.u is not None
-            u, v = bucket.kept.views(bucket.kept.u), bucket.kept.views(bucket.kept.v)
-            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+            assert bucket.residual is not None and bucket.residual.u is not None
+            u, v = bucket.residual.views(bucket.residual.u), bucket.residual.views(bucket.residual.v)
+            for name, p in zip(bucket.residual.names, bucket.parameters, strict=True):
                 group = group_of[p]
                 state, rate, b1 = self._state(p, group), rates.now(group), group["betas"][0]
                 fill_unseen(state, group, mean)
@@ -153,7 +155,7 @@ class Denominators:
                 # What rounding has left in v enters as if it had come one step before.
                 u[name].copy_(v[name].mul_((1 - b1) * rate))
                 if (steps := float(state["step"])) > 0:
-                    u[name].add_(local(state["exp_avg"]), alpha=rate * sign(group) * share / (1 - b1**steps))
+                    u[name].add_(to_local(state["exp_avg"]), alpha=rate * sign(group) * rank_weight / (1 - b1**steps))
 
     @torch.no_grad()
     def taken_over(self) -> None:
@@ -162,17 +164,19 @@ class Denominators:
             self._parameters.optimizer.state[p]["exp_avg"].zero_()
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuses a weight decay that is not decoupled, which a script may set at any step."""
+        """Refuses a weight decay that is not decoupled. A script may set it at any step."""
         check_decay(self._parameters.inner, group)
 
     @torch.no_grad()
     def step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Applies what was sent of some parameters of a group, which is in their ``p.grad``, and decays them."""
+        """Applies the updates in ``p.grad`` of some parameters of a group, and decays the
+        parameters.
+        """
         rates.passed(group)
-        given = [p for p in parameters if p.requires_grad and p.grad is not None and local(p).numel()]  # of a shard
+        given = [p for p in parameters if p.requires_grad and p.grad is not None and to_local(p).numel()]  # of a shard
         if not given:
             return
-        values, updates, lr = [local(p) for p in given], [local(p.grad) for p in given], float(group["lr"])
+        values, updates, lr = [to_local(p) for p in given], [to_local(p.grad) for p in given], float(group["lr"])
         if (decay := group["weight_decay"]) != 0:
             torch._foreach_mul_(values, 1 - lr * decay)
         factors = [self._follow(p, x, group, lr) for p, x in zip(given, updates, strict=True)]
@@ -180,25 +184,25 @@ class Denominators:
 
     def add(self, parameter: Tensor, x: Tensor, group: dict[str, Any]) -> None:
         """Takes the step of an averaged update x (the shape of this rank's part)."""
-        local(parameter).addcmul_(x, self._factor(parameter, group).values, value=-rates.unit(group) * sign(group))
+        to_local(parameter).addcmul_(x, self._factor(parameter, group).values, value=-rates.unit(group) * sign(group))
 
     def flushed(self, parameters: Iterable[Tensor]) -> None:
-        """All that was pending has come: waits begin anew, and D stays as it is."""
+        """A flush has sent all of v: waits start anew, and D stays as it is."""
         for p in parameters if self.compressed else ():
             if (received := self._parameters.optimizer.state[p].get(RECEIVED)) is not None:
                 received.fill_(self._parameters.step)
 
     def _follow(self, parameter: Tensor, x: Tensor, group: dict[str, Any], lr: float) -> Tensor:
-        """Has D follow an averaged update, where there is one. Returns 1 / D."""
+        """Updates D by an averaged update, where there is one. Returns 1 / D."""
         state, of_it = self._parameters.optimizer.state[parameter], self._factor(parameter, group)
         now = self._parameters.step
         if not lr:  # of gradients there is nothing new in it, and D stays as it is
-            local(state[RECEIVED]).masked_fill_(x != 0, now)
+            to_local(state[RECEIVED]).masked_fill_(x != 0, now)
             return of_it.values
         order = memory_order(of_it.values) or range(of_it.values.dim())
-        largest = local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
+        largest = to_local(state["max_exp_avg_sq"]).permute(*order) if group["amsgrad"] else None
         x, square, received, values = (t.permute(*order) for t in (
-            x, local(state["exp_avg_sq"]), local(state[RECEIVED]), of_it.values))
+            x, to_local(state["exp_avg_sq"]), to_local(state[RECEIVED]), of_it.values))
         (b1, b2), steps = group["betas"], of_it.dense_steps + now - self._group[BEGAN]
         of = Denominator(square, largest, received, values, of_it.unbiased, b1, b2, group["eps"], steps,
                          rates.inverse_squares(group, values))
@@ -210,7 +214,7 @@ class Denominators:
         found = self._factors.get(parameter)
         if found is None or found.eps != group["eps"]:
             state = self._state(parameter, group)
-            square, unbiased = local(state[_key(group)]), _unbiased(state, group)
+            square, unbiased = to_local(state[_key(group)]), _unbiased(state, group)
             values = factor(square, unbiased, group["eps"], residual_dtype(square.dtype))
             found = self._factors[parameter] = _Factor(group["eps"], values, unbiased, float(state["step"]))
         return found
@@ -224,21 +228,24 @@ class Denominators:
 
     def _has_seen(self) -> bool:
         """Whether there is anything to begin D with. A rank without a part of what is compressed needs nothing."""
-        return not any(local(p).numel() for p in self._compressed()) or bool(self._mean_of_all() > 0)
+        return not any(to_local(p).numel() for p in self._compressed()) or bool(self._mean_of_all() > 0)
 
     def _compressed(self) -> list[Tensor]:
         return [p for bucket in self._parameters.buckets if bucket.compressed for p in bucket.parameters]
 
-    def _tell_of_unseen(self, steps: int) -> None:
-        """Warns of parameters whose D nothing is known about. One that was frozen from the start has no state yet."""
+    def _warn_of_unseen(self, steps: int) -> None:
+        """Warns of parameters about whose D nothing is known. A parameter that was frozen from the
+        start has no state yet.
+        """
         states = self._parameters.optimizer.state
         names = [self._parameters.names[p] for p in self._compressed()
-                 if "exp_avg_sq" in states.get(p, {}) and not local(states[p]["exp_avg_sq"]).any()]
+                 if "exp_avg_sq" in states.get(p, {}) and not to_local(states[p]["exp_avg_sq"]).any()]
         if names and self._settings.world.rank == 0:
             warn(UNSEEN.format(", ".join(names[:5]) + " ..." * (len(names) > 5), steps))
 
 
-def share(scale: Tensor | None, groups: Mapping[str, dict[str, Any]], v: Tensor) -> Tensor | Mapping[str, Tensor]:
+def accumulation_factors(scale: Tensor | None, groups: Mapping[str, dict[str, Any]],
+                         v: Tensor) -> Tensor | Mapping[str, Tensor]:
     """What gradients are multiplied by where momentum takes them in: (1 - b1) f, times a given factor.
 
     Args:
@@ -250,12 +257,12 @@ def share(scale: Tensor | None, groups: Mapping[str, dict[str, Any]], v: Tensor)
         One factor for all, 0-dim, or one each where betas or learning rates differ.
     """
     distinct = {id(group): group for group in groups.values()}  # each asked once: its rate may be on a device
-    share_of = {key: (1 - float(group["betas"][0])) * rates.now(group) for key, group in distinct.items()}
-    shares = {name: share_of[id(group)] for name, group in groups.items()}
-    factors = {one: torch.full((), one, dtype=v.dtype, device=v.device) for one in set(shares.values())}
+    of_group = {key: (1 - float(group["betas"][0])) * rates.now(group) for key, group in distinct.items()}
+    of_name = {name: of_group[id(group)] for name, group in groups.items()}
+    factors = {one: torch.full((), one, dtype=v.dtype, device=v.device) for one in set(of_name.values())}
     if scale is not None:
         factors = {one: factor * scale.to(v) for one, factor in factors.items()}
-    return next(iter(factors.values())) if len(factors) == 1 else {name: factors[one] for name, one in shares.items()}
+    return next(iter(factors.values())) if len(factors) == 1 else {name: factors[one] for name, one in of_name.items()}
 
 
 class _Factor(NamedTuple):
@@ -272,7 +279,7 @@ def settling(groups: Iterable[Mapping[str, Any]]) -> int:
     return max(round(1 / (1 - group["betas"][1])) for group in groups)
 
 
-def moves(groups: Iterable[Mapping[str, Any]]) -> bool:
+def has_rate(groups: Iterable[Mapping[str, Any]]) -> bool:
     """Whether any learning rate is above 0."""
     return any(float(group["lr"]) for group in groups)
 
@@ -288,7 +295,8 @@ def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_cast(state: dict[str, Any]) -> None:
-    """Of a state that was loaded before its optimizer was wrapped: torch has cast the numbers of steps, too.
+    """Restores the numbers of steps in a state that was loaded before its optimizer was wrapped:
+    torch has cast them.
 
     Raises:
         ValueError: to 16 bits, which have lost them.
@@ -326,7 +334,7 @@ def _key(group: Mapping[str, Any]) -> str:
 
 def _square(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """s, freed of its bias, in a new tensor."""
-    square = local(state[_key(group)])
+    square = to_local(state[_key(group)])
     return square.to(residual_dtype(square.dtype)) / _unbiased(state, group)
 
 
@@ -358,7 +366,7 @@ def fill_unseen(state: dict[str, Any], group: Mapping[str, Any], mean_of_all: Te
     unbiased = _unbiased(state, group)
     mean, least = mean_of_seen([_square(state, group)]), (1 - group["betas"][1]) / unbiased
     for key in SQUARES & state.keys():
-        own = local(state[key])
+        own = to_local(state[key])
         square = own.to(residual_dtype(own.dtype)) / unbiased
         # Where the mean is 0, no entry has had a gradient.
         own.copy_(floored(square, torch.where(mean > 0, mean, mean_of_all.to(mean)), least) * unbiased)

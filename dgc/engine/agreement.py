@@ -15,19 +15,19 @@ from dgc.compression.wire import LONG_SLICE
 from dgc.config import Config
 from dgc.engine.adam import settling
 from dgc.engine.gradients import Gradients
-from dgc.engine.parameters import STEP, Parameters, local, shard
-from dgc.engine.pending import Pending
+from dgc.engine.parameters import STEP, Parameters, shard, to_local
+from dgc.engine.residual_state import ResidualState
 from dgc.schedule import Adaptive, Piecewise, Ramp
 from dgc.transport import Transport, find
 from dgc.transport.bytes import gather_bytes
 from dgc.version import __version__
 from dgc.warn import LOG, warn
 
-LINE = 256  # bytes of a line that an error shows
-AHEAD = 4096  # steps to come at which a user's own schedule is compared
+ERROR_LINE_BYTES = 256  # bytes of a line that an error shows
+STEPS_AHEAD = 4096  # steps to come at which a user's own schedule is compared
 PARAMETERS, VALUES = "the model's parameters", "the parameters' values"
 SETTINGS = "the optimizer's settings"
-WISE = (SETTINGS, VALUES)  # of which a difference is told, and is no error
+ADVISORY = (SETTINGS, VALUES)  # a difference in these is a warning, no error
 MEMORY = "the memory format of the parameters, when the optimizer was made"
 OF_A_SHARD = (PARAMETERS, MEMORY, VALUES)  # which differ where ranks hold different shards
 OTHER_STATE = (
@@ -35,7 +35,7 @@ OTHER_STATE = (
     "hvd.elastic.TorchState, which does not know of u and v: what is pending is lost where it restores, and "
     "has another worth when workers come or go"
 )
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INT_OF_ITEMSIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Agreement:
@@ -52,14 +52,14 @@ class Agreement:
         self._again = not self._settings.elastic
 
     def compare_again(self) -> None:
-        """Has the ranks of an elastic job compared at the next step, whose state knows when one
-        joins.
+        """Compares the ranks again at the next step. The state of an elastic job calls this when a
+        rank joins.
         """
         self.reached, self._again = False, True
 
-    def reach(self, gradients: Gradients, pending: Pending) -> int:
-        """Has the ranks agree, before anything is exchanged: compares them, and groups them, or
-        shares anew what is pending. Returns how many ranks are gone.
+    def reach(self, gradients: Gradients, residuals: ResidualState) -> int:
+        """Compares the ranks before the first exchange. Then groups them by node; or, in an elastic
+        job, rescales the residuals. Returns how many ranks are gone.
 
         Raises:
             ValueError: on all ranks alike.
@@ -70,7 +70,7 @@ class Agreement:
         elif world.rank == 0:  # and a rank that joins cannot ask those that have been asked already
             warn(OTHER_STATE)
         if elastic and self._again:
-            lost = pending.rescale(world.size)
+            lost = residuals.rescale(world.size)
         elif not elastic and self._settings.config.hierarchical:
             gradients.group()
         self.reached = True
@@ -103,11 +103,11 @@ class Agreement:
             size,
             len(table.listed),
             len(table.buckets),
-            len(table.compressed()),
+            len(table.compressed_residuals()),
         )
 
     def _sections(self) -> dict[str, list[str]]:
-        """Section -> lines that must be alike; those of ``WISE`` had better be."""
+        """Section -> lines that must be alike; those of ``ADVISORY`` had better be."""
         table, config = self._parameters, self._settings.config
         compared = [] if self._settings.in_ddp else list(table.listed)
         return {
@@ -120,8 +120,8 @@ class Agreement:
             ],
             MEMORY: [
                 f"{name}: its dimensions in the order {order}"
-                for bucket in table.kept()
-                for name, order in zip(bucket.names, bucket.orders, strict=True)
+                for residual in table.residuals()
+                for name, order in zip(residual.names, residual.orders, strict=True)
                 if order is not None
             ],
             "the parameters that travel together": [
@@ -129,9 +129,9 @@ class Agreement:
             ],
             "the kernels of GPUs": sorted(
                 {  # those of the CPU agree to the bit, and in when they raise an error
-                    kernels.module_for("cuda", bucket.v.dtype).__name__
-                    for bucket in table.kept()
-                    if bucket.v.is_cuda
+                    kernels.module_for("cuda", residual.v.dtype).__name__
+                    for residual in table.residuals()
+                    if residual.v.is_cuda
                 }
             ),
             "the step": [line for line, ours in self._of_groups() if ours],
@@ -145,7 +145,7 @@ class Agreement:
             ],
             VALUES: [
                 f"bits of {table.names[p]} add up to {bits}"
-                for p, bits in zip(compared, sums_of_bits(map(local, compared)), strict=True)
+                for p, bits in zip(compared, sums_of_bits(map(to_local, compared)), strict=True)
             ],
         }
 
@@ -173,7 +173,7 @@ class Agreement:
 def check(
     sections: Mapping[str, Iterable[str]], transport: Transport, device: torch.device
 ) -> list[str]:
-    """Compares what is said on each rank, to rank 0's.
+    """Compares each rank's sections with rank 0's.
 
     A rank that has another configuration or model would send messages of other sizes, or in another
     order: the job would hang, or go on with a wrong result. One that has another learning rate, or
@@ -185,7 +185,7 @@ def check(
         device: of the tensors that travel.
 
     Returns:
-        A sentence about each section of ``WISE`` that differs, with the first line that does; alike
+        A sentence about each section of ``ADVISORY`` that differs, with the first line that does; alike
         on all ranks.
 
     Raises:
@@ -194,7 +194,7 @@ def check(
     """
     texts = {section: "\n".join(lines).encode() for section, lines in sections.items()}
     own = torch.tensor([_hash(text) for text in texts.values()], device=device)
-    everyones = transport.start(Collective("gather", own), "dgc.agree")()
+    everyones = transport.start(Collective("all_gather", own), "dgc.agree")()
     differs = (everyones != everyones[0]).cpu()
     sentences = []
     for (section, text), column in zip(texts.items(), differs.T, strict=True):
@@ -206,7 +206,7 @@ def check(
         sentences.append(
             f"the ranks differ in {section}. Rank {ranks[0]} has: {here}; rank 0 has: {there}{others}"
         )
-        if section not in WISE:
+        if section not in ADVISORY:
             raise ValueError(sentences[0])
     return sentences
 
@@ -217,13 +217,13 @@ def _first_difference(
     """The first line in which a rank differs from rank 0, and rank 0's."""
     lines = text.split(b"\n")
     length = torch.tensor([len(lines)], device=device)
-    longest = int(transport.start(Collective("gather", length), "dgc.agree.length")().max())
+    longest = int(transport.start(Collective("all_gather", length), "dgc.agree.length")().max())
     own = torch.tensor([*map(_hash, lines), *[0] * (longest - len(lines))], device=device)
-    everyones = transport.start(Collective("gather", own), "dgc.agree.lines")()
+    everyones = transport.start(Collective("all_gather", own), "dgc.agree.lines")()
     number = int((everyones[rank] != everyones[0]).nonzero()[0])
     line = lines[number] if number < len(lines) else b"nothing"
-    told = gather_bytes(transport, line[:LINE], "dgc.agree.text", device)
-    return told[rank].decode(errors="replace"), told[0].decode(errors="replace")
+    texts_of_ranks = gather_bytes(transport, line[:ERROR_LINE_BYTES], "dgc.agree.text", device)
+    return texts_of_ranks[rank].decode(errors="replace"), texts_of_ranks[0].decode(errors="replace")
 
 
 def _hash(text: bytes) -> int:
@@ -231,12 +231,12 @@ def _hash(text: bytes) -> int:
 
 
 def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
-    """One number for each tensor, which is another as soon as one of its bits is: on any device the
-    same.
+    """One number for each tensor, the same on any device. It differs as soon as a bit of the tensor
+    does.
     """
     sums = []
     for tensor in tensors:
-        bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+        bits = tensor.detach().contiguous().view(-1).view(INT_OF_ITEMSIZE[tensor.element_size()])
         # Of parts, as torch first makes an int64 of each entry, and a large embedding may be half
         # of a GPU's memory.
         sums.append(sum(int(part.sum(dtype=torch.int64)) for part in bits.split(LONG_SLICE)))
@@ -249,7 +249,7 @@ def _schedule(config: Config, step: int) -> list[str]:
     """
     if isinstance(config.sparsity, Adaptive):
         return [str(config.sparsity)]
-    ahead = 1 if (known := is_known(config.sparsity)) else AHEAD
+    ahead = 1 if (known := is_known(config.sparsity)) else STEPS_AHEAD
     steps = (*range(step, step + ahead), *(step + 2**i for i in range(20) if 2**i >= ahead))
     return [
         *(f"step {at}: {_sparsity(config, at)}" for at in steps),
@@ -258,7 +258,7 @@ def _schedule(config: Config, step: int) -> list[str]:
 
 
 def is_known(sparsity: Any) -> bool:
-    """Whether a schedule is plain data, which tells all steps."""
+    """Whether a schedule is plain data, from which the sparsity of every step is known."""
     return isinstance(sparsity, (Piecewise, Ramp, float, int))
 
 

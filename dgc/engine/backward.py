@@ -33,8 +33,8 @@ def add_hook(parameter: Tensor, on_gradient: Callable[[Tensor], None]) -> None:
 
 
 def refuse_gradients_of_others(param_groups: Iterable[dict[str, Any]]) -> None:
-    """Has torch call back where a parameter thaws that is not exchanged: ranks would step each on
-    its own.
+    """Raises an error in the backward pass of a parameter that thaws and is not exchanged: each
+    rank would step it on its own.
     """
 
     def on_gradient(parameter: Tensor) -> None:
@@ -70,7 +70,7 @@ def gradients_of(bucket: Any, parameters: list[Tensor]) -> list[Tensor]:
 # -- what torch does not tell by a public function: tests/engine/test_backward.py notices if it changes ----------------
 
 
-def backward_task() -> int:
+def graph_task_id() -> int:
     """The number of the backward pass that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
 
@@ -88,7 +88,7 @@ def within_another() -> bool:
 
 
 def calling_scaler() -> Any:
-    """The GradScaler whose step() calls this, if one does that scales."""
+    """The enabled GradScaler whose step() calls this; None if there is none."""
     for frame in frames():
         if (
             frame.f_code is torch.amp.GradScaler.step.__code__

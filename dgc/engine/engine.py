@@ -15,19 +15,19 @@ from dgc.engine.agreement import Agreement
 from dgc.engine.backward import (
     add_hook,
     at_end_of_backward,
-    backward_task,
+    graph_task_id,
     refuse_gradients_of_others,
     within_another,
 )
-from dgc.engine.exchange import Launcher, arrive, flush_all, skip
+from dgc.engine.exchange import Launcher, fill_with_infinity, finish_exchange, flush_all
 from dgc.engine.gradients import Gradients
 from dgc.engine.misuse import SYNCHRONIZED_TWICE, Misuse
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters, exchanged
-from dgc.engine.pending import Pending
 from dgc.engine.progress import Progress
 from dgc.engine.report import Report
+from dgc.engine.residual_state import ResidualState
 from dgc.engine.settings import Role, Settings
 from dgc.engine.step import Ledger, Phase, Step
 from dgc.engine.wrapped import momentum_of
@@ -35,17 +35,19 @@ from dgc.warn import warn
 
 
 class GradientSource(Protocol):
-    """Brings the gradients, and so decides when a step's exchange ends."""
+    """What brings an engine its gradients, and decides when a step's exchange ends."""
 
-    ends_with_backward: bool  # the exchange does, rather than with synchronize() or step()
+    ends_with_backward: bool  # the exchange ends with backward(), not with synchronize() or step()
     waits_for_all: bool  # parameters without a gradient take part too, as another rank may have one
 
     def brings(self, parameter: Tensor) -> bool:
-        """Whether it brings this parameter's gradient; what it does not is stepped as it is."""
+        """Whether the source brings this parameter's gradient. Other parameters are stepped with
+        the gradients that they have.
+        """
 
     def watch(self, parameters: Iterable[Tensor], engine: Engine) -> None:
-        """Has :meth:`Engine.arrived` called with each parameter when a backward pass has added to
-        its gradient.
+        """Calls :meth:`Engine.arrived` with a parameter each time a backward pass has added to its
+        gradient.
         """
 
     def has_step(self, engine: Engine) -> bool:
@@ -55,21 +57,21 @@ class GradientSource(Protocol):
         """Ends the step's exchange, if that has not been done."""
 
     def before_update(self, engine: Engine) -> None:
-        """Is told that the optimizer is about to apply what is in ``p.grad``."""
+        """Called before the optimizer applies what is in ``p.grad``."""
 
 
 class Hooks:
-    """A hook of each parameter: the way of :func:`dgc.DistributedOptimizer`.
+    """Brings gradients by a hook on each parameter, for :func:`dgc.DistributedOptimizer`.
 
     Args:
-        ends_with_backward: with a GradScaler, whose step() looks at ``p.grad`` before it calls the
-            optimizer's.
+        ends_with_backward: for a GradScaler, whose step() reads ``p.grad`` before it calls the
+            optimizer's step().
     """
 
     def __init__(self, ends_with_backward: bool):
         self.ends_with_backward, self.waits_for_all = ends_with_backward, True
         self._lock = threading.RLock()
-        self._task = -1  # torch's number of the last backward pass
+        self._graph_task_id = -1  # torch's number of the last backward pass
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`GradientSource`."""
@@ -84,15 +86,15 @@ class Hooks:
                 with lock:  # torch has a thread for each device of a model, and they run backward side by side
                     alive.arrived(parameter)
                     if self.ends_with_backward:
-                        self._await_end(alive)
+                        self._call_at_end(alive)
 
         for parameter in parameters:
             add_hook(parameter, call)
 
-    def _await_end(self, engine: Engine) -> None:
-        """Has the engine told when the backward pass that runs has ended."""
-        if (task := backward_task()) != self._task:
-            self._task = task
+    def _call_at_end(self, engine: Engine) -> None:
+        """Calls ``engine.backward_ends()`` when the running backward pass has ended."""
+        if (running := graph_task_id()) != self._graph_task_id:
+            self._graph_task_id = running
             at_end_of_backward(lambda: None if within_another() else engine.backward_ends())
 
     def has_step(self, engine: Engine) -> bool:
@@ -108,11 +110,11 @@ class Hooks:
 
 
 class Engine:
-    """Takes an optimizer's gradients to its parameters. The optimizer holds it, and it does not
-    hold the optimizer.
+    """Exchanges an optimizer's gradients and applies their updates. The optimizer holds the engine,
+    which refers to it weakly.
 
     Args:
-        optimizer: whose parameters; one of ours.
+        optimizer: a distributed optimizer of this package.
         names: parameter -> name.
         settings: what the optimizer was made with.
         source: what brings the gradients.
@@ -120,7 +122,7 @@ class Engine:
     Attributes:
         settings: the arguments of the optimizer; plain data.
         step: the state of the step under way; plain data.
-        synchronizes: step() does, but within skip_synchronize().
+        synchronizes: whether step() calls synchronize(); within skip_synchronize() it does not.
     """
 
     def __init__(
@@ -142,19 +144,19 @@ class Engine:
         self._launcher = Launcher(
             parameters, self._gradients, self._applier, self._progress, self._misuse
         )
-        self._pending = Pending(parameters, self._nonfinite, self._gradients)
+        self._residuals = ResidualState(parameters, self._nonfinite, self._gradients)
         self._steps = 0  # calls of step() that have applied something
         self.synchronizes = True
         self.step = Step((), 0)
-        self.adopt(parameters.groups, settings.groups)
+        self.register_groups(parameters.groups, settings.groups)
         self._progress.begin()
-        self._pending.begin()
+        self._residuals.begin()
 
     # -- the parameters ------------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which is alive while it is at work."""
+        """The optimizer (a weak reference: it owns the engine, not the other way round)."""
         return self._parameters.optimizer
 
     @property
@@ -173,7 +175,7 @@ class Engine:
 
     @property
     def requires_update(self) -> set[Tensor]:
-        """Those that are exchanged also where this rank has no gradient for them."""
+        """The parameters that are exchanged even where this rank has no gradient for them."""
         return self._parameters.requires_update
 
     @requires_update.setter
@@ -182,8 +184,8 @@ class Engine:
 
     @property
     def residual_device(self) -> torch.device | None:
-        """The device of residuals, where there are any; the model may have been moved off it."""
-        return next((bucket.v.device for bucket in self._parameters.kept()), None)
+        """The device of the residuals; None if there are none. The model may be on another by now."""
+        return next((residual.v.device for residual in self._parameters.residuals()), None)
 
     @property
     def is_dense(self) -> bool:
@@ -200,7 +202,7 @@ class Engine:
         if self.settings.exchanges:
             self._parameters.check_unchanged()
 
-    def adopt(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
+    def register_groups(self, param_groups: list[dict[str, Any]], groups: Any = None) -> None:
         """Exchanges the gradients of these param groups from now on.
 
         Args:
@@ -216,15 +218,15 @@ class Engine:
         self._parameters.add(parameters, self.source.waits_for_all, groups)
         if self.settings.exchanges:
             self.source.watch(parameters, self)
-        if self.settings.role is not Role.ALONE:
+        if self.settings.role is not Role.SINGLE_PROCESS:
             self._applier.fill_state()
 
     def compare_again(self) -> None:
-        """Has the ranks compared at the next step."""
+        """Compares the ranks again at the next step."""
         self._agreement.compare_again()
 
     def begin(self) -> None:
-        """Begins with other settings, at the step that the training has reached."""
+        """Starts with changed settings, at the step that the training has reached."""
         self._progress.begin()
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -236,32 +238,32 @@ class Engine:
             self._misuse.refuse_backward()
         if parameter.is_complex() and parameter.grad is not None and parameter.grad.is_conj():
             parameter.grad = parameter.grad.resolve_conj()
-        if step.arrive(parameter, delay, self._parameters.bucket_of) and self._agreement.reached:
+        if (
+            step.record_gradient(parameter, delay, self._parameters.bucket_of)
+            and self._agreement.reached
+        ):
             self._launcher.launch_ready(step)
 
     def backward_ends(self) -> None:
         """A backward pass has ended, and with it the step's exchange, if a gradient is complete."""
-        if any(self.step.delays[parameter] == 0 for parameter in self.step.fired):
+        if any(self.step.delays[parameter] == 0 for parameter in self.step.with_gradient):
             self.exchange()
 
     def _open(self) -> Step:
-        """The first gradient of a step has come, or of one more exchange in the step whose update
-        waits for step().
+        """Opens a step at its first gradient; or one more exchange, where an update waits for
+        step().
         """
         self._parameters.check_unchanged()
         before = self.step
         if before.phase is Phase.EXCHANGED:
             self.step = before.one_more(self.listed, self.settings.backward_passes_per_step)
-            if (
-                before.stock
-            ):  # a gradient that is not finite, and is kept, will be found in the next sum
+            # A gradient that is not finite, and stays in p.grad, will be found in the next sum.
+            if before.stock:
                 self._nonfinite.forget()
         elif before.phase is not Phase.IDLE:
             self._next_step()
-        self._pending.step_opens()
-        if (
-            self._agreement.reached
-        ):  # else how ranks are grouped may not be known, and exchange() does this
+        self._residuals.step_opens()
+        if self._agreement.reached:  # else exchange() does this, once the ranks are grouped
             self._progress.open(self.step)
         world = self._gradients.world
         self.step.collect(world, self._parameters.group_of(), self._parameters.buckets)
@@ -282,7 +284,7 @@ class Engine:
         if self.step.exchanged:
             return
         if not self.settings.exchanges:
-            if self.settings.role is Role.ALONE:
+            if self.settings.role is Role.SINGLE_PROCESS:
                 self._gradients.clip_alone(self.step)
             self._next_step(Phase.EXCHANGED)
             return
@@ -291,20 +293,19 @@ class Engine:
             self._open()
         step, met = self.step, self._agreement.reached
         self._meet(step)
-        self._misuse.tell_of_late_change(step)
+        self._misuse.warn_of_late_change(step)
         self._progress.computing_stops()
         try:
             with step.marked():
                 if not met:
                     self._progress.open(step)
                 finite = self._run(step)
-        except (
-            FloatingPointError
-        ) as error:  # on all ranks alike, which raise it in step(), if it is called
+        except FloatingPointError as error:
+            # On all ranks alike, which raise it in step(), if it is called.
             step.error, finite = error, False
-            skip(step, self._parameters)
+            fill_with_infinity(step, self._parameters)
         except ValueError:  # on all ranks alike
-            self.give_up()
+            self.abort_step()
             raise
         if finite:
             self._close(step)
@@ -312,15 +313,19 @@ class Engine:
             self._skip(step)
 
     def _meet(self, step: Step) -> None:
-        """Agrees with the other ranks, the first time, before anything is exchanged."""
+        """Has the ranks agree before the first exchange, and average residuals where they may
+        differ within a node.
+        """
         try:
             if not self._agreement.reached:
-                self._ledger.lost_residuals += self._agreement.reach(self._gradients, self._pending)
+                self._ledger.lost_residuals += self._agreement.reach(
+                    self._gradients, self._residuals
+                )
         except ValueError:  # on all ranks alike
-            self.give_up()
+            self.abort_step()
             raise
         step.world = self._gradients.world
-        self._gradients.level()
+        self._gradients.average_residuals()
 
     def _run(self, step: Step) -> bool:
         """Exchanges what has not left yet, and waits for all of it. Returns whether all gradients
@@ -328,38 +333,41 @@ class Engine:
         """
         step.inverse = self._gradients.measure_inverse()
         self._launcher.reopen_rest(step)
-        if self.settings.waits and not self._nonfinite.all_finite(self._gradients.all(step), step):
+        if self.settings.checks_finite_first and not self._nonfinite.all_finite(
+            self._gradients.all(step), step
+        ):
             return False
         if self.settings.config.clips_globally:
             if step.world.node_size > 1:
                 self._launcher.average_in_node(step)
             step.clip = self._gradients.global_factor(self._gradients.all(step), step)
         self._launcher.launch_rest(step)
-        blame = arrive(step, self._parameters, self._applier, self._nonfinite)
-        if blame and not self.settings.waits:
+        blame = finish_exchange(step, self._parameters, self._applier, self._nonfinite)
+        if blame and not self.settings.checks_finite_first:
             step.error = FloatingPointError(blame)
         return not blame
 
     def _skip(self, step: Step) -> None:
-        """No rank takes this step, as a gradient is not finite: it is left out, or step() raises
-        the error. A script, and a scaler, learn of it from what is in ``p.grad``.
+        """Skips a step in which a gradient is not finite. A script, or a GradScaler, finds infinity
+        in ``p.grad``.
         """
-        if step.error is None:
-            self._ledger.skip(step)
-        else:
-            self._ledger.drop(step)
-        step.abandon(wait=False)
+        step.abort(wait=False)
         if not step.stock or step.error is None:  # else p.grad is stock's
-            skip(step, self._parameters)
+            fill_with_infinity(step, self._parameters)
+        self._close_skipped(step)
+
+    def _close_skipped(self, step: Step) -> None:
+        """No rank takes this step: step() raises its error, or leaves it out."""
+        self._ledger.close_skipped(step)
         self._next_step(Phase.SKIPPED, step)
 
     def _close(self, step: Step) -> None:
-        """All updates are there: counts them, and readies the next step."""
-        self._ledger.close(step, self._parameters.numel, self._parameters.dense_numel)
+        """All updates have come: counts their bytes, and keeps them for step()."""
+        self._ledger.close_with_update(step, self._parameters.numel, self._parameters.dense_numel)
         self._next_step(Phase.EXCHANGED, step)
         if not self._steps:  # later nobody asks
             self.step.changes = self._misuse.changes(self.step)
-        self.step.note(self.listed)
+        self.step.record_versions(self.listed)
 
     def take_step(self, closure: Callable[[], float] | None) -> float | None:
         """Waits for the exchange and applies the update. A closure is evaluated before the
@@ -376,24 +384,23 @@ class Engine:
         ):
             self._misuse.refuse_scaler(self.step)
         if self.synchronizes:
-            if (
-                self.step.exchanged and not self.source.ends_with_backward
-            ):  # one warning, as stock's
-                warn(SYNCHRONIZED_TWICE + self._misuse.told_of_changed_update(self.step, " Also, "))
+            # One warning, as stock's.
+            if self.step.exchanged and not self.source.ends_with_backward:
+                warn(SYNCHRONIZED_TWICE + self._misuse.changed_update_warning(self.step, " Also, "))
             self.synchronize()
         self.raise_found()
         if self.step.phase is Phase.SKIPPED:
             self.optimizer.zero_grad()
         else:
             self.source.before_update(self)
-            if change := self._misuse.told_of_changed_update(self.step):
+            if change := self._misuse.changed_update_warning(self.step):
                 warn(change)
             self.apply()
         return loss
 
     def raise_found(self) -> None:
-        """Raises the error of the step that step() is called for. In stock's steps, and in the last
-        before them, a GPU is asked for it, as nothing tells of it later.
+        """Raises the error of the exchange that step() is about to apply. In stock's steps, and in
+        the last step before them, the GPU is asked for its verdict here, as no later exchange asks.
         """
         step = self.step
         error: FloatingPointError | ValueError | None = step.error
@@ -404,17 +411,16 @@ class Engine:
             and self._nonfinite.is_error
         ):
             error = self._nonfinite.take_found(step)
-            if error is not None and self.settings.waits:
-                self._ledger.skip(step)
-                self._next_step(Phase.SKIPPED, step)
+            if error is not None and self.settings.checks_finite_first:
+                self._close_skipped(step)
                 return
         if error is not None:
             self._next_step()
             raise error
 
     def apply(self) -> None:
-        """Takes the wrapped optimizer's step on what is in ``p.grad``; it is counted, if it was
-        exchanged.
+        """Takes the wrapped optimizer's step on what is in ``p.grad``. A step without an exchange
+        is not counted.
         """
         step, counts = self.step, self.step.exchanged and self.settings.exchanges
         if counts:
@@ -426,59 +432,59 @@ class Engine:
         if counts:
             if step.hands_back:
                 self._progress.hand_back(step)
-            self._pending.follow_step()
+            self._residuals.follow_step()
         if step.exchanged:
             self._next_step()
 
     # -- a step that is not taken --------------------------------------------------------------------------------------
 
     def check_between_steps(self, what: str) -> None:
-        """Refuses a call between backward() and step(), when u and v lack what is on its way."""
+        """Refuses a call between backward() and step(), when entries are on their way and in
+        neither u nor v.
+        """
         if self.step.waits_for_update:
             raise RuntimeError(
                 f"{what} must be called after step(), got a call between backward() and step()"
             )
 
     def drop_update(self) -> None:
-        """Drops the update that waits for step(): what was sent of compressed gradients goes back
-        into v.
-        """
-        deliveries = self.step.deliveries
+        """Drops the update that waits for step(), which restores v."""
+        unapplied = self.step.unapplied
         if not self._steps:
             self._misuse.refuse_step_of_another(self.step)
-        self._take_back()
+        self._undo_exchanges()
         if any(
-            float(delivery.bucket.kept.gradient_square)
-            for delivery in deliveries
-            if delivery.bucket.kept
+            float(received.bucket.residual.gradient_square)
+            for received in unapplied
+            if received.bucket.residual
         ):
-            self._misuse.tell_of_dropped_update()
+            self._misuse.warn_of_dropped_update()
         if self.settings.exchanges:
             self._nonfinite.forget()  # nobody applies what was not finite
         self._next_step()
 
-    def _take_back(self) -> None:
-        """Takes what was sent of updates that nobody will apply back into v."""
+    def _undo_exchanges(self) -> None:
+        """Restores v where updates will not be applied."""
         step = self.step
-        for delivery in [*step.earlier, *step.deliveries]:
-            self._applier.take_back(delivery, delivery.parameters)
-        self._applier.put_back(step.direct, step)
+        for received in [*step.earlier, *step.unapplied]:
+            self._applier.undo_exchange(received, received.parameters)
+        self._applier.restore_v(step.direct, step)
         self._parameters.handed_over.difference_update(
-            p for delivery in step.direct for p in delivery.parameters
+            p for received in step.direct for p in received.parameters
         )
 
-    def give_up(self) -> None:
-        """Drops the step under way; what it took out of v is put back."""
-        self.step.abandon(wait=False)
-        self._take_back()
-        self._ledger.drop(self.step)
+    def abort_step(self) -> None:
+        """Aborts the step under way, which restores v."""
+        self.step.abort(wait=False)
+        self._undo_exchanges()
+        self._ledger.close_without_update(self.step)
         self._next_step()
 
-    def drop_step(self) -> None:
-        """Drops the step under way, as something else is loaded on all ranks. What some of them
-        have begun is begun by all, and waited for: torch.distributed pairs collectives up by order,
-        and Horovod by names. Each rank must have had a gradient, or each none. Of a step that has
-        failed nobody knows what the others have begun.
+    def abort_step_together(self) -> None:
+        """Aborts the step under way on all ranks, as another state is loaded. What some ranks have
+        begun, all begin and wait for: torch.distributed pairs collectives up by order, Horovod by
+        name. Either every rank has had a gradient or none has. After a failure nobody knows what
+        the others have begun.
         """
         step = self.step
         begun = (
@@ -489,46 +495,45 @@ class Engine:
         try:
             if begun and not step.failed:
                 self._launcher.launch_rest(step)
-                step.abandon(wait=True)
+                step.abort(wait=True)
         finally:
-            self.give_up()
+            self.abort_step()
 
     # -- the optimizer's state -----------------------------------------------------------------------------------------
 
     def state_changes(self) -> None:
-        """The optimizer's state is handed out, and may come back changed."""
+        """Called when the optimizer's state is handed out: a script may write into it."""
         self._applier.state_changes()
 
     def resume(self) -> None:
-        """Goes on with a training that was loaded into the optimizer."""
+        """Continues a training that was loaded into the optimizer."""
         compressed = not self._parameters.stock  # begin() forgets, alone
         self._progress.begin()
-        if self.settings.role is Role.ALONE:
+        if self.settings.role is Role.SINGLE_PROCESS:
             has_momentum = any(momentum_of(group)[0] for group in self._parameters.groups)
             if compressed and has_momentum and self.settings.config.momentum_correction:
-                self._misuse.tell_of_missing_momentum(of_adam=not self._applier.is_sgd)
+                self._misuse.warn_of_missing_momentum(of_adam=not self._applier.is_sgd)
             return
-        self._pending.begin_anew()
+        self._residuals.begin_anew()
         self._applier.fill_state()
 
     def report(self) -> Report:
         """What was sent in the last step and in all."""
-        self._nonfinite.look()
+        self._nonfinite.poll()
         return self._ledger.report(self._parameters, self._progress.last_sparsity())
 
     # -- residuals -----------------------------------------------------------------------------------------------------
 
     @property
-    def adds_residuals(self) -> bool:
-        """Whether what is pending can be added to parameters: it is an update, not a gradient."""
-        return self._applier.adds
+    def v_is_update(self) -> bool:
+        """Whether v can be added to the parameters: it holds updates, not gradients."""
+        return self._applier.v_is_update
 
-    @torch.inference_mode(
-        False
-    )  # which evaluating may be in, and where v would become a tensor for inference alone
+    # Evaluation may run in inference mode, where v would become an inference tensor.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def flush(self) -> None:
-        """Sends what is pending in v, on all ranks, and applies it."""
+        """Sends all of v, on all ranks, and applies it."""
         step = Step((), 0)
         self._nonfinite.raise_found(step)
         self._parameters.check_unchanged()
@@ -536,71 +541,72 @@ class Engine:
         try:
             flush_all(self._parameters, self._applier, step)
         finally:
-            self._ledger.drop(step)
+            self._ledger.close_without_update(step)
 
     def residual_views(self) -> dict[str, dict[str, Tensor]]:
         """Views of u and of v, by parameter name."""
-        return self._pending.views()
+        return self._residuals.views()
 
     def residuals(self) -> dict[str, Any]:
         """A copy of this rank's u and v, by parameter name, and whose they are."""
-        return self._pending.state()
+        return self._residuals.state()
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`residuals` gave, in place of the step under way.
+        """Loads what :meth:`residuals` gave. Aborts the step under way.
 
         Raises:
-            ValueError: it is of another version, rank, world size or model; nothing is loaded then.
+            ValueError: the state is of another version, rank, world size or model; nothing is
+                loaded then.
         """
-        self.drop_step()
-        self._pending.check(state)
-        self._pending.load(state)
-        self._progress.take_back()
+        self.abort_step_together()
+        self._residuals.check(state)
+        self._residuals.load(state)
+        self._progress.cancel_first_step()
 
     def sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""
         return self._parameters.sparse_names()
 
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
-        """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
+        """Loads what :meth:`sparse_names` gave: a rank without a gradient would not know."""
         self._parameters.load_sparse_names(sparse)
 
     def become_copy(self, residuals: Mapping[str, Any], sparse: Mapping[str, int]) -> None:
-        """Takes up what an original had, until another training is loaded. The residuals of another
-        rank are left out, as where rank 0 broadcasts a scheduler, which holds its optimizer.
+        """Makes this optimizer a copy of another one, with its residuals. Those of another rank are
+        left out: rank 0 may have broadcast a scheduler, which holds its optimizer.
         """
-        if self._pending.is_of_another_rank(residuals):
+        if self._residuals.is_of_another_rank(residuals):
             warn(
                 f"a copy of rank {residuals['rank']}'s DistributedOptimizer begins without residuals on another rank, "
                 "as each has its own (to broadcast a scheduler, broadcast its state_dict())"
             )
         else:
             self.load_residuals(residuals)
-            self._pending.follow_step()
+            self._residuals.follow_step()
         self.load_sparse_names(sparse)
 
     # -- an elastic job's state ----------------------------------------------------------------------------------------
 
     def commit(self) -> dict[str, Any]:
-        """A copy of what :meth:`restore` takes up."""
+        """A copy of the state that :meth:`restore` loads."""
         if self.settings.exchanges:
             self.check_between_steps("state.commit()")
         return {
-            "size": self._pending.world_size,
+            "size": self._residuals.world_size,
             "lost": self._ledger.lost_residuals,
-            **copy.deepcopy(self._pending.views()),
+            **copy.deepcopy(self._residuals.views()),
         }
 
     def roll_back(self) -> None:
-        """Drops the step under way, which may never end, as ranks are gone; and what was found in
-        the last one, which a rank that joins has not found.
+        """Aborts the step under way, which may never end, as ranks are gone. Forgets the errors of
+        the last step: a rank that joins has not found them.
         """
-        self.give_up()
+        self.abort_step()
         self._nonfinite.forget()
 
     def restore(self, committed: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`commit` gave, once the optimizer's own state is that of the commit."""
-        self._pending.load(committed)
+        """Loads what :meth:`commit` gave, after the optimizer's own state of that commit."""
+        self._residuals.load(committed)
         # Those that are gone since are counted anew.
         self._ledger.lost_residuals = committed["lost"]
 

@@ -16,17 +16,17 @@ from dgc.collective import Path
 from dgc.compression.device import refuse_capture
 from dgc.compression.residual import Gradient
 from dgc.compression.sizes import SUM_BITS
-from dgc.engine.adam import moves, share
+from dgc.engine.adam import accumulation_factors, has_rate
 from dgc.engine.gradients import Gradients, own
 from dgc.engine.misuse import Misuse
 from dgc.engine.nonfinite import NonFinite
 from dgc.engine.optimizer_step import Applier
-from dgc.engine.parameters import ParameterBucket, Parameters, local
+from dgc.engine.parameters import ParameterBucket, Parameters, to_local
 from dgc.engine.progress import Progress
-from dgc.engine.step import Delivery, Flight, Step
+from dgc.engine.step import InFlight, ReceivedUpdate, Step
 from dgc.engine.wrapped import check_dampening, momentum_of, sign
 from dgc.paths.averaged import DenseUpdate, SparseUpdate, Update
-from dgc.paths.compressed import flush, reduce
+from dgc.paths.compressed import exchange_bucket, flush
 from dgc.paths.dense import reduce_dense, reduce_rounded
 from dgc.paths.sparse import reduce_sparse
 from dgc.trace import stage
@@ -34,25 +34,29 @@ from dgc.transport.run import PathRun
 from dgc.warn import warn
 
 
-def is_pending(parameters: Parameters, parameter: Tensor) -> bool:
-    """Whether this rank keeps something of it: u or v is not 0. A host-device synchronisation,
-    until it is handed over.
+def has_residual(parameters: Parameters, parameter: Tensor) -> bool:
+    """Whether this rank's u or v of a parameter is not 0. A host-device synchronisation, but not
+    after :func:`hand_over`.
     """
-    kept, name = parameters.bucket_of[parameter].kept, parameters.names[parameter]
-    if kept is None or parameter in parameters.handed_over:
+    residual, name = parameters.bucket_of[parameter].residual, parameters.names[parameter]
+    if residual is None or parameter in parameters.handed_over:
         return False
-    return any(bool(kept.views(flat)[name].any()) for flat in (kept.v, kept.u) if flat is not None)
+    return any(
+        bool(residual.views(flat)[name].any())
+        for flat in (residual.v, residual.u)
+        if flat is not None
+    )
 
 
-def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step: Step) -> None:
-    """Takes u and v of a parameter, once. torch's SGD has the velocity from now on, and step() adds
-    what was pending, which has been clipped and has momentum in it. Without momentum correction v
-    is gradients, and goes with this first sparse one. SGD's momentum becomes sparse, as its own
-    would be: Nesterov's takes no dense one with sparse gradients.
+def hand_over(parameters: Parameters, flight: InFlight, update: SparseUpdate, step: Step) -> None:
+    """Empties u and v of a parameter at its first sparse gradient. u becomes SGD's momentum, which
+    is sparse from now on: Nesterov's cannot be dense with sparse gradients. step() adds v itself,
+    which has been clipped and has momentum in it; without momentum correction v holds gradients,
+    and is added to this one.
     """
-    (parameter,), kept, group = (
+    (parameter,), residual, group = (
         flight.parameters,
-        flight.bucket.kept,
+        flight.bucket.residual,
         step.group_of[flight.parameters[0]],
     )
     dimensions, all_state = update.tensor.sparse_dim(), parameters.optimizer.state
@@ -60,29 +64,30 @@ def hand_over(parameters: Parameters, flight: Flight, update: SparseUpdate, step
     if momentum is not None and not momentum.is_sparse:
         all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
     parameters.handed_over.add(parameter)
-    if (
-        update.v is None or kept is None or (update.u is not None and "momentum" not in group)
-    ):  # AdamW's step() refuses
+    # The last case is AdamW, whose step() refuses a sparse gradient.
+    if update.v is None or residual is None or (update.u is not None and "momentum" not in group):
         return
     name = parameters.names[parameter]
-    for flat in (kept.v, kept.u):
+    for flat in (residual.v, residual.u):
         if flat is not None:
-            kept.views(flat)[name].zero_()
+            residual.views(flat)[name].zero_()
     if update.u is None:
         pending = update.v if step.inverse is None else update.v / step.inverse.number
         parameter.grad = (
             update.tensor + pending.to(update.tensor.dtype).to_sparse(dimensions)
         ).coalesce()
         return
-    flat = torch.zeros_like(kept.v)
-    kept.views(flat)[name].copy_(update.v)
-    step.direct.append(Delivery(flight.bucket, [parameter], DenseUpdate(flat, kept.numels)))
+    flat = torch.zeros_like(residual.v)
+    residual.views(flat)[name].copy_(update.v)
+    step.direct.append(
+        ReceivedUpdate(flight.bucket, [parameter], DenseUpdate(flat, residual.numels))
+    )
     if update.u.any():
         velocity = (update.u * sign(group)).to(parameter.dtype)
         all_state[parameter]["momentum_buffer"] = velocity.to_sparse(dimensions).coalesce()
 
 
-Departure: TypeAlias = (
+BucketExchange: TypeAlias = (
     "tuple[str, list[Tensor], Path[Update | SparseUpdate]]"  # name, what leaves together, its path
 )
 
@@ -112,18 +117,18 @@ class Launcher:
 
     @property
     def launches_early(self) -> bool:
-        """Whether anything leaves before the backward pass has ended: whether all gradients are
-        finite, and their norm, needs all of them; and it must not wait for ranks that may have
-        none, and be at another optimizer.
+        """Whether buckets leave during the backward pass. A check that all gradients are finite,
+        and a global norm, need all gradients first. To average residuals, ranks wait for each
+        other, so this must not happen while one may be busy with another optimizer.
         """
         return not (
-            self._settings.waits
+            self._settings.checks_finite_first
             or self._settings.config.clips_globally
-            or self._gradients.must_level
+            or self._gradients.residuals_need_averaging
         )
 
     def launch_ready(self, step: Step) -> None:
-        """Launches what is complete, always in the same order: torch.distributed pairs collectives
+        """Launches complete buckets, always in the same order: torch.distributed pairs collectives
         up by order.
         """
         if not self.launches_early:
@@ -134,56 +139,56 @@ class Launcher:
                 self._launch(buckets[step.launched], step)
 
     def launch_rest(self, step: Step) -> None:
-        """Launches what has not been launched."""
+        """Launches the buckets that have not left yet."""
         refuse_capture(self._parameters.device)
         for bucket in self._parameters.buckets[step.launched :]:
             self._launch(bucket, step)
-        step.leave_node(wait=True)  # so that ranks that fail together have begun the same
+        step.start_inter_node(wait=True)  # so that ranks that fail together have begun the same
 
     def _launch(self, bucket: ParameterBucket, step: Step) -> None:
         step.launched += 1
-        taking_part = self._parameters.taking_part(bucket.parameters, step.fired)
+        active = self._parameters.active(bucket.parameters, step.with_gradient)
         step.wait_for_gradients()
-        self._reopen(bucket, taking_part, step)
-        departures = list(self._departures(bucket, taking_part, step))
-        if not departures and bucket.kept is not None:
-            bucket.kept.rest()
-        step.note(taking_part)
-        for name, parameters, path in departures:
-            step.leave_node(wait=False)
+        self._reopen(bucket, active, step)
+        exchanges = list(self._exchanges(bucket, active, step))
+        if not exchanges and bucket.residual is not None:
+            bucket.residual.record_idle_step()
+        step.record_versions(active)
+        for name, parameters, path in exchanges:
+            step.start_inter_node(wait=False)
             run = PathRun(path, self._settings.transport, name, step.count, parameters[0].device)
-            step.in_flight.append(Flight(bucket, parameters, run))
+            step.in_flight.append(InFlight(bucket, parameters, run))
 
     def reopen_rest(self, step: Step) -> None:
-        """Takes earlier updates of this step out of the gradients that are still to be launched."""
+        """Takes the updates of an earlier exchange out of the gradients that have not left yet."""
         if step.earlier:
             step.wait_for_gradients()
             for bucket in self._parameters.buckets[step.launched :]:
                 self._reopen(
-                    bucket, self._parameters.taking_part(bucket.parameters, step.fired), step
+                    bucket, self._parameters.active(bucket.parameters, step.with_gradient), step
                 )
 
     @torch.no_grad()
-    def _reopen(self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step) -> None:
-        """Has a bucket's gradients come together with those of an earlier exchange, whose update
-        waits for step(): what was sent goes back into v, and ``p.grad`` keeps what a backward pass
-        has added to the update.
+    def _reopen(self, bucket: ParameterBucket, active: list[Tensor], step: Step) -> None:
+        """Merges a bucket's gradients with those of an earlier exchange, whose update waits for
+        step(). Restores v, and takes the update out of ``p.grad``, to which a backward pass has
+        added.
         """
         names = self._parameters.names
-        for delivery in [one for one in step.earlier if one.bucket is bucket]:
-            again = [p for p in delivery.parameters if p in set(taking_part)]
-            self._applier.take_back(delivery, again)
+        for received in [one for one in step.earlier if one.bucket is bucket]:
+            again = [p for p in received.parameters if p in set(active)]
+            self._applier.undo_exchange(received, again)
             held = [p for p in again if step.holds_update(p, names[p], [step.passes(p)])]
-            self._applier.subtract(delivery, held, step)
+            self._applier.subtract(received, held, step)
             if len(held) < len(again):
-                self._misuse.tell_of_dropped_update()
-            step.earlier.remove(delivery)
-            if rest := [p for p in delivery.parameters if p not in set(again)]:
-                step.deliveries.append(Delivery(bucket, rest, delivery.update))
+                self._misuse.warn_of_dropped_update()
+            step.earlier.remove(received)
+            if rest := [p for p in received.parameters if p not in set(again)]:
+                step.unapplied.append(ReceivedUpdate(bucket, rest, received.update))
 
     def average_in_node(self, step: Step) -> None:
-        """Averages all gradients within the node, as their norm is wanted before any is exchanged
-        among nodes.
+        """Averages all gradients within the node: clipping needs their norm before any bucket is
+        exchanged among nodes.
 
         Raises:
             ValueError: one of them is sparse.
@@ -191,7 +196,7 @@ class Launcher:
         step.wait_for_gradients()
         runs = []
         for bucket in self._parameters.buckets:
-            present = self._parameters.taking_part(bucket.parameters, step.fired)
+            present = self._parameters.active(bucket.parameters, step.with_gradient)
             if sparse := self._sparse_among(present):
                 raise ValueError(
                     f"the gradient of {self._parameters.names[sparse[0]]} must be dense, got a sparse "
@@ -213,20 +218,18 @@ class Launcher:
 
     # -- the path of each bucket's gradients ---------------------------------------------------------------------------
 
-    def _departures(
-        self, bucket: ParameterBucket, taking_part: list[Tensor], step: Step
-    ) -> Iterator[Departure]:
+    def _exchanges(
+        self, bucket: ParameterBucket, active: list[Tensor], step: Step
+    ) -> Iterator[BucketExchange]:
         """The exchanges of a bucket: one of all gradients that are dense in memory, and one of each
         sparse gradient.
 
         Args:
-            taking_part: the parameters of the bucket that are exchanged in this step.
+            active: the parameters of the bucket that are exchanged in this step.
         """
         compressed = bucket.compressed and not step.stock
-        alone = self._sparse_among(taking_part)
-        dense = (
-            [p for p in taking_part if p not in self._parameters.sparse] if alone else taking_part
-        )
+        sparse_params = self._sparse_among(active)
+        dense = [p for p in active if p not in self._parameters.sparse] if sparse_params else active
         if dense:
             onward = partial(self._compressed if compressed else self._dense, bucket, dense, step)
             by_node = step.world.node_size > 1 and (
@@ -234,7 +237,7 @@ class Launcher:
             )
             path = self._gradients.path(bucket, dense, step, onward) if by_node else onward()
             yield bucket.name, dense, path
-        for parameter in alone:
+        for parameter in sparse_params:
             name = self._parameters.names[parameter]
             yield (
                 f"dgc.sparse.{name}",
@@ -242,11 +245,10 @@ class Launcher:
                 reduce_sparse(
                     name,
                     self._sparse_gradient(parameter),
-                    step.world if compressed else step.world.flat,
-                    average=self._settings.average,
+                    step.world if compressed else step.world.without_nodes,
                     scale=self._gradients.factor_of(parameter, step),
-                    kept=bucket.kept,
-                    pending=is_pending(self._parameters, parameter),
+                    residual=bucket.residual,
+                    has_residual=has_residual(self._parameters, parameter),
                 ),
             )
 
@@ -259,8 +261,8 @@ class Launcher:
         return [p for p in parameters if p in sparse] if sparse else []
 
     def _sparse_gradient(self, parameter: Tensor) -> Tensor:
-        """A sparse gradient: empty where this rank has none; what it was at first decides how it
-        travels.
+        """A parameter's gradient as a sparse tensor, empty where this rank has none. The
+        parameter's first sparse gradient has fixed its sparse dimensions.
         """
         dimensions = self._parameters.sparse[parameter]
         if (g := parameter.grad) is None:
@@ -287,11 +289,11 @@ class Launcher:
         self, bucket: ParameterBucket, parameters: list[Tensor], step: Step
     ) -> Path[Update]:
         """The path of a bucket that travels compressed."""
-        assert bucket.kept is not None
+        assert bucket.residual is not None
         adam, names, groups = self._applier.adam, self._parameters.names, step.group_of
         gradients = {}
         for p in parameters:
-            if adam.used:
+            if adam.is_active:
                 adam.check(groups[p])
             elif self._settings.config.momentum_correction:
                 check_dampening(groups[p])
@@ -300,64 +302,62 @@ class Launcher:
         factor = (
             scale
             if not adam.compressed
-            else share(scale, {names[p]: groups[p] for p in parameters}, bucket.kept.v)
+            else accumulation_factors(
+                scale, {names[p]: groups[p] for p in parameters}, bucket.residual.v
+            )
         )
-        return reduce(
-            bucket.kept,
+        return exchange_bucket(
+            bucket.residual,
             gradients,
             self._progress.config(),
             self._parameters.step,
             step.world,
-            average=self._settings.average,
             scale=factor,
             hands_back=step.hands_back,
         )
 
     def _dense(self, bucket: ParameterBucket, parameters: list[Tensor], step: Step) -> Path[Update]:
         """The path of a bucket that travels dense."""
-        kept, config, taking_part = bucket.kept, self._settings.config, set(parameters)
+        residual, config, active = bucket.residual, self._settings.config, set(parameters)
         rounded = not bucket.compressed and bucket.accumulates(step.stock) and step.world.size > 1
         addends = {
-            p: self._dense_gradient(p, p in taking_part, bucket, step)
+            p: self._dense_gradient(p, p in active, bucket, step)
             for p in (parameters if rounded else bucket.parameters)
         }
-        if bucket.compressed and kept is not None:
-            kept.sent_all(
+        if bucket.compressed and residual is not None:
+            residual.sent_all(
                 list(addends.values()),
                 step.scaled_out(None if config.clip_per_tensor else step.clip)
                 if not bucket.accumulates(step.stock)
                 else None,
             )
         if rounded:
-            assert kept is not None
+            assert residual is not None
             gradients = {self._parameters.names[p]: g for p, g in addends.items()}
             # Nothing may stay in v, which stock's steps do not send.
             bits = 0 if step.hands_back else SUM_BITS
-            return reduce_rounded(
-                kept, gradients, bits, step.world.flat, average=self._settings.average
-            )
+            return reduce_rounded(residual, gradients, bits, step.world.without_nodes)
         gradients = {
-            self._parameters.names[p]: g if kept is None else kept.in_order(i, g)
+            self._parameters.names[p]: g if residual is None else residual.in_order(i, g)
             for i, (p, g) in enumerate(addends.items())
         }
         # In float16 under DDP, as DDP does, all are divided by N before they are added up.
         halves = self._settings.in_ddp and bucket.dtype(step.stock) == torch.float16
         return reduce_dense(
             gradients,
-            step.world.flat,
-            average=self._settings.average,
+            step.world.without_nodes,
             scale=step.clip if self._clipped_as_one(bucket, step) else None,
             predivide=step.world.size if halves else self._settings.gradient_predivide_factor,
-            stock=step.stock or (not self._parameters.kept() and config.clip_norm is None),
+            stock=step.stock or (not self._parameters.residuals() and config.clip_norm is None),
         )
 
     def _dense_gradient(
         self, parameter: Tensor, takes_part: bool, bucket: ParameterBucket, step: Step
     ) -> Tensor:
-        """One parameter's addend, in the dtype of the bucket's update; zero of one that does not
-        take part.
+        """A parameter's addend of the dense sum, in the dtype of the bucket's update: zero where
+        the parameter does not take part.
         """
-        g = self._gradient(parameter, step) if takes_part else torch.zeros_like(local(parameter))
+        g = self._gradient(parameter, step) if takes_part else torch.zeros_like(to_local(parameter))
         g = g.to(bucket.dtype(step.stock))
         if not takes_part or self._clipped_as_one(bucket, step):
             return g
@@ -375,13 +375,13 @@ class Launcher:
         return not bucket.accumulates(step.stock) and not self._settings.config.clip_per_tensor
 
 
-def skip(step: Step, parameters: Parameters) -> None:
-    """Leaves the gradients of a step that no rank takes infinite, so that a script, or a
-    GradScaler, finds them so.
+def fill_with_infinity(step: Step, parameters: Parameters) -> None:
+    """Fills the gradients of a skipped step with infinity, which a script or a GradScaler finds
+    there.
     """
-    taking_part = parameters.taking_part(parameters.listed, step.fired)
-    parameters.note_sparse(taking_part)  # in the next step a rank may have no gradient to tell by
-    for parameter in taking_part:
+    active = parameters.active(parameters.listed, step.with_gradient)
+    parameters.note_sparse(active)  # in the next step a rank may have no gradient to know it by
+    for parameter in active:
         if parameter.grad is None or (parameter.grad.is_sparse and parameter.grad._nnz() == 0):
             parameter.grad = torch.full_like(parameter, math.inf)
         else:
@@ -391,7 +391,9 @@ def skip(step: Step, parameters: Parameters) -> None:
 
 
 @torch.no_grad()
-def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite) -> str:
+def finish_exchange(
+    step: Step, parameters: Parameters, applier: Applier, nonfinite: NonFinite
+) -> str:
     """Waits for every exchange of a step, in the order of their launch.
 
     Returns:
@@ -401,8 +403,8 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
         FloatingPointError, ValueError: found in messages, by all ranks that received them so; v is
             as if the step had sent nothing, and u stays masked where entries had been taken.
     """
-    delivered: list[Delivery] = []
-    sparse: list[tuple[Flight, SparseUpdate]] = []
+    all_received: list[ReceivedUpdate] = []
+    sparse: list[tuple[InFlight, SparseUpdate]] = []
     blame = ""
     try:
         nonfinite.raise_found(step)
@@ -414,39 +416,38 @@ def arrive(step: Step, parameters: Parameters, applier: Applier, nonfinite: NonF
                 flight.parameters[0].grad = update.tensor
                 sparse.append((flight, update))
                 continue
-            delivered.append(Delivery(flight.bucket, flight.parameters, update))
-            with stage("dgc::add"):
-                applier.deliver(delivered[-1], step)
+            all_received.append(ReceivedUpdate(flight.bucket, flight.parameters, update))
+            with stage("dgc::write_update"):
+                applier.write_gradients(all_received[-1], step)
             if isinstance(update, DenseUpdate) and update.verdict is not None:
                 nonfinite.expect(flight.bucket.name, update.verdict)
     except (FloatingPointError, ValueError):
-        step.abandon(wait=True)
-        applier.put_back(delivered, step)
+        step.abort(wait=True)
+        applier.restore_v(all_received, step)
         nonfinite.forget()  # of this step, which fails
         raise
     if blame and nonfinite.is_error:
-        applier.put_back(delivered, step)
+        applier.restore_v(all_received, step)
         return blame
-    nonfinite.tell(blame)
+    nonfinite.warn_if_applied(blame)
     for flight, update in sparse:
         hand_over(parameters, flight, update, step)
     if not step.stock:
-        step.deliveries += [delivery for delivery in delivered if delivery.bucket.compressed]
+        step.unapplied += [received for received in all_received if received.bucket.compressed]
     return ""
 
 
 def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
-    """Sends all of v of what is not frozen, and adds it to the parameters at the current learning
-    rate; with AdamW, at that of the gradients' own steps.
+    """Sends all of v of the parameters that are not frozen, and adds it to them at the current
+    learning rate; with AdamW, at that of the gradients' own steps.
 
     Raises:
-        FloatingPointError: a sum is not finite; raised on all ranks. v is back in its bucket, and
-            in those after it.
+        FloatingPointError: a sum is not finite; raised on all ranks. v of its bucket, and of those
+            after it, is restored.
     """
     settings, world = parameters.settings, step.world
-    if (
-        settings.world.rank == 0 and applier.is_sgd and not moves(parameters.groups)
-    ):  # AdamW's has the rate of its time
+    # AdamW applies entries at the learning rate of their own steps.
+    if settings.world.rank == 0 and applier.is_sgd and not has_rate(parameters.groups):
         warn(
             "flush() should be called at a learning rate above 0, got 0 in all param groups: what is pending is sent, "
             "times 0, and gone (call it before the scheduler's last step)"
@@ -454,12 +455,11 @@ def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
     exchanges = []
     for bucket in parameters.buckets:
         thawed = [p for p in bucket.parameters if p.requires_grad]
-        if bucket.kept is not None and thawed and applier.pending_in(bucket):
+        if bucket.residual is not None and thawed and applier.has_updates(bucket):
             path = flush(
-                bucket.kept,
+                bucket.residual,
                 [parameters.names[p] for p in thawed],
-                world if bucket.compressed else world.flat,
-                average=settings.average,
+                world if bucket.compressed else world.without_nodes,
             )
             exchanges.append(
                 (
@@ -472,11 +472,11 @@ def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
     try:
         while exchanges:
             bucket, thawed, exchange = exchanges.pop(0)
-            delivery = Delivery(bucket, thawed, exchange.finish())
-            with stage("dgc::add"):
-                applier.add(delivery, group_of)
+            received = ReceivedUpdate(bucket, thawed, exchange.finish())
+            with stage("dgc::write_update"):
+                applier.add(received, group_of)
             applier.adam.flushed(thawed)
     except (FloatingPointError, ValueError):  # on all ranks alike
         for *_, exchange in exchanges:
-            exchange.abandon(wait=True)
+            exchange.abort(wait=True)
         raise

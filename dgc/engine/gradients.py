@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.compression.residual import clip_scale, norm, residual_dtype
-from dgc.engine.parameters import ParameterBucket, Parameters, local, shard, sum_of_shards
+from dgc.engine.parameters import ParameterBucket, Parameters, shard, sum_of_shards, to_local
 from dgc.engine.step import Inverse, Step
 from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import who_is_not_finite
@@ -22,9 +22,9 @@ from dgc.warn import warn
 
 def own(parameter: Tensor) -> Tensor:
     """A parameter's local gradient; zero where this rank has none but another may."""
-    g = local(parameter.grad)
+    g = to_local(parameter.grad)
     if g is None:
-        return torch.zeros_like(local(parameter))
+        return torch.zeros_like(to_local(parameter))
     if g.is_sparse:
         g = g.to_dense()
     return g.detach() if g.requires_grad else g
@@ -50,7 +50,7 @@ class Gradients:
         return replace(self._settings.world, node_size=self._node_size)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is nobody to exchange compressed gradients with."""
         return self._single_node or self._settings.world.size == 1
 
@@ -64,22 +64,22 @@ class Gradients:
     def all(self, step: Step) -> list[Tensor]:
         """All gradients that this rank, or its node, has in this step."""
         step.wait_for_gradients()
-        taking_part = self._parameters.taking_part(self._parameters.listed, step.fired)
+        active = self._parameters.active(self._parameters.listed, step.with_gradient)
         return [
-            step.node_means[p] if p in step.node_means else local(p.grad).detach()
-            for p in taking_part
+            step.node_means[p] if p in step.node_means else to_local(p.grad).detach()
+            for p in active
             if p in step.node_means or p.grad is not None
         ]
 
     def factor_of(self, parameter: Tensor, step: Step) -> Tensor | None:
-        """The clipping factor of a parameter that does not get it on the compressed path."""
+        """The clipping factor of a parameter that is not clipped on the compressed path."""
         if not self._settings.config.clip_per_tensor:
             return step.clip
         if parameter in step.node_means:
             return self._clipped(norm(step.node_means[parameter]), step, step.world)
         if parameter.grad is None:
             return None
-        return self._clipped(norm(parameter.grad), step, step.world.flat)
+        return self._clipped(norm(parameter.grad), step, step.world.without_nodes)
 
     def global_factor(self, gradients: list[Tensor], step: Step) -> Tensor:
         """The clipping factor by the norm of all these gradients, 0-dim."""
@@ -101,7 +101,7 @@ class Gradients:
         config = self._settings.config
         if config.clip_norm is None:
             return
-        gradients = [local(p.grad) for p in self._parameters.listed if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self._parameters.listed if p.grad is not None]
         factor = self.global_factor(gradients, step) if config.clips_globally else None
         for g in gradients:
             g.mul_(
@@ -114,12 +114,12 @@ class Gradients:
         """The clipping factor for a gradient of this norm, which has the loss's scale in it."""
         bound, unscaled = self._settings.config.clip_norm, step.scaled_out(total)
         assert bound is not None and unscaled is not None
-        return clip_scale(unscaled, bound, world.nodes, self._settings.average, world.node_size)
+        return clip_scale(unscaled, bound, world.nodes, world.average, world.node_size)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def group(self) -> None:
-        """Has nodes take part from now on, rather than ranks.
+        """Makes nodes the contributors from now on, in place of ranks.
 
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
@@ -145,37 +145,41 @@ class Gradients:
                 )
 
     @torch.no_grad()
-    def level(self) -> None:
-        """Makes u and v alike on all ranks of a node; they may have been saved by ranks of another
-        grouping. What they are worth in total stays the same.
+    def average_residuals(self) -> None:
+        """Makes u and v alike on all ranks of a node: ranks of another grouping may have saved
+        them. Their total stays the same.
         """
         transport = self._settings.transport
-        if not self.must_level:
+        if not self.residuals_need_averaging:
             return
-        for bucket in self._parameters.compressed():
-            for letter, flat in (("v", bucket.v), ("u", bucket.u)):
+        for residual in self._parameters.compressed_residuals():
+            for letter, flat in (("v", residual.v), ("u", residual.u)):
                 if flat is None:
                     continue
-                name = f"dgc.level.{bucket.name}.{letter}"
+                name = f"dgc.average_residuals.{residual.name}.{letter}"
                 first = transport.start(
-                    Collective("share", flat.clone(), group="node"), f"{name}.first"
+                    Collective("broadcast", flat.clone(), group="intra_node"), f"{name}.first"
                 )()
                 differ = (flat != first).any().float().view(1)
-                if transport.start(Collective("sum", differ, group="node"), f"{name}.differ")():
-                    total = transport.start(Collective("sum", flat.clone(), group="node"), name)()
+                if transport.start(
+                    Collective("all_reduce", differ, group="intra_node"), f"{name}.differ"
+                )():
+                    total = transport.start(
+                        Collective("all_reduce", flat.clone(), group="intra_node"), name
+                    )()
                     flat.copy_(total.div_(self._node_size))
         self.residuals_may_differ = False
 
     @property
-    def must_level(self) -> bool:
-        """Whether :meth:`level` has to be called before anything is exchanged."""
+    def residuals_need_averaging(self) -> bool:
+        """Whether :meth:`average_residuals` has to be called before anything is exchanged."""
         return self.residuals_may_differ and self._node_size > 1
 
     def mean(
         self, bucket: ParameterBucket, parameters: list[Tensor], step: Step
     ) -> Generator[Collective, Tensor, None]:
-        """Fills in the means of the node's gradients, for the parameters of a bucket where that has
-        not been done.
+        """Averages the gradients of a bucket's parameters within the node, where
+        ``step.node_means`` lacks them.
         """
         of_name = {self._parameters.names[p]: p for p in parameters if p not in step.node_means}
         if of_name:

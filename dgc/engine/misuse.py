@@ -1,4 +1,6 @@
-"""Mistakes of a script that would lose gradients: found by the versions of tensors, and told once."""
+"""Mistakes of a script that would lose gradients: found by the versions of tensors, and warned of
+once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch import Tensor
 from dgc.engine.backward import calling_scaler
 from dgc.engine.optimizer_step import Applier
 from dgc.engine.parameters import Parameters
-from dgc.engine.step import UNKNOWN, Phase, Step
+from dgc.engine.step import UNKNOWN_VERSION, Phase, Step
 from dgc.warn import warn
 
 SYNCHRONIZED_TWICE = (  # Horovod's words
@@ -20,7 +22,7 @@ SYNCHRONIZED_TWICE = (  # Horovod's words
 
 
 class Misuse:
-    """Notices where a gradient is changed when that is too late, or an update is dropped.
+    """Notices gradients that are changed too late, and updates that are dropped.
 
     Args:
         parameters: whose gradients.
@@ -32,7 +34,7 @@ class Misuse:
         self._warned = False
 
     def refuse_backward(self) -> None:
-        """Refuses one backward pass too many.
+        """Refuses a backward pass beyond backward_passes_per_step.
 
         Raises:
             AssertionError: as stock's.
@@ -63,7 +65,7 @@ class Misuse:
         """
         if self._settings.grad_scaler is not None and step.phase is Phase.COLLECTING:
             why = "there were fewer backward passes than backward_passes_per_step"
-            if all(step.delays[parameter] <= 0 for parameter in step.fired):
+            if all(step.delays[parameter] <= 0 for parameter in step.with_gradient):
                 why = (
                     "torch.utils.checkpoint(use_reentrant=True) ran the backward pass of all of them within another "
                     "one, whose end is not told; use_reentrant=False has no such limit"
@@ -83,7 +85,7 @@ class Misuse:
 
     def changes(self, step: Step) -> int:
         """How often the parameters were changed whose compressed updates wait for step()."""
-        return sum(p._version for delivery in step.deliveries for p in delivery.parameters)
+        return sum(p._version for received in step.unapplied for p in received.parameters)
 
     def refuse_step_of_another(self, step: Step) -> None:
         """Refuses to drop an update that another optimizer has applied: it would be sent once more."""
@@ -94,7 +96,7 @@ class Misuse:
                 "(register the optimizer that takes the step, such as the one in a wrapper)"
             )
 
-    def tell_of_dropped_update(self) -> None:
+    def warn_of_dropped_update(self) -> None:
         """Warns that step() did not follow an exchange of compressed gradients."""
         self.warn_of_loss(
             "step() was not called after an exchange of compressed gradients, so their update is dropped: what was "
@@ -105,8 +107,8 @@ class Misuse:
             "are not finite"
         )
 
-    def tell_of_missing_momentum(self, of_adam: bool) -> None:
-        """Warns that a process goes on alone with a state whose momentum was in residuals."""
+    def warn_of_missing_momentum(self, of_adam: bool) -> None:
+        """Warns that a single process continues with a state whose momentum was in residuals."""
         self.warn_of_loss(
             "the state is of several ranks, whose momentum was in their residuals, and one process "
             "begins without it: "
@@ -118,7 +120,7 @@ class Misuse:
             )
         )
 
-    def tell_of_late_change(self, step: Step) -> None:
+    def warn_of_late_change(self, step: Step) -> None:
         """Warns where a gradient was changed after backward(), which had sent it by then."""
         if (changed := next(self._changed(step), None)) is not None:
             self.warn_of_loss(
@@ -128,13 +130,13 @@ class Misuse:
                 "place of the DistributedOptimizer; and to clip, give Config(clip_norm=...)"
             )
 
-    def told_of_changed_update(self, step: Step, before: str = "") -> str:
-        """The warning, once, where a compressed parameter's update was changed; what travels dense
-        may be.
+    def changed_update_warning(self, step: Step, before: str = "") -> str:
+        """The warning, once, that a compressed parameter's update was changed. A dense gradient may
+        be changed.
         """
-        if self._warned or not step.deliveries:
+        if self._warned or not step.unapplied:
             return ""
-        compressed = {p for delivery in step.deliveries for p in delivery.parameters}
+        compressed = {p for received in step.unapplied for p in received.parameters}
         changed = next(
             (
                 p
@@ -155,15 +157,19 @@ class Misuse:
         )
 
     def warn_of_loss(self, message: str) -> None:
-        """Warns, unless it has warned."""
+        """Warns, once for each optimizer."""
         if not self._warned:
             self._warned = True
             warn(message)
 
     def _changed(self, step: Step) -> Iterator[Tensor]:
-        """Parameters whose gradient is another by now; a scaler's ``unscale_`` does not count as a
+        """The parameters whose gradient was changed. A scaler's ``unscale_`` does not count as a
         change.
         """
-        for p, (gradient, version) in step.seen.items():
-            if (g := p.grad) is None or gradient() is not g or version not in (UNKNOWN, g._version):
+        for p, (gradient, version) in step.versions.items():
+            if (
+                (g := p.grad) is None
+                or gradient() is not g
+                or version not in (UNKNOWN_VERSION, g._version)
+            ):
                 yield p

@@ -1,5 +1,5 @@
-"""Gradients that are not finite: agreed on before a step, found in its messages, or told a step
-later by a GPU.
+"""Gradients that are not finite: agreed on before an exchange, found in its messages, or reported a
+step later by a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from dgc.collective import Collective
 from dgc.engine.parameters import Parameters, sum_of_shards
 from dgc.engine.step import Step
-from dgc.paths.finite import PendingVerdict
+from dgc.paths.finite import DeferredVerdict
 from dgc.trace import stage
 from dgc.transport.run import PathRun, wait_for_own_stream
 from dgc.warn import LOG, warn
 
 
 class NonFinite:
-    """Keeps what was found until it is raised, on all ranks.
+    """Keeps the errors that were found until all ranks raise them.
 
     Args:
         parameters: whose gradients.
@@ -29,9 +29,8 @@ class NonFinite:
     def __init__(self, parameters: Parameters):
         self._parameters, self._settings = parameters, parameters.settings
         self._found: list[FloatingPointError | ValueError] = []  # in messages
-        self._pending: list[
-            tuple[str, PendingVerdict]
-        ] = []  # the name of an exchange, and the verdict on its sum
+        # The name of an exchange, and the verdict on its sum.
+        self._deferred: list[tuple[str, DeferredVerdict]] = []
         self._warned = False
 
     @property
@@ -39,7 +38,7 @@ class NonFinite:
         """Whether a gradient that is not finite is an error: not where nothing is kept, nor
         clipped, as in Horovod.
         """
-        return bool(self._parameters.kept()) or self._settings.config.clip_norm is not None
+        return bool(self._parameters.residuals()) or self._settings.config.clip_norm is not None
 
     def all_finite(self, gradients: list[Tensor], step: Step) -> bool:
         """Whether all gradients are finite, on all ranks: one collective, and one host-device
@@ -77,7 +76,7 @@ class NonFinite:
         # Which is on the device by now.
         inverse = one if step.inverse is None else step.inverse.tensor.double()
         bad = Collective(
-            "sum", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
+            "all_reduce", torch.stack([one - none_is_bad.double(), one, inverse, inverse * inverse])
         )
         step.count(bad)
         with stage("dgc::exchange"):
@@ -85,7 +84,7 @@ class NonFinite:
         found, n, inverses, squares = sum_of_shards(total, self._parameters.first).tolist()
         if n * squares - inverses**2 > 1e-9 * n * squares:  # n^2 times their variance
             everyones = self._settings.transport.start(
-                Collective("gather", (1 / inverse).view(1)), "dgc.scale"
+                Collective("all_gather", (1 / inverse).view(1)), "dgc.scale"
             )()
             raise ValueError(
                 "the loss's scale must be the same on all ranks, got, rank by rank, "
@@ -97,33 +96,33 @@ class NonFinite:
             )
         return not found
 
-    def expect(self, name: str, verdict: PendingVerdict) -> None:
-        """Remembers a verdict that is still to come."""
-        self._pending.append((name, verdict))
+    def expect(self, name: str, verdict: DeferredVerdict) -> None:
+        """Notes a verdict that is still to come."""
+        self._deferred.append((name, verdict))
 
-    def look(self) -> None:
-        """Notes what a GPU, which runs asynchronously, has found in the last step's messages."""
-        for device in {bucket.v.device for bucket in self._parameters.compressed()}:
+    def poll(self) -> None:
+        """Reads the verdicts of the last step, which a GPU gives asynchronously."""
+        for device in {residual.v.device for residual in self._parameters.compressed_residuals()}:
             wait_for_own_stream(device)  # which may be using v
         self._found += [
-            error for _, verdict in self._pending if (error := verdict.damaged) is not None
+            error for _, verdict in self._deferred if (error := verdict.damaged) is not None
         ]
-        self._pending = [(name, verdict) for name, verdict in self._pending if verdict.not_finite]
+        self._deferred = [(name, verdict) for name, verdict in self._deferred if verdict.not_finite]
 
     def raise_found(self, step: Step) -> None:
-        """Raises what was found, where all ranks are: they have found the same, and whoever raises
-        it alone goes on alone.
+        """Raises the error that was found. All ranks have found the same, and call this at the same
+        place.
         """
         if (error := self.take_found(step)) is not None:
             raise error
 
     def take_found(self, step: Step) -> FloatingPointError | ValueError | None:
-        """The error in what was found, which is forgotten with it; all ranks ask, and a step counts
-        what they send.
+        """Returns the error that was found, and forgets it. All ranks call this, and ``step``
+        counts the bytes that they send for it.
         """
-        self.look()
-        for name, verdict in self._pending:
-            # Where ranks that have come since would not know that they are asked.
+        self.poll()
+        for name, verdict in self._deferred:
+            # In an elastic job a rank that has joined since would not take part in this.
             asked = not self._settings.elastic
             blame = (
                 ""
@@ -135,12 +134,12 @@ class NonFinite:
             if self.is_error:
                 self._found.append(verdict.error(blame))
             else:
-                self.tell(str(verdict.error(blame)))
+                self.warn_if_applied(str(verdict.error(blame)))
         error = self._found[0] if self._found else None
-        self._found, self._pending = [], []
+        self._found, self._deferred = [], []
         return error
 
-    def tell(self, blame: str) -> None:
+    def warn_if_applied(self, blame: str) -> None:
         """Warns once, on rank 0, where a gradient that is not finite is applied: all ranks have
         found the same.
 
@@ -155,6 +154,6 @@ class NonFinite:
             )
 
     def forget(self) -> None:
-        """Drops what was found, with the step that fails for it, once what was bad is back in v."""
-        self.look()
-        self._found, self._pending = [], []
+        """Forgets what was found, as its step has failed. Waits until v is restored."""
+        self.poll()
+        self._found, self._deferred = [], []

@@ -1,5 +1,5 @@
-"""The wrapped optimizer's part of a step: its momentum, p.grad, SGD's rules, and what they leave to
-us.
+"""The wrapped optimizer's step: its momentum, ``p.grad``, and the weight decay that is applied
+here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from dgc.compression import kernels
 from dgc.compression.residual import memory_order
 from dgc.engine.adam import Denominators
-from dgc.engine.parameters import ParameterBucket, Parameters, local
-from dgc.engine.step import Delivery, Step
+from dgc.engine.parameters import ParameterBucket, Parameters, to_local
+from dgc.engine.step import ReceivedUpdate, Step
 from dgc.engine.wrapped import is_sgd, momentum_of, sign, unhooked
 from dgc.trace import stage
 
@@ -34,19 +34,19 @@ class Applier:
         self._parameters, self._settings = parameters, parameters.settings
         self.adam = Denominators(parameters)
         self.is_sgd = is_sgd(parameters.inner)
-        self._buffer_moves: dict[Tensor, bool] = {}  # see :meth:`_moves`
+        self._decayed: dict[Tensor, bool] = {}  # see :meth:`_holds_decay`
 
     # -- the momentum --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins, or goes on with a training that was loaded."""
+        """Starts a training, or continues one that was loaded."""
         self.adam.begin()
-        self._buffer_moves.clear()
+        self._decayed.clear()
 
     def state_changes(self) -> None:
-        """Somebody has the state's tensors and may write into them."""
-        self.adam.shown()
-        self._buffer_moves.clear()
+        """Called when the state is handed out: a script may write into its tensors."""
+        self.adam.invalidate()
+        self._decayed.clear()
 
     def fill_state(self) -> None:
         """Makes the wrapped optimizer's state complete from the start, so that all ranks have the
@@ -68,37 +68,37 @@ class Applier:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Adds the wrapped optimizer's momentum to u of what travels compressed. It is alike on
-        every rank: in a sum each has its share.
+        """Adds the wrapped optimizer's momentum to u of compressed parameters. All ranks have the
+        same: under Sum each adds 1/N of it.
         """
-        if self.adam.used:
+        if self.adam.is_active:
             return self.adam.take_over()
         group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
-        share = 1 / (1 if self._settings.average else self._settings.world.size)
+        rank_weight = 1 / (1 if self._settings.average else self._settings.world.size)
         for bucket in self._parameters.buckets:
-            if not bucket.compressed or bucket.kept is None or bucket.kept.u is None:
+            if not bucket.compressed or bucket.residual is None or bucket.residual.u is None:
                 continue
-            u = bucket.kept.views(bucket.kept.u)
-            for name, p in zip(bucket.kept.names, bucket.parameters, strict=True):
+            u = bucket.residual.views(bucket.residual.u)
+            for name, p in zip(bucket.residual.names, bucket.parameters, strict=True):
                 momentum, group = all_state.get(p, {}).get("momentum_buffer"), group_of[p]
                 if momentum is None or momentum.is_sparse:
                     continue
-                u[name].add_(local(momentum), alpha=sign(group) * share)
+                u[name].add_(to_local(momentum), alpha=sign(group) * rank_weight)
 
     @torch.no_grad()
     def taken_over(self) -> None:
         """The first compressed step is taken: from now on SGD's buffer has the momentum of weight
         decay alone.
         """
-        if self.adam.used:
+        if self.adam.is_active:
             return self.adam.taken_over()
         for bucket in self._parameters.buckets:
-            if bucket.compressed and bucket.kept is not None and bucket.kept.u is not None:
+            if bucket.compressed and bucket.residual is not None and bucket.residual.u is not None:
                 for p in bucket.parameters:
                     momentum = self._parameters.optimizer.state.get(p, {}).get("momentum_buffer")
                     if momentum is not None and not momentum.is_sparse:
                         momentum.zero_()
-        self._buffer_moves.clear()
+        self._decayed.clear()
 
     @torch.no_grad()
     def hand_back(self, step: Step) -> set[Tensor]:
@@ -110,14 +110,17 @@ class Applier:
             self._parameters.optimizer.state,
             set[Tensor](),
         )
-        for delivery in step.deliveries:
-            kept, velocity = delivery.bucket.kept, getattr(delivery.update, "velocity", None)
+        for received in step.unapplied:
+            residual, velocity = (
+                received.bucket.residual,
+                getattr(received.update, "velocity", None),
+            )
             # Else its update went back into v.
-            stepped = [p for p in delivery.parameters if p.grad is not None]
+            stepped = [p for p in received.parameters if p.grad is not None]
             done.update(stepped)
-            if kept is None or kept.u is None or velocity is None:
+            if residual is None or residual.u is None or velocity is None:
                 continue
-            average, u = kept.views(velocity), kept.views(kept.u)
+            average, u = residual.views(velocity), residual.views(residual.u)
             for p in stepped:
                 name, momentum = self._parameters.names[p], all_state[p].get("momentum_buffer")
                 if momentum is None and group_of[p].get("momentum"):
@@ -125,28 +128,28 @@ class Applier:
                         p, requires_grad=False
                     )
                 if momentum is not None:
-                    local(momentum).add_(average[name].to(momentum.dtype), alpha=sign(group_of[p]))
+                    to_local(momentum).add_(
+                        average[name].to(momentum.dtype), alpha=sign(group_of[p])
+                    )
                     u[name].zero_()
-        self._buffer_moves.clear()
+        self._decayed.clear()
         return done
 
-    def _moves(self, parameter: Tensor, buffer: Tensor | None) -> bool:
-        """Whether the buffer of a compressed parameter has anything in it, which without weight
-        decay it has not.
-        """
+    def _holds_decay(self, parameter: Tensor, buffer: Tensor | None) -> bool:
+        """Whether SGD's buffer of a compressed parameter holds momentum of weight decay."""
         if buffer is None:
             return False
-        if parameter not in self._buffer_moves:
-            self._buffer_moves[parameter] = bool(local(buffer).any())
-        return self._buffer_moves[parameter]
+        if parameter not in self._decayed:
+            self._decayed[parameter] = bool(to_local(buffer).any())
+        return self._decayed[parameter]
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def deliver(self, delivery: Delivery, step: Step) -> None:
+    def write_gradients(self, received: ReceivedUpdate, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
-        bucket, parameters, update = delivery.bucket, delivery.parameters, delivery.update
+        bucket, parameters, update = received.bucket, received.parameters, received.update
         targets, others = _targets(
-            bucket, parameters, lambda p: local(p.grad), bucket.dtype(step.stock)
+            bucket, parameters, lambda p: to_local(p.grad), bucket.dtype(step.stock)
         )
         update.write(targets)
         if step.inverse is not None and bucket.accumulates(step.stock):
@@ -159,68 +162,66 @@ class Applier:
                 continue
             if parameter.grad is None or not _laid_out_as(parameter, parameter.grad):
                 parameter.grad = torch.empty_like(parameter)
-            local(parameter.grad).copy_(target)
+            to_local(parameter.grad).copy_(target)
 
-    def _values(self, delivery: Delivery) -> dict[Tensor, Tensor]:
+    def _values(self, received: ReceivedUpdate) -> dict[Tensor, Tensor]:
         """Parameter -> its update, in its shape."""
-        kept = delivery.bucket.kept
-        assert kept is not None
-        flat = torch.empty_like(kept.v)
-        delivery.update.write(flat.split(kept.numels))
-        return dict(zip(delivery.bucket.parameters, kept.views(flat).values(), strict=True))
+        residual = received.bucket.residual
+        assert residual is not None
+        flat = torch.empty_like(residual.v)
+        received.update.write(flat.split(residual.numels))
+        return dict(zip(received.bucket.parameters, residual.views(flat).values(), strict=True))
 
-    def put_back(self, deliveries: Iterable[Delivery], step: Step) -> None:
-        """Takes each rank's share of a failed step's updates, which will not be applied, back into
-        v.
-        """
-        for delivery in deliveries:
-            if delivery.bucket.accumulates(step.stock):
-                self._into_v(delivery, delivery.parameters)
+    def restore_v(self, unapplied: Iterable[ReceivedUpdate], step: Step) -> None:
+        """Adds each rank's part of updates that will not be applied back to v."""
+        for received in unapplied:
+            if received.bucket.accumulates(step.stock):
+                self._add_to_v(received, received.parameters)
 
     @torch.no_grad()
-    def take_back(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
-        """Takes each rank's share of an update, which step() will not apply to these parameters,
-        back into v, and has their next gradients come together with those that it was made of.
+    def undo_exchange(self, received: ReceivedUpdate, parameters: Iterable[Tensor]) -> None:
+        """Restores v of parameters to which step() will not apply an update, and rewinds u and v:
+        their next gradients add to the same step.
         """
-        kept, group_of = delivery.bucket.kept, self._parameters.group_of()
-        assert kept is not None
-        self._into_v(delivery, parameters)
+        residual, group_of = received.bucket.residual, self._parameters.group_of()
+        assert residual is not None
+        self._add_to_v(received, parameters)
         for p in parameters:
-            kept.rewind(self._parameters.names[p], *momentum_of(group_of[p]))
+            residual.rewind(self._parameters.names[p], *momentum_of(group_of[p]))
 
-    def _into_v(self, delivery: Delivery, parameters: Iterable[Tensor]) -> None:
-        kept, values = delivery.bucket.kept, self._values(delivery)
-        assert kept is not None
-        v, share = (
-            kept.views(kept.v),
+    def _add_to_v(self, received: ReceivedUpdate, parameters: Iterable[Tensor]) -> None:
+        residual, values = received.bucket.residual, self._values(received)
+        assert residual is not None
+        v, rank_weight = (
+            residual.views(residual.v),
             1.0 if self._settings.average else 1 / self._settings.world.size,
         )
         for p in parameters:
-            v[self._parameters.names[p]].add_(values[p], alpha=share)
+            v[self._parameters.names[p]].add_(values[p], alpha=rank_weight)
 
     @torch.no_grad()
-    def subtract(self, delivery: Delivery, parameters: Iterable[Tensor], step: Step) -> None:
-        """Takes an update out of the gradients to which a backward pass has added."""
-        values = self._values(delivery)
+    def subtract(self, received: ReceivedUpdate, parameters: Iterable[Tensor], step: Step) -> None:
+        """Subtracts an update from ``p.grad``, to which a backward pass has added."""
+        values = self._values(received)
         for p in parameters:
             update = values[p] if step.inverse is None else values[p] / step.inverse.number
-            g = local(p.grad)
+            g = to_local(p.grad)
             g.sub_(update.to(g.dtype))
 
     def was_changed(self, parameter: Tensor, step: Step) -> bool:
-        """Whether ``p.grad`` is another than the compressed update that waits for step()."""
-        grad = local(parameter.grad)
-        delivery = next(
-            delivery for delivery in step.deliveries if parameter in set(delivery.parameters)
+        """Whether ``p.grad`` differs from the compressed update that waits for step()."""
+        grad = to_local(parameter.grad)
+        received = next(
+            received for received in step.unapplied if parameter in set(received.parameters)
         )
-        kept, place = (
-            delivery.bucket.kept,
-            [p is parameter for p in delivery.bucket.parameters].index(True),
+        residual, place = (
+            received.bucket.residual,
+            [p is parameter for p in received.bucket.parameters].index(True),
         )
-        assert kept is not None
-        update = kept.v.new_empty(kept.numels[place])
-        delivery.update.write([update if i == place else None for i in range(len(kept.names))])
-        update = kept.shaped(place, update)
+        assert residual is not None
+        update = residual.v.new_empty(residual.numels[place])
+        received.update.write([update if i == place else None for i in range(len(residual.names))])
+        update = residual.shaped(place, update)
         # A scaler may have taken that out.
         scaled = update if step.inverse is None else update / step.inverse.number
         return not any(torch.equal(grad, one.to(grad.dtype)) for one in (update, scaled))
@@ -228,63 +229,60 @@ class Applier:
     def apply(self, step: Step) -> None:
         """Takes the wrapped optimizer's step, on what is in ``p.grad``."""
         with stage("dgc::step"):
-            for delivery in step.deliveries:
-                if left_out := [p for p in delivery.parameters if p.grad is None]:
-                    self.take_back(delivery, left_out)
+            for received in step.unapplied:
+                if left_out := [p for p in received.parameters if p.grad is None]:
+                    self.undo_exchange(received, left_out)
             if step.stock:
                 unhooked(self._parameters.inner.step)(self._parameters.optimizer)
             else:
                 self._apply(step)
 
     def _apply(self, step: Step) -> None:
-        """The step of updates, whose momentum is in u and whose decay is added here."""
-        optimizer, hidden = self._parameters.optimizer, list[tuple[dict[str, Any], list[Tensor]]]()
-        original = optimizer.param_groups
+        """Takes the wrapped optimizer's step where gradients are compressed: it sees compressed
+        parameters without momentum, which is in u, and without decay, which is added here.
+        """
+        optimizer = self._parameters.optimizer
+        groups = optimizer.param_groups
+        parted = [(group, *self._parted(group)) for group in groups]
         try:
             if self.adam.compressed:
-                parts = [(group, *self._parted(group)) for group in original]
-                hidden = [(group, compressed) for group, _, compressed in parts]
-                optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parts]
+                optimizer.param_groups = [{**group, "params": dense} for group, dense, _ in parted]
             elif self.is_sgd and self._settings.config.momentum_correction:
-                optimizer.param_groups = [part for group in original for part in self._split(group)]
+                for group, _, compressed in parted:
+                    self._decay(group, compressed)
+                optimizer.param_groups = [part for parts in parted for part in _split(*parts)]
             unhooked(self._parameters.inner.step)(optimizer)
         finally:
-            optimizer.param_groups = original
-        for group, compressed in hidden:
-            self.adam.step(group, compressed)
+            optimizer.param_groups = groups
+        if self.adam.compressed:
+            for group, _, compressed in parted:
+                self.adam.step(group, compressed)
         if step.direct:
             group_of = self._parameters.group_of()
             with torch.no_grad():
-                for delivery in step.direct:
-                    with stage("dgc::add"):
-                        self.add(delivery, group_of)
+                for received in step.direct:
+                    with stage("dgc::write_update"):
+                        self.add(received, group_of)
 
     def _parted(self, group: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters of a group that travel dense, and those that travel compressed."""
         dense: list[Tensor] = []
         compressed: list[Tensor] = []
         for p in group["params"]:
-            (dense if self._parameters.compressed_bucket(p) is None else compressed).append(p)
+            (dense if self._parameters.compressed_residual(p) is None else compressed).append(p)
         return dense, compressed
-
-    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """A param group as SGD is to see it: what travels dense, and what travels compressed."""
-        dense, compressed = self._parted(group)
-        self._decay(group, compressed)
-        without = {"momentum": 0, "nesterov": False, "weight_decay": 0}
-        return [{**group, "params": dense}, {**group, "params": compressed, **without}]
 
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """The part of SGD's step that comes from weight decay, or from its momentum where gradients
-        have it by now.
-        """
+        """Applies weight decay to compressed parameters, and the momentum of earlier decay."""
         m, lr, decay = group["momentum"], float(group["lr"]), group["weight_decay"]
         for parameter in parameters:
             state = self._parameters.optimizer.state[parameter]
             buffer = state.get("momentum_buffer")
             takes_part = parameter.requires_grad and parameter.grad is not None
-            if not takes_part or (decay == 0 and (m == 0 or not self._moves(parameter, buffer))):
+            if not takes_part or (
+                decay == 0 and (m == 0 or not self._holds_decay(parameter, buffer))
+            ):
                 continue
             if m == 0:
                 parameter.sub_(parameter * (decay * lr))
@@ -292,28 +290,28 @@ class Applier:
             if buffer is None:
                 buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
             if decay != 0:
-                self._buffer_moves[parameter] = True  # weight decay goes into it
-            p, buffer = local(parameter), local(buffer)
+                self._decayed[parameter] = True  # weight decay goes into it
+            p, buffer = to_local(parameter), to_local(buffer)
             if (order := memory_order(p)) is not None:
                 p, buffer = p.permute(order), buffer.permute(order)
             _loops(p, buffer).decay(p, buffer, m, decay, lr, group["nesterov"])
 
-    def add(self, delivery: Delivery, group_of: Mapping[Tensor, dict[str, Any]]) -> None:
+    def add(self, received: ReceivedUpdate, group_of: Mapping[Tensor, dict[str, Any]]) -> None:
         """Adds an update to the parameters, times their learning rates.
 
         Args:
             group_of: parameter -> its param group.
         """
-        bucket, update = delivery.bucket, delivery.update
+        bucket, update = received.bucket, received.update
         over = bucket.compressed and self.adam.compressed  # D: it is divided before it is added
         targets, others = _targets(
             bucket,
-            delivery.parameters,
-            lambda p: None if over else local(p).detach(),
+            received.parameters,
+            lambda p: None if over else to_local(p).detach(),
             bucket.dtype(False),
         )
         rates = {p: float(group_of[p]["lr"]) * -sign(group_of[p]) for p in bucket.parameters}
-        fits = set(delivery.parameters).difference(p for p, _ in others)
+        fits = set(received.parameters).difference(p for p, _ in others)
         update.add(
             [
                 target if p in fits else None
@@ -335,13 +333,13 @@ class Applier:
                 self.adam.add(p, x, group_of[p]) if over else _add(p, x, rates[p])
 
     @property
-    def adds(self) -> bool:
-        """Whether what is pending can be added to parameters: it is an update, not a gradient."""
-        return self.is_sgd or self.adam.used
+    def v_is_update(self) -> bool:
+        """Whether v can be added to the parameters: it holds updates, not gradients."""
+        return self.is_sgd or self.adam.is_active
 
-    def pending_in(self, bucket: ParameterBucket) -> bool:
-        """Whether a bucket has such updates."""
-        return bucket.kept is not None and (
+    def has_updates(self, bucket: ParameterBucket) -> bool:
+        """Whether v of a bucket holds updates, which a flush can add."""
+        return bucket.residual is not None and (
             self.is_sgd or (bucket.compressed and self.adam.compressed)
         )
 
@@ -354,6 +352,14 @@ def _default(state: dict[str, Any], key: str, like: Tensor | None) -> None:
             state[key] = torch.zeros_like(like, requires_grad=False)
 
 
+def _split(
+    group: dict[str, Any], dense: list[Tensor], compressed: list[Tensor]
+) -> list[dict[str, Any]]:
+    """A param group as SGD is to see it: what travels dense, and what travels compressed."""
+    without = {"momentum": 0, "nesterov": False, "weight_decay": 0}
+    return [{**group, "params": dense}, {**group, "params": compressed, **without}]
+
+
 def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
     """The loops for both. Compiled ones take addresses and one dtype; a script may have changed the
     parameter's.
@@ -364,7 +370,7 @@ def _loops(p: Tensor, buffer: Tensor) -> kernels.Kernel:
 
 def _add(parameter: Tensor, x: Tensor, rate: float) -> None:
     """Adds an update x, times a rate, to a parameter."""
-    local(parameter).add_(x.mul_(rate).to(parameter.dtype))
+    to_local(parameter).add_(x.mul_(rate).to(parameter.dtype))
 
 
 def _targets(
@@ -377,23 +383,28 @@ def _targets(
     memory will do; else, and listed once more with their parameter, new tensors. None for the
     bucket's other parameters. All in its order.
     """
-    wanted, targets, others, kept = set(parameters), [], [], bucket.kept
+    wanted, targets, others, residual = set(parameters), [], [], bucket.residual
     for i, p in enumerate(bucket.parameters):
         target = None
         if p in wanted:
             target = of(p)
-            if target is not None and not target.is_sparse and kept is not None:
-                target = kept.in_order(i, target)
+            if target is not None and not target.is_sparse and residual is not None:
+                target = residual.in_order(i, target)
             if (
                 target is None
                 or target.is_sparse
                 or target.dtype != dtype
                 or not target.is_contiguous()
-                or (kept is None and not _laid_out_as(p, target))
+                or (residual is None and not _laid_out_as(p, target))
             ):
-                target = torch.empty(local(p).numel(), dtype=dtype, device=p.device)
+                target = torch.empty(to_local(p).numel(), dtype=dtype, device=p.device)
                 others.append(
-                    (p, target.view(local(p).shape) if kept is None else kept.shaped(i, target))
+                    (
+                        p,
+                        target.view(to_local(p).shape)
+                        if residual is None
+                        else residual.shaped(i, target),
+                    )
                 )
         targets.append(target)
     return targets, others
@@ -403,7 +414,7 @@ def _laid_out_as(parameter: Tensor, grad: Tensor) -> bool:
     """Whether a gradient has the memory format that a backward pass gives it. A script's own may
     have another, or be expanded; an optimizer rounds in another order there, and ranks would part.
     """
-    own, grad = local(parameter), local(grad)
+    own, grad = to_local(parameter), to_local(grad)
     if 0 in grad.stride():
         return False
     if grad.stride() == own.stride():  # nearly always

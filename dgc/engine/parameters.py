@@ -23,11 +23,11 @@ from torch import Tensor
 from dgc.collective import dense_bytes
 from dgc.compression import kernels
 from dgc.compression.device import refuse_capture
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.sizes import SUM_BITS
 from dgc.engine.settings import Settings
 from dgc.engine.wrapped import refuse_apex
-from dgc.paths.task import chosen
+from dgc.paths.bucket_step import chosen
 
 # More entries in a bucket => fewer messages, less overlap with the backward pass.
 BUCKET_NUMEL = 1 << 23
@@ -45,7 +45,7 @@ STEP = "dgc_step"  # in param_groups[0], so that it is saved, loaded and broadca
 BEGAN = "dgc_compressed_from"  # beside it: the first step since which steps are compressed; -1: they are stock's
 
 
-def local(tensor: Any) -> Any:
+def to_local(tensor: Any) -> Any:
     """This rank's part of a sharded tensor, in the same memory; a complex one as real numbers,
     (*shape, 2); any other tensor, and None, as it is.
     """
@@ -79,13 +79,13 @@ class ParameterBucket:
         name: of their exchange, alike on every rank.
         parameters: in the order in which a backward pass completes them.
         compressed: whether they travel compressed; else dense.
-        kept: u and v of compressed ones, v of dense ones that travel rounded, None of others.
+        residual: u and v of compressed ones, v of dense ones that travel rounded, None of others.
     """
 
     name: str
     parameters: list[Tensor]
     compressed: bool
-    kept: Bucket | None
+    residual: Residual | None
 
     def accumulates(self, stock: bool) -> bool:
         """Whether their gradients pass through v.
@@ -93,19 +93,19 @@ class ParameterBucket:
         Args:
             stock: nothing is compressed in this step.
         """
-        return self.kept is not None and not stock
+        return self.residual is not None and not stock
 
     def dtype(self, stock: bool) -> torch.dtype:
         """The dtype of their update."""
-        if self.kept is not None and self.accumulates(stock):
-            return self.kept.v.dtype
+        if self.residual is not None and self.accumulates(stock):
+            return self.residual.v.dtype
         dtype = self.parameters[0].dtype
         return dtype.to_real() if dtype.is_complex else dtype
 
 
 def compressible(parameter: Tensor, min_numel: int) -> bool:
-    """Whether a parameter travels compressed: others cost little, and less than their positions
-    would, or are complex.
+    """Whether a parameter travels compressed. A small one, or a vector, costs less dense than its
+    positions would. A complex one travels dense too.
     """
     return (
         parameter.dim() > 1
@@ -131,8 +131,8 @@ def pack(
     """
     sets = _sets(parameters[::-1], groups)
     packed = []
-    for together in [[p for p in kept if p.requires_grad] for kept in sets] + [
-        [p for p in kept if not p.requires_grad] for kept in sets
+    for together in [[p for p in wanted if p.requires_grad] for wanted in sets] + [
+        [p for p in wanted if not p.requires_grad] for wanted in sets
     ]:
         packed += _by_kind(together, min_numel, BUCKET_NUMEL if groups is None else None)
     return [([names[p] for p in together], together) for together in packed]
@@ -143,8 +143,8 @@ def _sets(backward: list[Tensor], groups: Any) -> list[list[Tensor]]:
     if groups is None:
         return [backward]
     if isinstance(groups, int):
-        share, extra = divmod(len(backward), groups)
-        ends = [share * (i + 1) + min(i + 1, extra) for i in range(groups)]
+        size, extra = divmod(len(backward), groups)
+        ends = [size * (i + 1) + min(i + 1, extra) for i in range(groups)]
         return [backward[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     position = {p: i for i, p in enumerate(backward)}
     sets = [
@@ -173,10 +173,9 @@ def _by_kind(together: list[Tensor], min_numel: int, full: int | None) -> list[l
 
 
 class Parameters:
-    """Knows each parameter's name, bucket and way of travelling, from when the optimizer was made.
+    """Knows each parameter's name and bucket, and how it travels.
 
-    The optimizer is asked for its groups and its state each time, as loading replaces both, and is
-    not kept alive.
+    Asks the optimizer for its groups and its state each time, as loading replaces both.
 
     Args:
         optimizer: whose parameters; one of ours.
@@ -190,19 +189,18 @@ class Parameters:
         self.names, self.settings = names, settings
         self.buckets: list[ParameterBucket] = []  # in the order in which they leave
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
-        self.sparse: dict[
-            Tensor, int
-        ] = {}  # parameters that had a sparse gradient -> its sparse dimensions
-        self.handed_over: set[Tensor] = set()  # of these, those of which nothing is kept any more
+        # Parameter that had a sparse gradient -> its sparse dimensions.
+        self.sparse: dict[Tensor, int] = {}
+        self.handed_over: set[Tensor] = set()  # of these, those whose u and v have been emptied
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
         # Exchanged also where a rank has no gradient for them.
         self.requires_update: set[Tensor] = set()
-        self.frozen: set[Tensor] = set()  # at first; as those once they thaw
+        self.frozen: set[Tensor] = set()  # when they were added; exchanged once they thaw
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which is alive while it is at work."""
+        """The optimizer (a weak reference: it owns the engine, not the other way round)."""
         return self._optimizer()
 
     @property
@@ -226,12 +224,12 @@ class Parameters:
 
     @property
     def first(self) -> Tensor:
-        """The first parameter, which is like all of them in whether it is sharded."""
+        """The first parameter. Either all parameters are sharded, or none is."""
         return next(iter(self.listed))
 
     @property
     def device(self) -> torch.device:
-        """The device for what the ranks tell one another: the first parameter's."""
+        """The device of small messages between ranks: the first parameter's."""
         return self.first.device
 
     def group_of(self) -> dict[Tensor, dict[str, Any]]:
@@ -255,48 +253,50 @@ class Parameters:
         config = self.settings.config
         for names, together in pack(parameters, self.names, groups, config.min_numel):
             number, compressed = len(self.buckets), compressible(together[0], config.min_numel)
-            kept, rounds = None, config.value_bits <= SUM_BITS and not together[0].is_complex()
+            residual, rounds = None, config.value_bits <= SUM_BITS and not together[0].is_complex()
             if compressed or rounds:
-                members = dict(zip(names, map(local, together), strict=True))
-                kept = Bucket(
+                members = dict(zip(names, map(to_local, together), strict=True))
+                residual = Residual(
                     f"bucket {number}", members, velocity=compressed and config.corrects_momentum
                 )
-            if kept is not None and compressed:  # what it takes to run its loops begins now
-                kernels.current(kept.v.device.type, kept.v.dtype)
-            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, kept)
+            if residual is not None and compressed:  # what it takes to run its loops begins now
+                kernels.current(residual.v.device.type, residual.v.dtype)
+            bucket = ParameterBucket(f"dgc.{number}.{names[0]}", together, compressed, residual)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(together, bucket))
-        self.numels.update({p: local(p).numel() for p in parameters})
+        self.numels.update({p: to_local(p).numel() for p in parameters})
 
-    def compressed_bucket(self, parameter: Tensor) -> Bucket | None:
+    def compressed_residual(self, parameter: Tensor) -> Residual | None:
         """The bucket of a parameter that travels compressed; None for others."""
         if parameter in self.sparse or parameter not in self.bucket_of:
             return None
         bucket = self.bucket_of[parameter]
-        return bucket.kept if bucket.compressed else None
+        return bucket.residual if bucket.compressed else None
 
     def chosen(self, parameter: Tensor) -> int:
-        """Entries of a parameter that travels compressed, which each rank chose in the last step."""
-        bucket = self.compressed_bucket(parameter)
-        assert bucket is not None
-        return chosen(bucket, self.names[parameter])
+        """How many entries of a compressed parameter each rank chose in the last step."""
+        residual = self.compressed_residual(parameter)
+        assert residual is not None
+        return chosen(residual, self.names[parameter])
 
     def travels_compressed(self, parameter: Tensor) -> bool:
-        """Whether a parameter does; outside a process set, where there are no buckets: whether it
-        would.
+        """Whether a parameter travels compressed. Outside a process set, where there are no
+        buckets: whether it would.
         """
         brought = parameter in self.listed and parameter not in self.sparse
         return brought and compressible(parameter, self.settings.config.min_numel)
 
-    def compressed(self) -> list[Bucket]:
+    def compressed_residuals(self) -> list[Residual]:
         """u and v of what travels compressed."""
         return [
-            bucket.kept for bucket in self.buckets if bucket.compressed and bucket.kept is not None
+            bucket.residual
+            for bucket in self.buckets
+            if bucket.compressed and bucket.residual is not None
         ]
 
-    def kept(self) -> list[Bucket]:
-        """All that is kept from step to step."""
-        return [bucket.kept for bucket in self.buckets if bucket.kept is not None]
+    def residuals(self) -> list[Residual]:
+        """All residuals, of compressed buckets and of dense ones that travel rounded."""
+        return [bucket.residual for bucket in self.buckets if bucket.residual is not None]
 
     @property
     def numel(self) -> int:
@@ -317,14 +317,15 @@ class Parameters:
         numel = sum(n for p, n in self.numels.items() if p.requires_grad)
         return dense_bytes(numel, size) * self.settings.steps_of_round
 
-    def taking_part(self, parameters: Iterable[Tensor], fired: set[Tensor]) -> list[Tensor]:
+    def active(self, parameters: Iterable[Tensor], with_gradient: set[Tensor]) -> list[Tensor]:
         """The parameters that are exchanged in a step: all that have had a gradient, and those that
         are not frozen.
         """
         return [
             p
             for p in parameters
-            if p in fired or (p.requires_grad and (p in self.requires_update or p in self.frozen))
+            if p in with_gradient
+            or (p.requires_grad and (p in self.requires_update or p in self.frozen))
         ]
 
     def check_unchanged(self) -> None:
@@ -347,10 +348,10 @@ class Parameters:
                 "add_param_group(), and requires_grad_(False) for what is no longer trained)"
             )
         for bucket in self.buckets:
-            if (kept := bucket.kept) is None:
+            if (residual := bucket.residual) is None:
                 continue
-            device = kept.v.device
-            for p, shape in zip(bucket.parameters, kept.shapes, strict=True):
+            device = residual.v.device
+            for p, shape in zip(bucket.parameters, residual.shapes, strict=True):
                 if p.device != device or (p.shape != shape and not hasattr(p, "to_local")):
                     raise RuntimeError(
                         f"{self.names[p]} must be {tuple(shape)} on {device}, as when the "
@@ -370,7 +371,7 @@ class Parameters:
             )
 
     def forget_sparse(self) -> None:
-        """Another training is loaded, whose state tells."""
+        """Forgets which parameters are sparse. The state of the training that is loaded tells."""
         self.sparse.clear()
         self.handed_over.clear()
 
@@ -379,7 +380,7 @@ class Parameters:
         return {self.names[p]: dimensions for p, dimensions in self.sparse.items()}
 
     def load_sparse_names(self, sparse: Mapping[str, int]) -> None:
-        """Takes up what :meth:`sparse_names` gave: a rank without a gradient would not know."""
+        """Loads what :meth:`sparse_names` gave: a rank without a gradient would not know."""
         if not self.settings.sparse_as_dense:
             self.sparse.update(
                 {p: sparse[name] for p, name in self.names.items() if name in sparse}

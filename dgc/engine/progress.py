@@ -45,9 +45,8 @@ class AdaptiveSparsity:
         self._ended: Any = None  # the step before
         self._since: Any = None  # computing stands still
         self._exposed: list[tuple[Any, Any]] = []  # in this step, before its end
-        self._steps: dict[
-            int, tuple[Any, Any, list[tuple[Any, Any]]]
-        ] = {}  # since the last decision
+        # Since the last decision.
+        self._steps: dict[int, tuple[Any, Any, list[tuple[Any, Any]]]] = {}
 
     def __enter__(self) -> None:
         self.computing_stops()
@@ -60,33 +59,30 @@ class AdaptiveSparsity:
         self._since = self._mark()
 
     def first(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The values that hold from the start, for a param group: what is in there already, within
-        the bounds.
-        """
+        """The values with which a param group starts: those that it has already, within the bounds."""
         start = Found(self._schedule.start)._asdict()
-        values = {kept: float(group.get(kept, start[key])) for key, kept in KEYS.items()}
+        values = {saved: float(group.get(saved, start[key])) for key, saved in KEYS.items()}
         return {**values, SPARSITY: self._schedule.within(values[SPARSITY])}
 
     def step_ends(self, group: dict[str, Any], step: int) -> None:
-        """A step has ended, and ``step`` have in all, alike on every rank. Every so often, moves
-        the group's sparsity.
+        """Records a finished step. Every ``schedule.every`` steps the ranks gather their times and
+        update ``group['dgc_sparsity']``. ``step``: how many have finished, alike on every rank.
         """
         now, every, world = self._mark(), self._schedule.every, self._transport.world
         if self._ended is not None:  # or this is the first one
             self._steps[(step - 1) % every] = self._ended, now, [*self._exposed, (self._since, now)]
-        if (
-            step % every == 0 and world is not None and world.size > 1
-        ):  # an elastic job may be down to one
-            share = self._exposed_share(now)
+        # An elastic job may be down to one rank.
+        if step % every == 0 and world is not None and world.size > 1:
+            ratio = self._exposed_ratio(now)
             self._steps = {}
-            if share is not None:
-                found = Found(*(group[kept] for kept in KEYS.values()))
-                found = self._schedule.after(found, share, forget=step // every % FORGET == 0)
+            if ratio is not None:
+                found = Found(*(group[saved] for saved in KEYS.values()))
+                found = self._schedule.after(found, ratio, forget=step // every % FORGET == 0)
                 group.update(zip(KEYS.values(), found, strict=True))
             now = self._mark()  # deciding does not count
         self._ended, self._exposed = now, []
 
-    def _exposed_share(self, now: Any) -> float | None:
+    def _exposed_ratio(self, now: Any) -> float | None:
         """The exposed time of exchanges / computing time; None if most steps were not measured on
         all ranks.
         """
@@ -97,11 +93,11 @@ class AdaptiveSparsity:
             seconds = sum(_seconds(*times) for times in exposed)
             own[row, 0], own[row, 1] = seconds, max(_seconds(began, ended) - seconds, 1e-9)
         everyones = self._transport.start(
-            Collective("gather", own.to(self._device)), "dgc.pace"
+            Collective("all_gather", own.to(self._device)), "dgc.pace"
         )().cpu()
-        shares = everyones[:, :, 0].amin(0) / everyones[:, :, 1].amax(0)
-        shares = shares[~shares.isnan()]
-        return shares.median().item() if 2 * len(shares) > self._schedule.every else None
+        ratios = everyones[:, :, 0].amin(0) / everyones[:, :, 1].amax(0)
+        ratios = ratios[~ratios.isnan()]
+        return ratios.median().item() if 2 * len(ratios) > self._schedule.every else None
 
     def _mark(self) -> Any:
         """Now; on a GPU, when it has done what the current stream was given so far."""
@@ -122,7 +118,7 @@ class Progress:
 
     Args:
         parameters: of the optimizer.
-        gradients: without others to exchange them with there is nobody to save bytes for.
+        gradients: know whether there is anybody to exchange with.
         applier: whose momentum moves into u at the first compressed step.
     """
 
@@ -136,9 +132,9 @@ class Progress:
         return self._parameters.groups[0]
 
     def begin(self) -> None:
-        """Begins at the saved step, or at 0; and to measure, if the sparsity is adaptive."""
+        """Starts at the saved step, or at 0. Starts to measure, if the sparsity is adaptive."""
         self._applier.begin()
-        if self._settings.role is Role.ALONE:
+        if self._settings.role is Role.SINGLE_PROCESS:
             self._group.pop(BEGAN, None)
             return
         self._group.setdefault(STEP, 0)
@@ -156,32 +152,32 @@ class Progress:
             self._group.update(self._adaptive.first(self._group))
 
     def open(self, step: Step) -> None:
-        """A step begins: it is compressed, or it is stock's. The first compressed one takes the
-        momentum of the wrapped optimizer over; the first one after it to which the schedule gives 0
-        sends all that is pending, and u with it.
+        """Decides whether a step is compressed or stock's. The first compressed step takes over the
+        wrapped optimizer's momentum. The first step of sparsity 0 after it sends all of v, and u
+        too.
         """
         parameters, adam = self._parameters, self._applier.adam
         if (
             parameters.stock
-            and not self._gradients.alone
+            and not self._gradients.is_single
             and self._scheduled().sparsity_at(parameters.step) > 0
-            and (not adam.used or adam.ready(self._scheduled()))
+            and (not adam.is_active or adam.ready(self._scheduled()))
         ):
             self._applier.take_over()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
         step.hands_back = (
             not step.stock
-            and not adam.used
+            and not adam.is_active
             and self._settings.config.local_steps is None
             and self.config().sparsity_at(parameters.step) == 0
         )
 
     def config(self) -> Config:
-        """The config, with the sparsity in force where it is not the schedule's."""
-        if self._gradients.alone:
+        """The config of this step, with the effective sparsity."""
+        if self._gradients.is_single:
             return replace(self._settings.config, sparsity=0.0)
-        return self._applier.adam.in_force(self._scheduled())
+        return self._applier.adam.effective_config(self._scheduled())
 
     def _scheduled(self) -> Config:
         return (
@@ -192,12 +188,12 @@ class Progress:
 
     def last_sparsity(self) -> float:
         """The sparsity that the schedule gave for the last step; of an adaptive one, for the next."""
-        return self._applier.adam.in_force(self._scheduled()).sparsity_at(
+        return self._applier.adam.effective_config(self._scheduled()).sparsity_at(
             max(0, self._group.get(STEP, 0) - 1)
         )
 
     def compressing(self) -> AbstractContextManager[Any]:
-        """Measures compression during the backward pass, within it."""
+        """A context that measures compression during the backward pass."""
         if (
             self._adaptive is None
             or self._parameters.stock
@@ -212,19 +208,17 @@ class Progress:
             self._adaptive.computing_stops()
 
     def advance(self) -> None:
-        """A step is taken."""
+        """Counts a step that is taken."""
         if self._group[BEGAN] == self._group[STEP]:
             self._applier.taken_over()
         self._group[STEP] += self._settings.steps_of_round
-        if (
-            self._adaptive is not None and not self._parameters.stock
-        ):  # dense steps tell of no sparsity
+        # Dense steps say nothing about a sparsity.
+        if self._adaptive is not None and not self._parameters.stock:
             self._adaptive.step_ends(self._group, self._group[STEP])
 
     def hand_back(self, step: Step) -> None:
-        """Gives the wrapped optimizer its momentum back. The steps to come are stock's, once all
-        parameters had part in such a step: until then they go on at density 1, which is momentum
-        SGD too.
+        """Gives the wrapped optimizer its momentum back. Steps are stock's once every parameter has
+        taken part in such a step. Until then they stay at density 1, which is momentum SGD too.
         """
         done = self._applier.hand_back(step)
         if all(
@@ -235,7 +229,9 @@ class Progress:
         ):
             self._group[BEGAN] = -1
 
-    def take_back(self) -> None:
-        """Residuals of before are loaded: a first compressed step that was not taken is none."""
+    def cancel_first_step(self) -> None:
+        """Other residuals are loaded: forgets a first compressed step that was opened and not
+        taken.
+        """
         if self._settings.exchanges and self._group[BEGAN] == self._group[STEP]:
             self._group[BEGAN] = -1

@@ -17,7 +17,7 @@ from dgc.compression.denominator import TABLES
 
 RATES = "dgc_rates"  # in each param group: that learning rate, 0 before; and running means of f^2
 MEANS = 12
-LONGEST = 2**MEANS - 1  # steps, over which the last of them goes
+MAX_STEPS = 2**MEANS - 1  # steps, over which the last of them goes
 LEAST = 1e-30  # of them, so that a float32 holds 1 over it
 
 
@@ -47,7 +47,7 @@ def passed(group: dict[str, Any]) -> None:
 
 
 def inverse_squares(group: dict[str, Any], like: Tensor) -> Tensor:
-    """1 over the mean of f^2 in the last n steps, n = 0, 1, ..., ``LONGEST``, as a table of the dtype and device of
+    """1 over the mean of f^2 in the last n steps, n = 0, 1, ..., ``MAX_STEPS``, as a table of the dtype and device of
     ``like``; 1 where all were 0, and nothing can have come.
     """
     return _table(tuple(group[RATES][1:]), float(group["betas"][0]), like.dtype, like.device)
@@ -68,7 +68,8 @@ def _between(b1: float) -> tuple[Tensor, Tensor]:
     The squares of n steps are (n - 1) / 2 steps old in the mean, those in a step's momentum b1^2 / (1 - b1^2) more; and
     those in a running mean that takes in a 2^j-th, 2^j - 1.
     """
-    age = (torch.arange(LONGEST + 1, dtype=torch.float64, device="cpu") - 1).clamp_(min=0) / 2 + b1 * b1 / (1 - b1 * b1)
+    steps = torch.arange(MAX_STEPS + 1, dtype=torch.float64, device="cpu")
+    age = (steps - 1).clamp_(min=0) / 2 + b1 * b1 / (1 - b1 * b1)
     j = torch.log2(age + 1).clamp_(max=MEANS - 1)
     place = j.floor().clamp_(max=MEANS - 2)
     return place.long(), j - place

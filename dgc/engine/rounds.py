@@ -21,7 +21,7 @@ from dgc.collective import Collective
 from dgc.config import Config
 from dgc.engine.backward import add_hook
 from dgc.engine.engine import Engine
-from dgc.engine.parameters import BEGAN, STEP, local
+from dgc.engine.parameters import BEGAN, STEP, to_local
 from dgc.engine.settings import Settings
 from dgc.engine.wrapped import unhooked
 from dgc.schedule import Adaptive
@@ -132,7 +132,7 @@ class Rounds:
         """Whether this rank's gradients are finite; where they are not, its step is left out."""
         if self._settings.config.nonfinite != "skip":
             return True
-        gradients = [local(p.grad) for p in self._trained if p.grad is not None]
+        gradients = [to_local(p.grad) for p in self._trained if p.grad is not None]
         values = [g._values() if g.is_sparse else g for g in gradients]
         norms = torch._foreach_norm([x for x in values if x.numel()], torch.inf)
         fine = all(bool(norm.isfinite()) for norm in norms)
@@ -152,7 +152,7 @@ class Rounds:
                 }
         for p in self._trained:
             if p not in self._start:  # also those that thaw within a round
-                self._start[p] = local(p).detach().clone()
+                self._start[p] = to_local(p).detach().clone()
 
     def counted(self) -> None:
         """Counts a step, if a backward pass came before it, also where a scaler has left it out."""
@@ -184,9 +184,9 @@ class Rounds:
         own = {p: p.grad for p in self._start}
         try:
             for p, kept in self._kept_of_start():
-                start, x = self._start[p].mul_(kept), local(p)
+                start, x = self._start[p].mul_(kept), to_local(p)
                 p.grad = torch.empty_like(p)
-                local(p.grad).copy_(start - x)
+                to_local(p.grad).copy_(start - x)
                 x.copy_(start)
             self._settings.steps_of_round = self.count
             for p in own:
@@ -209,7 +209,7 @@ class Rounds:
     def _compare(self) -> None:
         """Refuses a round of ranks that have taken different numbers of steps since the last one."""
         own = torch.tensor([self.count], device=next(iter(self.engine.listed)).device)
-        gathered = self._settings.transport.start(Collective("gather", own), "dgc.round")()
+        gathered = self._settings.transport.start(Collective("all_gather", own), "dgc.round")()
         counts = gathered.flatten().tolist()
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
@@ -221,18 +221,18 @@ class Rounds:
 
     def _drop_bad_drift(self) -> None:
         """Where this rank's parameters are no longer finite, it goes back to the round's start."""
-        if all(bool(local(p).isfinite().all()) for p in self._trained):
+        if all(bool(to_local(p).isfinite().all()) for p in self._trained):
             return
         self.skipped = self._skipped_before + self.count
         self._inner.state.clear()
         self._inner.state.update(self._inner_at_start)
         for p, kept in self._kept_of_start():
-            local(p).copy_(self._start[p] * kept)
+            to_local(p).copy_(self._start[p] * kept)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, parameters are those of the last round, alike on all ranks."""
-        self._aside = {p: local(p).detach().clone() for p in self._start}
+        self._aside = {p: to_local(p).detach().clone() for p in self._start}
         _set(self._start)
         try:
             yield
@@ -259,7 +259,7 @@ class Rounds:
         """
         state, names = self.state(), self.engine.names
         del state["start"]
-        own = self._aside or {p: local(p).detach().clone() for p in self._start}
+        own = self._aside or {p: to_local(p).detach().clone() for p in self._start}
         return {**state, "x": {names[p]: x for p, x in own.items()}}
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class Rounds:
         """Takes up what :meth:`own` gave, into a model that was loaded from the checkpoint."""
         parameter_of = {name: p for p, name in self.engine.names.items()}
         x = {parameter_of[name]: tensor for name, tensor in own["x"].items()}
-        start = {p: local(p).detach().clone() for p in (x if own["count"] else ())}
+        start = {p: to_local(p).detach().clone() for p in (x if own["count"] else ())}
         self.load({**own, "start": {self.engine.names[p]: value for p, value in start.items()}})
         _set(x)
 
@@ -278,7 +278,7 @@ class Rounds:
         inner._inner.load_state_dict(inner, copy.deepcopy(state["inner"]))
         self.count, self._kept = state["count"], list(state["kept"])
         self._start = {
-            parameter_of[name]: x.to(local(parameter_of[name]), copy=True)
+            parameter_of[name]: x.to(to_local(parameter_of[name]), copy=True)
             for name, x in state["start"].items()
         }
         if self._settings.exchanges:
@@ -297,7 +297,7 @@ class Rounds:
         for parameter, name in names.items():
             self.engine.names.setdefault(parameter, name)
         self._outer.add_param_group({"params": list(group["params"])})
-        self.engine.adopt(self._outer.param_groups[-1:])
+        self.engine.register_groups(self._outer.param_groups[-1:])
 
 
 def check_local_steps(config: Config) -> None:
@@ -317,7 +317,7 @@ def check_local_steps(config: Config) -> None:
 def _set(values: Mapping[Tensor, Tensor]) -> None:
     """Gives parameters values, of this rank's parts."""
     for p, value in values.items():
-        local(p).copy_(value)
+        to_local(p).copy_(value)
 
 
 def decay_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -18,7 +18,7 @@ class Role(Enum):
     """The part of this process in the exchange."""
 
     MEMBER = "exchanges gradients with others"
-    ALONE = "is the only process, so that the plain optimizer does"
+    SINGLE_PROCESS = "is the only process, so that the plain optimizer does"
     OUTSIDE = "is not in the process set, so that the plain optimizer does"
 
 
@@ -54,19 +54,21 @@ class Settings:
         needed = (
             self.config.nonfinite == "skip"
             or (self.grad_scaler is not None and self.config.clip_norm is not None)
-            or self.transport.broadcasts_beyond
+            or self.transport.state_is_broadcast_globally
         )
         if world is None:
             self.role = Role.OUTSIDE
         else:
             self.role = (
-                Role.ALONE if world.size == 1 and not self.elastic and not needed else Role.MEMBER
+                Role.SINGLE_PROCESS
+                if world.size == 1 and not self.elastic and not needed
+                else Role.MEMBER
             )
 
     @property
     def world(self) -> World:
         """This rank and how many there are now; of a process outside, itself alone."""
-        return self.transport.world or World(0, 1)
+        return replace(self.transport.world or World(0, 1), average=self.average)
 
     @property
     def average(self) -> bool:
@@ -79,7 +81,7 @@ class Settings:
         return self.role is Role.MEMBER
 
     @property
-    def waits(self) -> bool:
+    def checks_finite_first(self) -> bool:
         """Whether nothing leaves before all ranks have agreed that all of their gradients are
         finite.
         """

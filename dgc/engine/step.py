@@ -20,11 +20,11 @@ from dgc.engine.report import Report
 from dgc.paths.averaged import SparseUpdate, Update
 from dgc.transport.run import PathRun, join_streams
 
-UNKNOWN = -1
+UNKNOWN_VERSION = -1
 # A gradient as it was: how to find the tensor, and how often it had been written into. The
-# reference is weak, as the id of a freed tensor is used again. UNKNOWN: of a view, which has one
+# reference is weak, as the id of a freed tensor is used again. UNKNOWN_VERSION: of a view, which has one
 # version with the other views of its tensor.
-Seen: TypeAlias = "tuple[Callable[[], Tensor | None], int]"
+GradientVersion: TypeAlias = "tuple[Callable[[], Tensor | None], int]"
 
 
 class Phase(Enum):
@@ -39,7 +39,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class InFlight:
     """An exchange under way."""
 
     bucket: ParameterBucket
@@ -48,7 +48,7 @@ class Flight:
 
 
 @dataclass(frozen=True, eq=False)
-class Delivery:
+class ReceivedUpdate:
     """An update that has come."""
 
     bucket: ParameterBucket
@@ -56,12 +56,12 @@ class Delivery:
     update: Update
 
 
-def seen(gradient: Tensor | None, writes: int = 0) -> Seen:
-    """A gradient as it will be when somebody has written into it so many times."""
+def version_of(gradient: Tensor | None, writes: int = 0) -> GradientVersion:
+    """The record of a gradient, as it will be after so many more writes into it."""
     return (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version + writes)
 
 
-def is_unchanged(before: Seen, gradient: Tensor | None) -> bool:
+def is_unchanged(before: GradientVersion, gradient: Tensor | None) -> bool:
     """Whether it is the same tensor, in which nothing was written since."""
     tensor, version = before
     return tensor() is gradient and (gradient is None or gradient._version == version)
@@ -75,7 +75,10 @@ class Inverse(NamedTuple):
 
 
 class Step:
-    """One training step of this rank. It is made anew for each, so that nothing is ever reset.
+    """One exchange of this rank, from its first gradient on; then what waits for step().
+
+    Nothing in it is reset: each exchange makes a new one (:meth:`Engine._next_step`), which takes
+    over what step() has to know of the last one, such as its updates.
 
     Args:
         parameters: all that may have a gradient; of a dict, torch is not asked for their hashes.
@@ -95,15 +98,14 @@ class Step:
         # Backward passes until a gradient is complete.
         self.delays = dict.fromkeys(parameters, passes)
         self.world = World(0, 1)
-        self.fired: set[Tensor] = set()  # parameters that have had a gradient
-        self.missing: dict[
-            ParameterBucket, int
-        ] = {}  # how many of its gradients are not complete yet
+        self.with_gradient: set[Tensor] = set()  # parameters that have had a gradient
+        # Bucket -> how many of its gradients are not complete yet.
+        self.missing: dict[ParameterBucket, int] = {}
         self.streams: set[Any] = set()  # in which gradients were computed, of GPUs
         self.group_of: dict[Tensor, dict[str, Any]] = {}  # parameter -> its param group
         self.launched = 0  # buckets
         self.failed = False
-        self.in_flight: list[Flight] = []
+        self.in_flight: list[InFlight] = []
         self.node_means: dict[Tensor, Tensor] = {}  # parameter -> the mean of its node's gradients
         self.clip: Tensor | None = None  # factor from clipping by the global norm
         # What the exchange has decided and found, which step() goes by.
@@ -115,28 +117,28 @@ class Step:
         # step() raises it.
         self.error: FloatingPointError | None = None if before is None else before.error
         # Updates that step() applies itself.
-        self.direct: list[Delivery] = [] if before is None else before.direct
-        # Compressed updates that wait for step(): what was sent of them goes back into v if it does
-        # not come.
-        self.deliveries: list[Delivery] = [] if before is None else before.deliveries
-        self.earlier: list[Delivery] = []  # those of an exchange before, in the same step
+        self.direct: list[ReceivedUpdate] = [] if before is None else before.direct
+        # Compressed updates that wait for step(). If it does not come, what was sent is added back to
+        # v.
+        self.unapplied: list[ReceivedUpdate] = [] if before is None else before.unapplied
+        self.earlier: list[ReceivedUpdate] = []  # those of an exchange before, in the same step
         self.changes = 0  # of parameters, when the exchange had ended
-        self.seen: dict[
-            Tensor, Seen
-        ] = {}  # parameter -> its gradient, when it left or its update came
-        self.updates: dict[Tensor, Seen] = {}  # the same of an exchange before, in the same step
-        self.holds: dict[
-            Tensor, bool
-        ] = {}  # whether p.grad is such an update and a gradient, where DDP's hook knows
+        # Parameter -> its gradient, when it left or its update came.
+        self.versions: dict[Tensor, GradientVersion] = {}
+        # The same of an earlier exchange in the same step.
+        self.earlier_versions: dict[Tensor, GradientVersion] = {}
+        # Parameter -> whether p.grad holds an earlier update and a gradient, where DDP's hook knows
+        # it.
+        self.holds: dict[Tensor, bool] = {}
         self.sent: Any = Counter()  # bytes by kind; by the formulas they are fractions
 
     def one_more(self, parameters: Iterable[Tensor], passes: int) -> Step:
-        """One more exchange, in the step whose update waits for step()."""
+        """The step of one more exchange before step(), which takes over the updates that wait."""
         step = Step(parameters, passes)
-        step.earlier, step.direct, step.updates, step.holds = (
-            self.deliveries,
+        step.earlier, step.direct, step.earlier_versions, step.holds = (
+            self.unapplied,
             self.direct,
-            self.seen,
+            self.versions,
             self.holds,
         )
         return step
@@ -146,7 +148,7 @@ class Step:
         """Whether an update of compressed gradients waits for step(), and a gradient to come is
         added to it.
         """
-        return bool(self.earlier or (self.phase is Phase.EXCHANGED and self.deliveries))
+        return bool(self.earlier or (self.phase is Phase.EXCHANGED and self.unapplied))
 
     @property
     def waits_for_update(self) -> bool:
@@ -161,13 +163,13 @@ class Step:
     def collect(
         self, world: World, group_of: dict[Tensor, dict[str, Any]], buckets: list[ParameterBucket]
     ) -> None:
-        """The first gradient comes."""
+        """Starts to collect gradients, at the first one."""
         self.phase, self.world, self.group_of = Phase.COLLECTING, world, group_of
         # Frozen ones count, as they may thaw within the step; those frozen from the start travel
         # apart, and last.
         self.missing = {bucket: len(bucket.parameters) for bucket in buckets}
 
-    def arrive(
+    def record_gradient(
         self, parameter: Tensor, delay: int, bucket_of: Mapping[Tensor, ParameterBucket]
     ) -> bool:
         """A backward pass has added to a parameter's gradient. Returns whether that completes its
@@ -177,7 +179,7 @@ class Step:
             delay: the backward passes that were missing before.
             bucket_of: parameter -> its bucket.
         """
-        self.fired.add(parameter)
+        self.with_gradient.add(parameter)
         if parameter.is_cuda:
             self.streams.add(torch.cuda.current_stream(parameter.device))
         elif torch.cuda.is_initialized() and shard(parameter) is not None:
@@ -191,16 +193,16 @@ class Step:
         self.missing[bucket] -= 1
         return self.missing[bucket] == 0
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        """Remembers the gradients as they are."""
+    def record_versions(self, parameters: Iterable[Tensor]) -> None:
+        """Records the gradients as they are."""
         for p in parameters:
             if (g := p.grad) is not None:
-                alone = g._base is None or g._base.numel() == g.numel()
-                self.seen[p] = ref(g), g._version if alone else UNKNOWN
+                owns_memory = g._base is None or g._base.numel() == g.numel()
+                self.versions[p] = ref(g), g._version if owns_memory else UNKNOWN_VERSION
 
     def passes(self, parameter: Tensor) -> int:
         """How many backward passes of this step have added to a parameter's gradient."""
-        return self._passes - self.delays[parameter] if parameter in self.fired else 0
+        return self._passes - self.delays[parameter] if parameter in self.with_gradient else 0
 
     def holds_update(self, parameter: Tensor, name: str, passes: Collection[int]) -> bool:
         """Whether ``p.grad`` is still the update that waits for step(), to which backward passes
@@ -216,10 +218,10 @@ class Step:
         """
         if parameter in self.holds:
             return self.holds[parameter]
-        before, gradient = (self.updates or self.seen).get(parameter), parameter.grad
+        before, gradient = (self.earlier_versions or self.versions).get(parameter), parameter.grad
         if before is None or gradient is None or before[0]() is not gradient:
             return False
-        if before[1] == UNKNOWN or gradient._version - before[1] not in passes:
+        if before[1] == UNKNOWN_VERSION or gradient._version - before[1] not in passes:
             raise RuntimeError(
                 f"the gradient of {name} must be left as it is between the exchange and one more "
                 "backward() before step(), got one that was changed, so that nobody can tell the new "
@@ -228,8 +230,8 @@ class Step:
         return True
 
     def count(self, collective: Collective) -> None:
-        """A collective begins."""
-        within = collective.group == "node"
+        """Counts the bytes of a collective that begins."""
+        within = collective.group == "intra_node"
         self.sent["node_bytes" if within else "bytes_sent"] += sent_bytes(collective, self.world)
         self.sent["message_bytes"] += 0 if within else collective.tensor.nbytes
 
@@ -250,25 +252,25 @@ class Step:
             join_streams(self.streams)
 
     def scaled_out(self, factor: Tensor | None) -> Tensor | None:
-        """A clipping factor that also takes the loss's scale out, or a norm without that scale."""
+        """A clipping factor, or a norm, with the loss's scale divided out."""
         if self.inverse is None:
             return factor
         return self.inverse.tensor if factor is None else factor * self.inverse.tensor.to(factor)
 
-    def leave_node(self, wait: bool) -> None:
-        """Has what was averaged within the node go on to the other nodes: what is ready, or all."""
+    def start_inter_node(self, wait: bool) -> None:
+        """Starts the exchange among nodes of what has been averaged within the node."""
         for flight in self.in_flight:
-            flight.run.leave_node(wait)
+            flight.run.start_inter_node(wait)
 
-    def abandon(self, wait: bool) -> None:
-        """Gives up what is under way; what was taken is put back into v."""
+    def abort(self, wait: bool) -> None:
+        """Aborts the exchanges under way, which restores v."""
         for flight in self.in_flight:
-            flight.run.abandon(wait)
+            flight.run.abort(wait)
         self.in_flight = []
 
 
 class Ledger:
-    """Counts what this rank sends, in all steps."""
+    """Counts the bytes and the steps of this rank."""
 
     def __init__(self) -> None:
         self._last: Any = Counter()  # of the last step that was taken
@@ -276,21 +278,21 @@ class Ledger:
         self._steps = self._skipped = 0
         self.lost_residuals = 0
 
-    def skip(self, step: Step) -> None:
-        """The step is not taken, by any rank."""
-        self._skipped += 1
-        self.drop(step)
+    def close_skipped(self, step: Step) -> None:
+        """Closes a step that no rank takes. A step that raises an error is not counted."""
+        self._skipped += step.error is None
+        self.close_without_update(step)
 
-    def drop(self, step: Step) -> None:
-        """The step is not taken: only the totals have what was sent."""
+    def close_without_update(self, step: Step) -> None:
+        """Closes an exchange that brings no update to step(): only the totals count its bytes."""
         self._totals["bytes_sent"] += step.sent["bytes_sent"]
         step.sent = Counter()
 
-    def close(self, step: Step, numel: int, dense: int) -> None:
-        """The step is exchanged.
+    def close_with_update(self, step: Step, numel: int, dense: int) -> None:
+        """Closes an exchange whose update waits for step().
 
         Args:
-            step: that is.
+            step: that is exchanged.
             numel: entries of all parameters.
             dense: of those that travel dense.
         """
@@ -308,7 +310,7 @@ class Ledger:
             parameters: of the optimizer.
             sparsity: of the last step.
         """
-        compressed, numel = parameters.compressed(), max(1, parameters.numel)
+        compressed, numel = parameters.compressed_residuals(), max(1, parameters.numel)
         last, totals = self._last, self._totals
         return Report(
             steps=self._steps,
@@ -317,18 +319,22 @@ class Ledger:
             dense_bytes=float(last["dense_bytes"]),
             message_bytes=last["message_bytes"],
             sparsity=sparsity,
-            density=(sum(int(bucket.entries_sent) for bucket in compressed) + last["dense_entries"])
+            density=(
+                sum(int(residual.entries_sent) for residual in compressed) + last["dense_entries"]
+            )
             / numel,
-            gradient_norm=sum(float(bucket.gradient_square) for bucket in compressed) ** 0.5,
-            residual_norm=sum(float(norm(bucket.v)) ** 2 for bucket in parameters.kept()) ** 0.5,
+            gradient_norm=sum(float(residual.gradient_square) for residual in compressed) ** 0.5,
+            residual_norm=sum(float(norm(residual.v)) ** 2 for residual in parameters.residuals())
+            ** 0.5,
             total_bytes_sent=float(totals["bytes_sent"]),
             total_dense_bytes=float(totals["dense_bytes"]),
             total_density=(
-                sum(int(bucket.total_entries) for bucket in compressed) + totals["dense_entries"]
+                sum(int(residual.total_entries) for residual in compressed)
+                + totals["dense_entries"]
             )
             / max(1, totals["numel"]),
             skipped=self._skipped,
             lost_residuals=self.lost_residuals,
-            overflow_entries=sum(int(bucket.overflow_entries) for bucket in compressed),
-            held_entries=sum(int(bucket.held_entries) for bucket in compressed),
+            overflow_entries=sum(int(residual.overflow_entries) for residual in compressed),
+            held_entries=sum(int(residual.held_entries) for residual in compressed),
         )

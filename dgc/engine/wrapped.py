@@ -11,14 +11,14 @@ import torch
 
 
 def is_sgd(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether it steps as torch's SGD does. A subclass of that may have another step(), such as
-    LARS.
+    """Whether a class steps as torch's SGD does. A subclass may have a step() of its own, as LARS
+    has.
     """
     return _steps_as(kind, torch.optim.SGD)
 
 
 def is_adam(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether it steps as torch's AdamW or Adam does."""
+    """Whether a class steps as torch's AdamW or Adam does."""
     return _steps_as(kind, torch.optim.AdamW) or _steps_as(kind, torch.optim.Adam)
 
 
@@ -32,7 +32,9 @@ def decays_apart(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) ->
 
 
 def momentum_of(group: Mapping[str, Any]) -> tuple[float, bool]:
-    """m of a param group, which u is accumulated with (AdamW's b1), and whether it is Nesterov's."""
+    """The momentum m of a param group (AdamW's b1), with which u is accumulated, and whether it is
+    Nesterov's.
+    """
     if "betas" in group:
         return float(group["betas"][0]), False
     return group.get("momentum", 0.0), group.get("nesterov", False)

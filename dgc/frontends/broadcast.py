@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Collective
-from dgc.engine.parameters import local
+from dgc.engine.parameters import to_local
 from dgc.transport import ProcessSet, find
 
 
@@ -55,11 +55,16 @@ def broadcast_parameters(
         for name, p in items:
             if isinstance(p, Tensor):
                 # Horovod takes no other.
-                copy = local(p).detach().clone(memory_format=torch.contiguous_format)
+                copy = to_local(p).detach().clone(memory_format=torch.contiguous_format)
                 # Neither Horovod nor gloo knows every dtype.
                 bits = copy.unsqueeze(-1).view(torch.uint8)
                 waits.append(
-                    (p, transport.start(Collective("share", bits, root_rank), f"dgc.share.{name}"))
+                    (
+                        p,
+                        transport.start(
+                            Collective("broadcast", bits, root_rank), f"dgc.broadcast.{name}"
+                        ),
+                    )
                 )
         for p, wait in waits:
-            local(p).copy_(wait().view(local(p).dtype).squeeze(-1))
+            to_local(p).copy_(wait().view(to_local(p).dtype).squeeze(-1))

@@ -126,7 +126,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def _check_adam(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Refuses what cannot be done where AdamW's momentum is in u, and the gradients in place of it."""
+    """Refuses settings that AdamW's momentum in u does not allow."""
     if not config.compresses or config.local_steps is not None:
         return
     if not config.momentum_correction:
@@ -167,12 +167,12 @@ def check_group(group: dict[str, Any], config: Config, kind: type[torch.optim.Op
             )
 
 
-def tell_of_config(settings: Settings, optimizer: Any) -> None:
-    """Warns, on rank 0, of what learns badly and could be done better."""
+def warn_of_config(settings: Settings, optimizer: Any) -> None:
+    """Warns, on rank 0, of settings that learn badly."""
     inner, config = optimizer._inner, settings.config
     adaptive = "betas" in optimizer.defaults and not issubclass(inner, torch.optim.SparseAdam)
-    told = settings.role is not Role.OUTSIDE and settings.world.rank == 0
-    if told and adaptive and not config.corrects_momentum and config.compresses:
+    warns = settings.role is not Role.OUTSIDE and settings.world.rank == 0
+    if warns and adaptive and not config.corrects_momentum and config.compresses:
         kind = "Adam with weight_decay" if is_adam(inner) else inner.__name__
         warn(
             f"Config: momentum_correction should be True, with torch.optim.AdamW in place of {kind}: "

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc.collective import Collective
 from dgc.config import Average, Config
-from dgc.engine.backward import at_end_of_backward, backward_task, gradients_of, uncompiled
+from dgc.engine.backward import at_end_of_backward, gradients_of, graph_task_id, uncompiled
 from dgc.engine.engine import Engine, engine_of
-from dgc.engine.parameters import local
+from dgc.engine.parameters import to_local
 from dgc.engine.settings import Settings
-from dgc.engine.step import Phase, Seen, is_unchanged, seen
+from dgc.engine.step import GradientVersion, Phase, is_unchanged, version_of
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
 from dgc.frontends.local import Local, connect_rounds
@@ -70,7 +70,7 @@ def register_comm_hook(
         RuntimeError: by torch, if there is a hook already.
     """
     _check_model(ddp_model)
-    # From before: pickled, or with another model.
+    # Registered before: with another model, or unpickled.
     known = engine_of(optimizer) if hasattr(optimizer, "_dgc") else None
     if known is None or not isinstance(known.source, DDPGradients):
         known, config = None, Config() if config is None else config
@@ -156,8 +156,8 @@ def _check_model(model: Any) -> None:
 
 
 def _checked_again(before: Settings, config: Config | None, grad_scaler: Any) -> tuple[Config, Any]:
-    """The config and the scaler of an optimizer that is registered once more: what it has been
-    packed for stays.
+    """The config and the scaler of an optimizer that is registered once more. All but the sparsity
+    must stay.
     """
     config = before.config if config is None else config
     if replace(config, sparsity=0.0) != replace(before.config, sparsity=0.0):
@@ -245,13 +245,15 @@ def _add_model(
         if p in names and p not in engine.listed:
             names[p] = name if name not in taken else f"{name}#{len(source.models)}"
     source.models[:] = [*(known for known in source.models if known.model is not None), buckets]
-    engine.adopt(engine.optimizer.param_groups)
+    engine.register_groups(engine.optimizer.param_groups)
     engine.compare_again()
     engine.begin()
 
 
 def _follow(optimizer: Any) -> None:
-    """Tells a scheduler made earlier that step() was called, as its own patch of it did."""
+    """Tells a scheduler that was made earlier when step() is called, as the scheduler's own patch
+    did.
+    """
     step = type(optimizer).step
 
     def followed(*args: Any, **kwargs: Any) -> Any:
@@ -294,7 +296,7 @@ class _InDDP(Distributed):
         """As the wrapped optimizer's. An update that waits for step() is dropped."""
         engine = engine_of(self)
         if engine.step.phase is Phase.COLLECTING:  # DDP has not ended its pass
-            engine.give_up()
+            engine.abort_step()
         _source(engine).updates.clear()
         Distributed.zero_grad(self, *args, **kwargs)
 
@@ -355,9 +357,8 @@ class DDPGradients:
 
     def __init__(self, *models: ModelBuckets, of_copy: set[Tensor] | None = None):
         self.models, self._of_copy = list(models), of_copy or set()
-        self.updates: dict[
-            Tensor, tuple[Seen, Tensor]
-        ] = {}  # parameter -> p.grad as it was, update
+        # Parameter -> p.grad as it was, update.
+        self.updates: dict[Tensor, tuple[GradientVersion, Tensor]] = {}
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
@@ -381,7 +382,7 @@ class DDPGradients:
         )
 
     def synchronize(self, engine: Engine) -> None:
-        """Has been done by ``backward()``."""
+        """Only checks: ``backward()`` has exchanged."""
         if not engine.settings.exchanges:
             engine.exchange()
         if engine.step.exchanged:
@@ -394,7 +395,7 @@ class DDPGradients:
         without = [
             engine.names[p]
             for p in engine.listed
-            if p.requires_grad and (p.grad is None if idle else p not in engine.step.fired)
+            if p.requires_grad and (p.grad is None if idle else p not in engine.step.with_gradient)
         ]
         if without:
             raise RuntimeError(
@@ -410,8 +411,8 @@ class DDPGradients:
         )
 
     def before_update(self, engine: Engine) -> None:
-        """Fills in the updates of parameters that no rank has used: DDP has left their p.grad
-        alone, but there is an update of what was pending.
+        """Writes the updates of parameters that no rank has used in this step. DDP leaves their
+        ``p.grad`` alone, but their v was sent.
         """
         self.synchronize(engine)
         for p, (grad, update) in self.updates.items():
@@ -420,7 +421,7 @@ class DDPGradients:
                 fused = getattr(engine.optimizer, "grad_scale", None) is not None
                 inverse = None if fused else engine.step.inverse
                 p.grad = update.clone() if inverse is None else update * inverse.tensor.to(update)
-                engine.step.seen.pop(p, None)
+                engine.step.versions.pop(p, None)
         self.updates.clear()
 
 
@@ -428,7 +429,7 @@ class DDPGradients:
 class _Pass:
     """One backward pass through a model."""
 
-    task: int = -1  # torch's number of it
+    graph_task_id: int = -1  # torch's number of it
     complete: bool = False  # the last bucket has come
     # Parameter, its p.grad meanwhile.
     lent: list[tuple[Tensor, Tensor | None, Engine]] = field(default_factory=list)
@@ -452,9 +453,8 @@ class ModelBuckets:
         self.parameters: set[Tensor] = set() if model is None else set(model.module.parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
         self._pass = _Pass()
-        self._had: dict[
-            Tensor, bool
-        ] = {}  # whether p.grad was something when a backward pass came to it
+        # Whether p.grad was something when a backward pass came to it.
+        self._had: dict[Tensor, bool] = {}
         if model is not None and model.gradient_as_bucket_view:
             self._watch()
 
@@ -467,9 +467,7 @@ class ModelBuckets:
         return None if self._model is None else self._model()
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings an optimizer its gradients from now on, in place of one that had the same
-        parameters before.
-        """
+        """Registers an optimizer, in place of one that had the same parameters."""
         own = set(engine_of(optimizer).listed)
         for other in [one for one in self.optimizers if not own.isdisjoint(engine_of(one).listed)]:
             self.optimizers.remove(other)
@@ -481,8 +479,8 @@ class ModelBuckets:
         return [engine_of(optimizer) for optimizer in self.optimizers]
 
     def _watch(self) -> None:
-        """Has torch tell whether ``p.grad`` was dropped since the last exchange. Where it is a view
-        of DDP's bucket, that cannot be seen afterwards.
+        """Notes at each backward pass whether ``p.grad`` was dropped since the last exchange.
+        Afterwards that cannot be seen, where ``p.grad`` is a view of DDP's bucket.
         """
         alive = ref(self)
 
@@ -498,7 +496,9 @@ class ModelBuckets:
                 parameter.register_hook(uncompiled(lambda _, p=parameter: note(p)))
 
     def receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """A bucket's gradients are complete. The last bucket waits for the exchange of all."""
+        """Takes a bucket whose gradients are complete. The last bucket waits for the exchange of
+        all.
+        """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         parameters, buffer, engines = bucket.parameters(), bucket.buffer(), self._engines
         if not any(engine.settings.exchanges for engine in engines):
@@ -509,7 +509,7 @@ class ModelBuckets:
         unnumbered = (
             bucket.index() == 0
             and bool(self._pass.futures)
-            and backward_task() == self._pass.task != -1
+            and graph_task_id() == self._pass.graph_task_id != -1
         )
         if bucket.index() == 0 and not unnumbered:
             self._begin_pass()
@@ -534,13 +534,13 @@ class ModelBuckets:
             raise ValueError(
                 "join() must have divide_by_initial_world_size=True with compressed gradients, got False"
             )
-        self._pass = _Pass(backward_task())
+        self._pass = _Pass(graph_task_id())
 
     def _lend(
         self, parameters: list[Tensor], gradients: list[Tensor], engines: list[Engine]
     ) -> list[tuple[Tensor, Engine]]:
         """Makes the bucket's gradients those of its parameters, until the pass ends."""
-        came = []
+        lent = []
         for p, g in zip(parameters, gradients, strict=True):
             if not p.requires_grad:  # frozen since the model was wrapped: zeros
                 continue
@@ -557,8 +557,8 @@ class ModelBuckets:
                 )
             self._pass.lent.append((p, p.grad, engine))
             p.grad = g
-            came.append((p, engine))
-        return came
+            lent.append((p, engine))
+        return lent
 
     @property
     def _views(self) -> bool:
@@ -570,12 +570,12 @@ class ModelBuckets:
             engine.names[p]
             for engine in self._engines
             for p in engine.listed
-            if p in self.parameters and p.requires_grad and p not in engine.step.fired
+            if p in self.parameters and p.requires_grad and p not in engine.step.with_gradient
         ]
 
     def _end_model(self) -> None:
-        """The last bucket has come. The exchange waits for the other models of the same optimizers,
-        if their buckets come in this backward pass.
+        """Called at the last bucket. The exchange waits for the other models of the same
+        optimizers, if their buckets come in this backward pass.
         """
         skips = getattr(self.model, "skip_all_reduce_unused_params", False)
         if (strange := self._missing()) and not skips:
@@ -587,7 +587,7 @@ class ModelBuckets:
         self._pass.complete = True
         if all(model._pass.complete for model in self._connected()):
             self._end_pass()
-        elif backward_task() == -1:
+        elif graph_task_id() == -1:
             raise RuntimeError(
                 "join() must not be used where an optimizer has several models, got a rank without data"
             )
@@ -607,20 +607,20 @@ class ModelBuckets:
         return found
 
     def _end_pass(self) -> None:
-        """The gradients of all models have come that are to come in this backward pass."""
-        came = [model for model in self._connected() if model._pass.futures]
-        steps = backward_task() != -1  # else DDP calls for a rank that has no more data
-        engines = list(dict.fromkeys(engine for model in came for engine in model._engines))
+        """Exchanges the gradients of all models that this backward pass has reached."""
+        models = [model for model in self._connected() if model._pass.futures]
+        steps = graph_task_id() != -1  # else DDP calls for a rank that has no more data
+        engines = list(dict.fromkeys(engine for model in models for engine in model._engines))
         for engine in engines:
             if engine.step.phase is Phase.COLLECTING:
                 engine.exchange()
             if not steps:
                 _step_with_the_others(engine)
-        for model in came:
+        for model in models:
             model._hand_back(model._average_others(engines[0]))
         if not steps:
             for engine in engines:
-                engine.give_up()
+                engine.abort_step()
         elif any(_source(engine).updates for engine in engines):
             # DDP writes p.grad at the end, too, and has asked for that later than this, but before
             # the inner call.
@@ -641,10 +641,10 @@ class ModelBuckets:
                     .tensor
                 )
             else:
-                by_kind.setdefault((g.dtype, g.device), []).append(local(g))
+                by_kind.setdefault((g.dtype, g.device), []).append(to_local(g))
         for number, together in enumerate(by_kind.values()):
             flat = torch.cat([g.reshape(-1) for g in together]).div_(world.size)
-            total = transport.start(Collective("sum", flat), f"dgc.others.{number}")()
+            total = transport.start(Collective("all_reduce", flat), f"dgc.others.{number}")()
             for g, part in zip(together, total.split([g.numel() for g in together]), strict=True):
                 g.copy_(part.view(g.shape))
         return sparse
@@ -660,7 +660,7 @@ class ModelBuckets:
                 future.set_exception(RuntimeError(repr(error)))  # type: ignore[arg-type]
             model._pass = _Pass()
         for engine in self._engines:
-            engine.give_up()
+            engine.abort_step()
 
     def _hand_back(self, sparse: dict[Tensor, Tensor]) -> None:
         """Gives DDP the updates, and the parameters their p.grad, into which DDP will copy.
@@ -670,7 +670,7 @@ class ModelBuckets:
         """
         for p, grad, engine in self._pass.lent:
             update, p.grad = p.grad, grad
-            updates, noted = _source(engine).updates, engine.step.seen
+            updates, noted = _source(engine).updates, engine.step.versions
             updates.pop(p, None)
             noted.pop(p, None)
             if update is None:
@@ -682,9 +682,9 @@ class ModelBuckets:
                 grad is not None and not grad.is_sparse and grad.data_ptr() == update.data_ptr()
             )
             if not shared and not engine.step.stock:
-                updates[p] = seen(grad), update
+                updates[p] = version_of(grad), update
             if grad is not None:  # which DDP will copy into, once
-                noted[p] = seen(grad, writes=int(not shared))
+                noted[p] = version_of(grad, writes=int(not shared))
         for future, buffer, parameters in self._pass.futures:
             future.set_result(sparse.get(parameters[0], buffer))
         self._pass = _Pass()
@@ -697,8 +697,8 @@ def _source(engine: Engine) -> DDPGradients:
 
 
 def _keep_unwritten(engines: list[Engine]) -> None:
-    """DDP has written ``p.grad`` of each parameter that some rank has used: the updates of others
-    are left to us.
+    """Keeps the updates of parameters that no rank has used: DDP has written ``p.grad`` of the
+    others.
     """
     for engine in engines:
         updates = _source(engine).updates

@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class _OfEngine(Generic[T]):
-    """An attribute of stock Horovod's optimizer, which scripts read, and may set; it lies in the
-    engine.
+    """An attribute of stock Horovod's optimizer, which scripts read and may set. The engine holds
+    it.
     """
 
     def __init__(self, path: str):
@@ -65,15 +65,15 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _handles(self) -> dict[Tensor, tuple[Any, None]]:
-        """Stock's: parameters that had a gradient since the last step, with what is under way for
-        them.
+        """Stock's attribute: the parameters that had a gradient since the last step, and their
+        exchanges.
         """
         step = engine_of(self).step
         return (
             {}
             if step.phase is not Phase.COLLECTING
             else {
-                **dict.fromkeys(step.fired, (None, None)),
+                **dict.fromkeys(step.with_gradient, (None, None)),
                 **{p: (flight.run, None) for flight in step.in_flight for p in flight.parameters},
             }
         )
@@ -99,8 +99,8 @@ class Distributed(torch.optim.Optimizer):
             engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backward passes add up to one step: to the next one, if a gradient of this
-        one is complete.
+        """Sets how many backward passes add up to one step: from the next step on, if a gradient of
+        this one is complete.
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
@@ -152,7 +152,7 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         if not engine.settings.exchanges:
             return
-        if not engine.adds_residuals:
+        if not engine.v_is_update:
             if not engine.settings.config.compresses:
                 return  # nothing is ever pending
             raise TypeError(
@@ -191,8 +191,8 @@ class Distributed(torch.optim.Optimizer):
         return engine.residuals()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up the u and v that :meth:`residual_state_dict` gave on this rank. Between
-        ``backward()`` and ``step()`` what is on its way is dropped, as it belongs to another v.
+        """Loads the u and v that :meth:`residual_state_dict` gave on this rank. Aborts a step
+        between ``backward()`` and ``step()``: what is on its way belongs to another v.
 
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded
@@ -227,7 +227,7 @@ class Distributed(torch.optim.Optimizer):
             raise
         for parameter, name in names.items():
             engine.names.setdefault(parameter, name)
-        engine.adopt(optimizer.param_groups[-1:])
+        engine.register_groups(optimizer.param_groups[-1:])
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the residuals have :meth:`residual_state_dict`.
@@ -242,7 +242,7 @@ class Distributed(torch.optim.Optimizer):
         )
         if (
             fresh
-            and engine.adds_residuals
+            and engine.v_is_update
             and type(engine.optimizer).__module__ == HOROVODS_MODULE
             and any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames())
         ):
@@ -261,7 +261,7 @@ class Distributed(torch.optim.Optimizer):
         engine = engine_of(self)
         optimizer = engine.optimizer
         refuse_apex(optimizer)
-        engine.drop_step()
+        engine.abort_step_together()
         engine.synchronizes = True
         groups, given = optimizer.param_groups, [state_dict]
         # By other hooks.

@@ -134,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
     given_names = None if named_parameters is None else list(named_parameters)
     names = checks.named(optimizer.param_groups, given_names)
     checks.check_groups(groups)
-    # Last of all, so that what is wrong with arguments is said before hvd.init() too.
+    # Last of all, so that errors in the arguments are raised before hvd.init() too.
     transport = find(process_set)
     checks.check_shards(optimizer.param_groups, process_set, config, grad_scaler)
     settings = Settings(
@@ -212,7 +212,7 @@ def connect(
     optimizer: Any, names: dict[Tensor, str], settings: Settings, source: GradientSource
 ) -> None:
     """Gives an optimizer of a distributed class its engine."""
-    checks.tell_of_config(settings, optimizer)
+    checks.warn_of_config(settings, optimizer)
     optimizer._dgc = Engine(optimizer, names, settings, source)
 
 
@@ -255,7 +255,7 @@ def _wrap_again(
 def reduced(
     optimizer: Any, make: Callable[..., Distributed], arguments: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """What a copy, or a pickle, of a distributed optimizer is made from. Its class is made at run
+    """What a copy or a pickle of a distributed optimizer is made from. The class is made at run
     time, so a copy is wrapped anew.
 
     Args:
@@ -269,7 +269,7 @@ def reduced(
         "state": optimizer.state,
         "param_groups": optimizer.param_groups,
     }
-    # With those of groups still to be added.
+    # With the names of groups that are still to be added.
     named = {p: name for name, p in engine.settings.named_parameters or ()}
     names = [(name, p) for p, name in {**named, **engine.names}.items()]
     return _rebuild, (
@@ -301,7 +301,7 @@ def _rebuild(
     arguments: Mapping[str, Any],
     *kept: Any,
 ) -> Distributed:
-    """Makes a copy; pickles call it."""
+    """Makes a copy. Pickles call this."""
     optimizer: Any = inner.__new__(inner)
     optimizer.__setstate__(state)
     made = make(optimizer, names, **arguments)

@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dgc.paths.finite import PendingVerdict
+from dgc.paths.finite import DeferredVerdict
 
 
 class Update(Protocol):
     """The averaged update of a bucket's parameters, equal on every rank.
 
     Targets are contiguous tensors in the update's dtype, one for each parameter in order, with
-    their entries as the bucket has them (:meth:`dgc.compression.residual.Bucket.in_order`); None
+    their entries as the bucket has them (:meth:`dgc.compression.residual.Residual.in_order`); None
     stands for one that is not wanted.
     """
 
@@ -30,7 +30,7 @@ class DenseUpdate:
     """An update that came by allreduce.
 
     Args:
-        flat: the update of all parameters, in order.
+        flat: the update of all the bucket's parameters, in order.
         numels: entries of each parameter.
         verdict: tells later whether the update is finite, where the host does not know yet.
         blame: names the ranks whose gradients made the update infinite or NaN; "" if it is finite.
@@ -46,7 +46,7 @@ class DenseUpdate:
         self,
         flat: Tensor,
         numels: Sequence[int],
-        verdict: PendingVerdict | None = None,
+        verdict: DeferredVerdict | None = None,
         blame: str = "",
     ):
         self.parts, self.verdict, self.blame = flat.split(list(numels)), verdict, blame
@@ -77,8 +77,8 @@ class SparseUpdate:
         blame: as for :class:`DenseUpdate`.
 
     Attributes:
-        v, u: the averages of what was pending of the parameter, and of its velocity, in its shape,
-            where some rank had any of it; else None.
+        v, u: the averages of the parameter's v and u, in its shape; None where they are 0 on all
+            ranks.
     """
 
     def __init__(self, tensor: Tensor, blame: str = ""):

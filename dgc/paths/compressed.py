@@ -9,55 +9,65 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Path, World
-from dgc.compression import sizes as messages
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression import sizes
+from dgc.compression.residual import Gradient, Residual
 from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
+from dgc.paths.bucket_step import (
+    BucketStep,
+    UndoLog,
+    clip_factors,
+    finish_update,
+    last_layout,
+    layout_of,
+    nonfinite_flag,
+)
 from dgc.paths.dense import summed
 from dgc.paths.finite import LocalVerdict, local_verdict
 from dgc.paths.nodes import among_nodes
 from dgc.paths.owners import add_at_owners
-from dgc.paths.task import Moves, Task, clipping, concluded, in_force, layout_of, refused
 from dgc.trace import stage
 
 
 @lru_cache(1024)
-def sends_dense(exchange: str, sizes: messages.Sizes, nodes: int) -> bool:
+def sends_dense(exchange: str, bucket_sizes: sizes.Sizes, nodes: int) -> bool:
     """Whether the same entries are fewer bytes as one dense sum. It depends on sizes alone, and so
     is alike on every rank.
     """
-    return messages.sends_dense(exchange, sizes, nodes)
+    return sizes.sends_dense(exchange, bucket_sizes, nodes)
 
 
-def gather(task: Task) -> Path[Update]:
-    """Sends this rank's largest entries, and adds up what all messages say (paper, Algorithms 1 and
+def all_gather_entries(bucket_step: BucketStep) -> Path[Update]:
+    """Sends this rank's largest entries to all, and adds up all messages (paper, Algorithms 1 and
     4).
     """
-    bad, index, used = task.select()
-    bucket, layout, world, moves = task.bucket, task.layout, task.world, Moves(task.bucket)
-    is_refused, names = refused(bucket, bad)
-    message, taken = task.encode(index, used, is_refused)
-    moves.note(taken)
+    bad, index, used = bucket_step.accumulate_and_select()
+    residual, layout, world, undo_log = (
+        bucket_step.residual,
+        bucket_step.layout,
+        bucket_step.world,
+        UndoLog(bucket_step.residual),
+    )
+    is_refused, names = nonfinite_flag(residual, bad)
+    message, taken = bucket_step.encode(index, used, is_refused)
+    undo_log.record(taken)
     try:
-        messages = yield from among_nodes("gather", message.view(-1), world)
+        messages = yield from among_nodes("all_gather", message.view(-1), world)
         with stage("dgc::read"):
-            received = task.kernel.Received(
-                layout, layout.rows, messages, world.divisor(task.average)
-            )
-        return (yield from concluded(moves, received, names, world))
+            received = bucket_step.kernel.Received(layout, layout.rows, messages, world.divisor)
+        return (yield from finish_update(undo_log, received, names, world))
     except (Exception, KeyboardInterrupt):
-        moves.undo()
+        undo_log.undo()
         raise
 
 
-def reduce(
-    bucket: Bucket,
+def exchange_bucket(
+    residual: Residual,
     gradients: Mapping[str, Gradient],
     config: Config,
     step: int,
     world: World,
     *,
-    average: bool = True,
     scale: Tensor | Mapping[str, Tensor] | None = None,
     hands_back: bool = False,
 ) -> Path[Update]:
@@ -68,14 +78,13 @@ def reduce(
     SGD, because momentum is linear.
 
     Args:
-        bucket: holds u and v, which this changes.
+        residual: holds u and v, which this changes.
         gradients: parameter -> local gradient. A parameter without one sits this step out: its
             slots stay empty.
         config: the settings.
         step: the optimizer's step, from 0; alike on every rank.
         world: this rank and how many there are; all of them walk this path. Those of a node have
             the same gradients, from :func:`dgc.paths.nodes.average_in_node`, and the same u and v.
-        average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping by their global norm or from a loss
             scale; one for all, or one each.
         hands_back: this is the last step before gradients travel dense, at sparsity 0: u is
@@ -91,64 +100,69 @@ def reduce(
     """
     # First of all: a schedule's error leaves u and v as they were.
     sparsity = config.sparsity_at(step)
-    bucket.overflow_entries = bucket.held_entries = 0
-    layout = layout_of(bucket, sparsity, config)
-    clip = clipping(bucket, gradients, config, world, average, scale)
+    residual.overflow_entries = residual.held_entries = 0
+    layout = layout_of(residual, sparsity, config)
+    clip = clip_factors(residual, gradients, config, world, scale)
     dense = sends_dense(config.exchange, layout.sizes, world.nodes)
     if sparsity and config.exchange == "reduce":
-        layout = layout_of(bucket, sparsity, config, wide=True)
-    in_force[bucket] = layout
-    task = Task(bucket, gradients, clip, layout, config, step, world, average)
+        layout = layout_of(residual, sparsity, config, wide=True)
+    last_layout[residual] = layout
+    bucket_step = BucketStep(residual, gradients, clip, layout, config, step, world)
     if sparsity == 0.0:
-        return (yield from _sum_all(task, hands_back))
+        return (yield from _sum_all(bucket_step, hands_back))
     if dense:
-        return (yield from _sum_chosen(task))
-    return (yield from add_at_owners(task) if config.exchange == "reduce" else gather(task))
+        return (yield from _sum_chosen(bucket_step))
+    return (
+        yield from add_at_owners(bucket_step)
+        if config.exchange == "reduce"
+        else all_gather_entries(bucket_step)
+    )
 
 
-def _sum_all(task: Task, hands_back: bool) -> Path[DenseUpdate]:
+def _sum_all(bucket_step: BucketStep, hands_back: bool) -> Path[DenseUpdate]:
     """Density 1: all of v, as one sum."""
-    bucket, world, velocity = task.bucket, task.world, None
-    verdict = local_verdict(bucket, task.accumulate())
-    bucket.count(torch.full_like(bucket.total_entries, bucket.numel))
-    if hands_back and bucket.u is not None:
-        total = yield from among_nodes("sum", bucket.u.clone(), world)
-        velocity = total.div_(world.divisor(task.average))
-    taken = task.take_all(() if verdict.names else task.gradients)
+    residual, world, velocity = bucket_step.residual, bucket_step.world, None
+    verdict = local_verdict(residual, bucket_step.accumulate())
+    residual.count(torch.full_like(residual.total_entries, residual.numel))
+    if hands_back and residual.u is not None:
+        total = yield from among_nodes("all_reduce", residual.u.clone(), world)
+        velocity = total.div_(world.divisor)
+    taken = bucket_step.take_all(() if verdict.names else bucket_step.gradients)
     # Nothing may stay in v, which stock's steps do not send.
-    bits = 0 if hands_back else task.layout.sizes.sum_bits
-    if task.config.local_steps is not None:  # all entries are what a round sends
-        bits = task.config.value_bits if task.config.value_bits < 16 else 0
-    update = yield from summed(bucket, None, taken, world, task.average, verdict, bits)
+    bits = 0 if hands_back else bucket_step.layout.sizes.sum_bits
+    if bucket_step.config.local_steps is not None:  # all entries are what a round sends
+        bits = bucket_step.config.value_bits if bucket_step.config.value_bits < 16 else 0
+    update = yield from summed(residual, None, taken, world, verdict, bits)
     update.velocity = velocity
     return update
 
 
-def _sum_chosen(task: Task) -> Path[Update]:
+def _sum_chosen(bucket_step: BucketStep) -> Path[Update]:
     """The chosen entries as one dense sum, which is fewer bytes than the messages."""
-    bad, index, used = task.select()
-    bucket, verdict = task.bucket, local_verdict(task.bucket, bad)
-    fine = ~bucket.marked.any() if verdict.on_device else not verdict.names
-    valid = task.layout.uses(used) & fine
+    bad, index, used = bucket_step.accumulate_and_select()
+    residual, verdict = bucket_step.residual, local_verdict(bucket_step.residual, bad)
+    fine = ~residual.marked.any() if verdict.on_device else not verdict.names
+    valid = bucket_step.layout.uses(used) & fine
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
-    values = task.take(index, valid)
+    values = bucket_step.take(index, valid)
     return (
         yield from summed(
-            bucket, index, values, task.world, task.average, verdict, task.layout.sizes.sum_bits
+            residual,
+            index,
+            values,
+            bucket_step.world,
+            verdict,
+            bucket_step.layout.sizes.sum_bits,
         )
     )
 
 
-def flush(
-    bucket: Bucket, names: Sequence[str], world: World, *, average: bool = True
-) -> Path[Update]:
+def flush(residual: Residual, names: Sequence[str], world: World) -> Path[Update]:
     """Sends all of v of these parameters, and nothing else: no gradient is accumulated and u is
     left alone.
     """
-    bucket.total_entries += sum(
-        n for name, n in zip(bucket.names, bucket.numels, strict=True) if name in names
-    )
+    residual.total_entries += sum(residual.numel_of[name] for name in names)
     with stage("dgc::take"):
-        taken = bucket.take_all(names)
+        taken = residual.take_all(names)
     # entries_sent: the last step's.
-    return (yield from summed(bucket, None, taken, world, average, LocalVerdict()))
+    return (yield from summed(residual, None, taken, world, LocalVerdict()))

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from dgc.collective import Collective, Path, World
 from dgc.compression import device, kernels
-from dgc.compression import sizes as messages
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
+from dgc.compression.sizes import Sizes, chunk, is_rounded
 from dgc.compression.wire import Rows, worst
 from dgc.paths.averaged import DenseUpdate
 from dgc.paths.finite import (
+    DeferredVerdict,
     LocalVerdict,
-    PendingVerdict,
     blame_for,
     checked_sum,
     first_not_finite,
@@ -29,7 +29,6 @@ def reduce_dense(
     gradients: Mapping[str, Tensor],
     world: World,
     *,
-    average: bool = True,
     scale: Tensor | None = None,
     predivide: float = 1.0,
     stock: bool = True,
@@ -40,7 +39,6 @@ def reduce_dense(
     Args:
         gradients: parameter -> gradient, of one dtype and device; they are not changed.
         world: this rank and how many there are.
-        average: divide the sum by N.
         scale: 0-dim factor for the gradients, from clipping.
         predivide: divides before the sum and multiplies after it (``gradient_predivide_factor``).
         stock: a sum that is not finite is left as it is, as step() asks for the verdict. Else, where
@@ -49,7 +47,7 @@ def reduce_dense(
     Returns:
         The :class:`dgc.paths.averaged.Update`, in the order and dtype of ``gradients``. If it is
         not finite it says whose gradient made it so; where a device is asynchronous, by a
-        :class:`dgc.paths.finite.PendingVerdict`.
+        :class:`dgc.paths.finite.DeferredVerdict`.
     """
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     own = first_not_finite(flat) if device.is_asynchronous(flat.device) else None
@@ -57,89 +55,90 @@ def reduce_dense(
         flat.mul_(scale.to(flat))
     if predivide != 1.0:
         flat.div_(predivide)
-    total = yield Collective("sum", flat)
-    names, numels = list(gradients), [gradient.numel() for gradient in gradients.values()]
+    total = yield Collective("all_reduce", flat)
+    numels = {name: gradient.numel() for name, gradient in gradients.items()}
 
     def bad() -> list[str]:
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     verdict, blame = None, ""
     if own is None:
-        blame = yield from blame_for(total, names, numels, bad)
+        blame = yield from blame_for(total, numels, bad)
     else:
-        verdict = PendingVerdict(names, numels, own, first_not_finite(total))
+        verdict = DeferredVerdict(numels, own, first_not_finite(total))
         if not stock:
             total = torch.where(verdict.fine, total, 0)
     return DenseUpdate(
-        total.mul_(predivide / world.size) if average else total, numels, verdict, blame
+        total.mul_(predivide / world.size) if world.average else total,
+        list(numels.values()),
+        verdict,
+        blame,
     )
 
 
 def reduce_rounded(
-    bucket: Bucket,
+    residual: Residual,
     gradients: Mapping[str, Tensor],
     bits: int,
     world: World,
-    *,
-    average: bool = True,
 ) -> Path[DenseUpdate]:
     """The path of parameters that always travel dense, in few bits; v of the bucket keeps what that
     drops.
 
     Args:
-        bucket: has v and no u.
+        residual: has v and no u.
         gradients: parameter -> gradient, already clipped. A parameter without one sits this step
             out.
         bits: of a value; 0: the sum is not rounded.
         world: this rank and how many there are.
-        average: divide the sum by N.
 
     Returns:
         The :class:`dgc.paths.averaged.Update`, in the residual's dtype.
 
     Raises:
-        FloatingPointError, ValueError: as :func:`dgc.paths.compressed.reduce`.
+        FloatingPointError, ValueError: as :func:`dgc.paths.compressed.exchange_bucket`.
     """
     with stage("dgc::accumulate"):
-        verdict = _accumulate(bucket, gradients)
+        verdict = _accumulate(residual, gradients)
     with stage("dgc::take"):
-        taken = bucket.take_all(() if verdict.names else gradients)
-    return (yield from summed(bucket, None, taken, world, average, verdict, bits))
+        taken = residual.take_all(() if verdict.names else gradients)
+    return (yield from summed(residual, None, taken, world, verdict, bits))
 
 
-def _accumulate(bucket: Bucket, gradients: Mapping[str, Tensor]) -> LocalVerdict:
-    """v = v + g, without what is not finite. On an asynchronous device its flags tell where that
-    is.
+def _accumulate(residual: Residual, gradients: Mapping[str, Tensor]) -> LocalVerdict:
+    """v = v + g, without entries that are not finite. On an asynchronous device the residual's
+    flags mark their parameters.
     """
-    if not device.is_asynchronous(bucket.v.device):
+    if not device.is_asynchronous(residual.v.device):
         return LocalVerdict(
-            tuple(bucket.accumulate({name: Gradient(g) for name, g in gradients.items()}))
+            tuple(residual.accumulate({name: Gradient(g) for name, g in gradients.items()}))
         )
-    v, flags = bucket.views(bucket.v), list[Tensor]()
-    for name in bucket.names:
+    v, flags = residual.views(residual.v), list[Tensor]()
+    for name in residual.names:
         g = gradients.get(name)
         finite = (
-            torch.ones((), dtype=torch.bool, device=bucket.v.device) if g is None else g.isfinite()
+            torch.ones((), dtype=torch.bool, device=residual.v.device)
+            if g is None
+            else g.isfinite()
         )
         if g is not None:
             v[name].add_(torch.where(finite, g, 0))
         flags.append(~finite.all())
     marked = torch.stack(flags).to(torch.int32)
-    bucket.flags = torch.cat([marked, marked.amax().view(1)])
+    residual.flags = torch.cat([marked, marked.amax().view(1)])
     return LocalVerdict(on_device=True)
 
 
 def summed(
-    bucket: Bucket,
+    residual: Residual,
     index: Tensor | None,
     taken: Tensor,
     world: World,
-    average: bool,
     verdict: LocalVerdict,
     bits: int = 0,
 ) -> Path[DenseUpdate]:
     """The sum over ranks of what was taken out of v, as one dense tensor. A rank with a bad
-    gradient takes part to say so. On failure what was taken is back in v.
+    gradient takes part to say so. On failure v is restored.
 
     Args:
         index: int64 (E,), the positions of what was taken; None: all of them.
@@ -149,83 +148,85 @@ def summed(
             rounded.
     """
     flat = (
-        taken.clone() if index is None else torch.zeros_like(bucket.v).index_add_(0, index, taken)
+        taken.clone() if index is None else torch.zeros_like(residual.v).index_add_(0, index, taken)
     )
     own = None
     if verdict.on_device:
-        marks = torch.where(bucket.marked, torch.nan, 0.0).to(flat)
-        own = first_not_finite(flat.index_add_(0, bucket.beginnings, marks))
+        marks = torch.where(residual.marked, torch.nan, 0.0).to(flat)
+        own = first_not_finite(flat.index_add_(0, residual.beginnings, marks))
     for name in verdict.names:
-        flat[bucket.offsets[bucket.names.index(name)]] = torch.nan
-    rows = _rows(bucket, bits, world)
+        flat[residual.offsets[residual.names.index(name)]] = torch.nan
+    rows = _rows(residual, bits, world)
     try:
         if rows:
-            total, pending = yield from _sum_rounded(bucket, flat, rows, world, verdict, own)
+            total, deferred = yield from _sum_rounded(residual, flat, rows, world, verdict, own)
         else:
-            total = yield from among_nodes("sum", flat, world)
-            total, pending = yield from checked_sum(
-                total, own, bucket.names, bucket.numels, lambda: verdict.names, world.node_size
+            total = yield from among_nodes("all_reduce", flat, world)
+            total, deferred = yield from checked_sum(
+                total, own, residual.numel_of, lambda: verdict.names, world.node_size
             )
-    except (Exception, KeyboardInterrupt):  # abandoned or refused: nothing may be lost
-        put_back(bucket, index, taken)
+    except (Exception, KeyboardInterrupt):  # aborted or refused: nothing may be lost
+        restore_v(residual, index, taken)
         raise
-    if pending is not None:
-        put_back(bucket, index, torch.where(pending.fine, 0, taken))
-    divisor = world.divisor(average)
-    return DenseUpdate(total if divisor == 1 else total.div_(divisor), bucket.numels, pending)
+    if deferred is not None:
+        restore_v(residual, index, torch.where(deferred.fine, 0, taken))
+    divisor = world.divisor
+    return DenseUpdate(total if divisor == 1 else total.div_(divisor), residual.numels, deferred)
 
 
-def _rows(bucket: Bucket, bits: int, world: World) -> Rows | None:
+def _rows(residual: Residual, bits: int, world: World) -> Rows | None:
     """The format in which a bucket's sum travels, a row for each contributor; None: it is not
     rounded.
     """
-    sizes = messages.Sizes(bucket.v.itemsize * bucket.numel, bucket.numel, bits=bits)
-    if not bits or not messages.rounds(sizes, world.nodes):
+    sizes = Sizes(residual.v.itemsize * residual.numel, residual.numel, bits=bits)
+    if not bits or not is_rounded(sizes, world.nodes):
         return None
-    size = messages.chunk(bucket.numel, world.nodes)
-    return Rows(size, size, bits, bucket.v.dtype, bucket.v.device, all_entries=True)
+    size = chunk(residual.numel, world.nodes)
+    return Rows(size, size, bits, residual.v.dtype, residual.v.device, all_entries=True)
 
 
 def _sum_rounded(
-    bucket: Bucket,
+    residual: Residual,
     flat: Tensor,
     rows: Rows,
     world: World,
     verdict: LocalVerdict,
     own: Tensor | None,
-) -> Path[tuple[Tensor, PendingVerdict | None]]:
+) -> Path[tuple[Tensor, DeferredVerdict | None]]:
     """A sum in two rounds: to each contributor its part of all others' entries, rounded; then its
     sums to all, rounded again. What the first drops goes into v of its sender, and what the second
     drops into v of the part's owner.
     """
-    kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
-    short = world.nodes * rows.size - bucket.numel
+    kernel = kernels.current(residual.v.device.type, residual.v.dtype)
+    short = world.nodes * rows.size - residual.numel
     mine = torch.nn.functional.pad(flat, (0, short)).view(world.nodes, rows.size)
     total = mine[world.node : world.node + 1].clone()  # what is one's own need not be rounded
     with stage("dgc::take"):
         message = kernel.encode_all(rows, mine)
-    message = yield from among_nodes("alltoall", message, world)
+    message = yield from among_nodes("all_to_all", message, world)
     with stage("dgc::read"):
         status, values = kernel.decode_all(rows, message)
         values[world.node] = 0
         total += values.sum(0, keepdim=True)
     with stage("dgc::take"):
-        told = worst(status)
-        message = torch.where(told == 0, kernel.encode_all(rows, total), rows.telling(1, told))
-    messages = yield from among_nodes("gather", message.view(-1), world)
+        worst_status = worst(status)
+        message = torch.where(
+            worst_status == 0, kernel.encode_all(rows, total), rows.status_message(1, worst_status)
+        )
+    messages = yield from among_nodes("all_gather", message.view(-1), world)
     with stage("dgc::read"):
         status, values = kernel.decode_all(rows, messages)
-    pending = yield from verdict_of_rows(bucket, verdict.names, status, world.node_size, own)
+    deferred = yield from verdict_of_rows(residual, verdict.names, status, world.node_size, own)
     mine[world.node] = total
-    if pending is not None:
-        mine, values = torch.where(pending.fine, mine, 0), torch.where(pending.fine, values, 0)
-    bucket.v += mine.view(-1)[: bucket.numel]
-    return values.view(-1)[: bucket.numel], pending
+    if deferred is not None:
+        mine, values = torch.where(deferred.fine, mine, 0), torch.where(deferred.fine, values, 0)
+    residual.v += mine.view(-1)[: residual.numel]
+    return values.view(-1)[: residual.numel], deferred
 
 
-def put_back(bucket: Bucket, index: Tensor | None, taken: Tensor) -> None:
-    """Returns to v what was taken out of it."""
+def restore_v(residual: Residual, index: Tensor | None, taken: Tensor) -> None:
+    """Adds back to v what was taken out of it."""
     if index is None:
-        bucket.v += taken
+        residual.v += taken
     else:
-        bucket.v.index_add_(0, index, taken)
+        residual.v.index_add_(0, index, taken)

@@ -1,12 +1,12 @@
-"""Gradients that are not finite: found in a sum over ranks, refused alike on all of them, and
-blamed on some.
+"""Gradients that are not finite: found in a sum over ranks, refused on all of them alike, and
+blamed on those that had one.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from dgc.collective import Collective
 from dgc.compression import device
 from dgc.compression.device import HostCopy
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import NONFINITE, corrupt, not_finite, sender_name, worst
 
 
 @dataclass(frozen=True)
 class LocalVerdict:
-    """The host's knowledge of this rank's own gradients.
+    """What the host knows of this rank's own gradients.
 
     Args:
         names: the parameters whose gradient is not finite.
@@ -33,24 +33,23 @@ class LocalVerdict:
     on_device: bool = False
 
 
-def local_verdict(bucket: Bucket, bad: Sequence[str]) -> LocalVerdict:
+def local_verdict(residual: Residual, bad: Sequence[str]) -> LocalVerdict:
     """The verdict without a host-device synchronisation, where the device is asynchronous.
 
     Args:
         bad: the parameters that the kernel has named.
     """
-    if bucket.flags is not None and bucket.numel and device.is_asynchronous(bucket.v.device):
+    if residual.flags is not None and residual.numel and device.is_asynchronous(residual.v.device):
         return LocalVerdict(on_device=True)
-    return LocalVerdict(tuple(bad or bucket.not_finite()))
+    return LocalVerdict(tuple(bad or residual.not_finite()))
 
 
-class PendingVerdict:
-    """Whether a sum over ranks is finite, where a device is asynchronous and nobody waits for it to
-    say so. Alike on all ranks.
+class DeferredVerdict:
+    """Whether a sum over ranks is finite, where the device is asynchronous and the host asks later.
+    Alike on all ranks.
 
     Args:
-        names: the parameters of the sum.
-        numels: entries of each parameter.
+        numels: parameter -> its entries in the sum, one after the other.
         own: int64 (), where in the sum this rank's gradient is not finite: the first such entry, or
             -1.
         total: int64 (), the same of the sum.
@@ -62,15 +61,14 @@ class PendingVerdict:
 
     def __init__(
         self,
-        names: Sequence[str],
-        numels: Sequence[int],
+        numels: Mapping[str, int],
         own: Tensor,
         total: Tensor,
         each: int = 1,
         damaged: Tensor | None = None,
         bucket: str = "",
     ):
-        self._names, self._numels, self._each, self._bucket = names, numels, each, bucket
+        self._numels, self._each, self._bucket = numels, each, bucket
         damaged = torch.full_like(total, -1) if damaged is None else damaged
         self.fine = (total < 0) & (damaged < 0)  # bool (), on the device
         self._answer = HostCopy(torch.stack([own, total, damaged]))  # one copy for all of it
@@ -93,7 +91,10 @@ class PendingVerdict:
         own = int(self._answer.get()[0])
         return (
             yield from who_is_not_finite(
-                self._names, [self._name(own)] if own >= 0 else [], self.fine.device, self._each
+                list(self._numels),
+                [self._name(own)] if own >= 0 else [],
+                self.fine.device,
+                self._each,
             )
         )
 
@@ -103,19 +104,20 @@ class PendingVerdict:
 
     def _name(self, entry: int) -> str:
         # In the first part that ends beyond it.
-        return self._names[bisect(list(accumulate(self._numels)), entry)]
+        return list(self._numels)[bisect(list(accumulate(self._numels.values())), entry)]
 
 
 def verdict_of_rows(
-    bucket: Bucket, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
-) -> Generator[Collective, Tensor, PendingVerdict | None]:
-    """Raises what rows tell of, alike on all ranks; where a device is asynchronous, later.
+    residual: Residual, bad: Sequence[str], status: Tensor, each: int = 1, own: Tensor | None = None
+) -> Generator[Collective, Tensor, DeferredVerdict | None]:
+    """Raises the error that rows report, alike on all ranks. An asynchronous device reports it
+    later, by a verdict.
 
     Args:
         bad: this rank's parameters whose gradient is not finite.
         status: int64 (N,), of the rows that all ranks have received (:mod:`dgc.compression.wire`).
         each: how many ranks have the same gradient.
-        own: as for :class:`PendingVerdict`; None: the first of the parameters that the bucket's
+        own: as for :class:`DeferredVerdict`; None: the first of the parameters that the bucket's
             flags mark, if there are flags.
 
     Returns:
@@ -126,28 +128,30 @@ def verdict_of_rows(
         ValueError: a row is damaged.
     """
     found = worst(status)
-    if device.is_asynchronous(bucket.v.device) and (own is not None or bucket.flags is not None):
+    if device.is_asynchronous(residual.v.device) and (
+        own is not None or residual.flags is not None
+    ):
         if own is None:
             own = torch.where(
-                bucket.marked.any(),
-                bucket.beginnings.take(bucket.marked.to(torch.uint8).argmax()),
+                residual.marked.any(),
+                residual.beginnings.take(residual.marked.to(torch.uint8).argmax()),
                 -1,
             )
         total, damaged = (
             torch.where(found == NONFINITE, 0, -1),
             torch.where(found > 0, found - 1, -1),
         )
-        return PendingVerdict(
-            bucket.names, bucket.numels, own, total, each, damaged=damaged, bucket=bucket.name
+        return DeferredVerdict(
+            residual.numel_of, own, total, each, damaged=damaged, bucket=residual.name
         )
-    told = int(found)
-    if told == NONFINITE:
-        blame = yield from who_is_not_finite(bucket.names, bad, bucket.v.device, each)
+    worst_status = int(found)
+    if worst_status == NONFINITE:
+        blame = yield from who_is_not_finite(residual.names, bad, residual.v.device, each)
         raise FloatingPointError(
-            blame or f"the sum over ranks of their gradients is not finite, in {bucket.name}"
+            blame or f"the sum over ranks of their gradients is not finite, in {residual.name}"
         )
-    if told:
-        raise corrupt(sender_name(told - 1, each), bucket.name)
+    if worst_status:
+        raise corrupt(sender_name(worst_status - 1, each), residual.name)
     return None
 
 
@@ -164,57 +168,45 @@ def first_not_finite(flat: Tensor) -> Tensor:
 def checked_sum(
     total: Tensor,
     own: Tensor | None,
-    names: Sequence[str],
-    numels: Sequence[int],
+    numels: Mapping[str, int],
     bad: Callable[[], Sequence[str]],
     each: int = 1,
-) -> Generator[Collective, Tensor, tuple[Tensor, PendingVerdict | None]]:
+) -> Generator[Collective, Tensor, tuple[Tensor, DeferredVerdict | None]]:
     """A sum that is finite, or refused; without a host-device synchronisation: zero if it is not
     finite, and the verdict.
 
     Args:
-        own: as for :class:`PendingVerdict`; None where the host knows.
-        total, names, numels, bad: as for :func:`blame_for`.
+        own: as for :class:`DeferredVerdict`; None where the host knows.
+        total, numels, bad: as for :func:`blame_for`.
         each: how many ranks have the same gradient.
 
     Raises:
         FloatingPointError: the sum is not finite; on all ranks alike.
     """
     if own is None:
-        yield from refuse_not_finite(total, names, numels, bad)
+        if blame := (yield from blame_for(total, numels, bad)):
+            raise FloatingPointError(blame)
         return total, None
-    verdict = PendingVerdict(names, numels, own, first_not_finite(total), each)
+    verdict = DeferredVerdict(numels, own, first_not_finite(total), each)
     return torch.where(verdict.fine, total, 0), verdict
 
 
-def refuse_not_finite(
-    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
-) -> Generator[Collective, Tensor, None]:
-    """Refuses a sum, alike on all ranks, which a gradient of one of them has made infinite or NaN.
-    The arguments are those of :func:`blame_for`.
-    """
-    if blame := (yield from blame_for(total, names, numels, bad)):
-        raise FloatingPointError(blame)
-
-
 def blame_for(
-    total: Tensor, names: Sequence[str], numels: Sequence[int], bad: Callable[[], Sequence[str]]
+    total: Tensor, numels: Mapping[str, int], bad: Callable[[], Sequence[str]]
 ) -> Generator[Collective, Tensor, str]:
     """The ranks whose gradients made a sum infinite or NaN; "" if the sum is finite.
 
     Args:
         total: the sum, flat.
-        names: the parameters that it has, one after the other.
-        numels: entries of each parameter.
+        numels: parameter -> its entries in the sum, one after the other.
         bad: tells which of this rank's gradients are not finite; called only when the sum is not.
     """
-    if (
-        math.isfinite(total.sum()) or torch.isfinite(total).all()
-    ):  # or only its sum is not; which takes a tenth as long
+    # The sum takes a tenth as long. It may be infinite where no entry is.
+    if math.isfinite(total.sum()) or torch.isfinite(total).all():
         return ""
-    blame = yield from who_is_not_finite(names, bad(), total.device)
+    blame = yield from who_is_not_finite(list(numels), bad(), total.device)
     if not blame:  # each addend was finite
-        parts = zip(names, total.split(list(numels)), strict=True)
+        parts = zip(numels, total.split(list(numels.values())), strict=True)
         wrong = ", ".join(name for name, part in parts if not torch.isfinite(part).all())
         blame = _sum_not_finite(wrong)
     return blame
@@ -238,7 +230,7 @@ def who_is_not_finite(
     """
     own = set(bad)
     everyones = yield Collective(
-        "gather", torch.tensor([name in own for name in names], device=where)
+        "all_gather", torch.tensor([name in own for name in names], device=where)
     )
     return "; ".join(
         str(

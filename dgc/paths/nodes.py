@@ -15,8 +15,8 @@ from dgc.collective import Collective, Operation, World
 def average_in_node(
     gradients: Mapping[str, Tensor], dtype: torch.dtype, world: World
 ) -> Generator[Collective, Tensor, dict[str, Tensor]]:
-    """The mean of the gradients of a node's ranks, which precedes the path of a bucket whose nodes
-    exchange as one.
+    """The mean of the gradients of a node's ranks. It comes before the path of a bucket, where
+    nodes are the contributors.
 
     Args:
         gradients: parameter -> this rank's, of one device; they are not changed.
@@ -27,7 +27,7 @@ def average_in_node(
         parameter -> mean, of its gradient's shape, to the bit alike on all ranks of the node.
     """
     flat = torch.cat([g.detach().to(dtype).reshape(-1) for g in gradients.values()])
-    total = (yield Collective("sum", flat, group="node")).div_(world.node_size)
+    total = (yield Collective("all_reduce", flat, group="intra_node")).div_(world.node_size)
     parts = total.split([g.numel() for g in gradients.values()])
     return {
         name: part.view(g.shape) for (name, g), part in zip(gradients.items(), parts, strict=True)
@@ -42,14 +42,14 @@ def among_nodes(
     """
     if world.node_size == 1:
         return (yield Collective(op, tensor))
-    if op == "alltoall":
+    if op == "all_to_all":
         return (yield from _rows_among_nodes(tensor, world))
     numel, stripe = tensor.numel(), -(-tensor.numel() // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - numel))
     own = padded[world.local_rank * stripe : (world.local_rank + 1) * stripe].clone()
-    part = yield Collective(op, own, group="across")
-    parts = yield Collective("gather", part, group="node")
-    if op == "gather":
+    part = yield Collective(op, own, group="inter_node")
+    parts = yield Collective("all_gather", part, group="intra_node")
+    if op == "all_gather":
         return parts.transpose(0, 1).reshape(world.nodes, -1)[:, :numel].contiguous()
     return parts.view(-1)[:numel]
 
@@ -60,6 +60,6 @@ def _rows_among_nodes(tensor: Tensor, world: World) -> Generator[Collective, Ten
     stripe = -(-nbytes // world.node_size)
     padded = torch.nn.functional.pad(tensor, (0, stripe * world.node_size - nbytes))
     own = padded[:, world.local_rank * stripe : (world.local_rank + 1) * stripe].contiguous()
-    part = yield Collective("alltoall", own, group="across")
-    parts = yield Collective("gather", part, group="node")
+    part = yield Collective("all_to_all", own, group="inter_node")
+    parts = yield Collective("all_gather", part, group="intra_node")
     return parts.transpose(0, 1).reshape(len(tensor), -1)[:, :nbytes].contiguous()

@@ -26,59 +26,60 @@ from weakref import WeakKeyDictionary
 
 from dgc.collective import Path
 from dgc.compression import kernels
-from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket
+from dgc.compression.regions import ReducePlan
+from dgc.compression.residual import Residual
 from dgc.paths.averaged import Update
+from dgc.paths.bucket_step import BucketStep, UndoLog, finish_update, nonfinite_flag
 from dgc.paths.nodes import among_nodes
-from dgc.paths.task import Moves, Task, concluded, refused
 from dgc.trace import stage
 
-_plans: WeakKeyDictionary[Bucket, Plan] = WeakKeyDictionary()
+_reduce_plans: WeakKeyDictionary[Residual, ReducePlan] = WeakKeyDictionary()
 
 
-def plan_of(task: Task) -> Plan:
+def plan_of(bucket_step: BucketStep) -> ReducePlan:
     """The plan for a bucket's messages, made anew only where the sparsity or the number of
     contributors changes.
     """
-    layout, n, own = task.layout, task.world.nodes, task.world.node
-    plan = _plans.get(task.bucket)
+    layout, n, own = bucket_step.layout, bucket_step.world.nodes, bucket_step.world.node
+    plan = _reduce_plans.get(bucket_step.residual)
     if plan is None or (plan.layout, plan.regions.owners, plan.own) != (layout, n, own):
-        plan = _plans[task.bucket] = Plan(layout, n, own)
+        plan = _reduce_plans[bucket_step.residual] = ReducePlan(layout, n, own)
     return plan
 
 
-def add_at_owners(task: Task) -> Path[Update]:
-    """Both phases; on failure what was taken out of v is back there, and what was added to it is
-    gone.
-    """
-    plan, bucket, world, masking = (
-        plan_of(task),
-        task.bucket,
-        task.world,
-        task.config.factor_masking,
+def add_at_owners(bucket_step: BucketStep) -> Path[Update]:
+    """Both phases. On failure v is restored."""
+    plan, residual, world, masking = (
+        plan_of(bucket_step),
+        bucket_step.residual,
+        bucket_step.world,
+        bucket_step.config.factor_masking,
     )
-    kernel, moves = kernels.owners(bucket.v.device.type, bucket.v.dtype), Moves(bucket)
+    kernel, undo_log = kernels.owners(residual.v.device.type, residual.v.dtype), UndoLog(residual)
     with stage("dgc::select"):
-        bad, index, used = kernel.select(bucket, task.gradients, task.clip, plan, task.step)
-    is_refused, names = refused(bucket, bad)
+        bad, index, used = kernel.accumulate_and_select(
+            residual, bucket_step.gradients, bucket_step.clip, plan, bucket_step.step
+        )
+    is_refused, names = nonfinite_flag(residual, bad)
     with stage("dgc::take"):
-        rows, sent = kernel.send(bucket, plan, index, used, is_refused, masking)
-    moves.note(sent)
+        rows, sent = kernel.send(residual, plan, index, used, is_refused, masking)
+    undo_log.record(sent)
     try:
-        rows = yield from among_nodes("alltoall", rows, world)
+        rows = yield from among_nodes("all_to_all", rows, world)
         with stage("dgc::read"):
-            moves.note(came := kernel.add(bucket, plan, rows))
+            undo_log.record(arrived := kernel.add(residual, plan, rows))
         with stage("dgc::take"):
-            message, sent = kernel.pass_on(bucket, task.gradients, plan, came, task.step, masking)
-        moves.note(sent)
-        moves.count()
-        messages = yield from among_nodes("gather", message.view(-1), world)
-        with stage("dgc::read"):
-            divisor = world.divisor(task.average)
-            received = task.kernel.Received(
-                plan.layout, plan.to_all, messages, divisor, plan.regions
+            message, sent = kernel.pass_on(
+                residual, bucket_step.gradients, plan, arrived, bucket_step.step, masking
             )
-        return (yield from concluded(moves, received, names, world))
+        undo_log.record(sent)
+        undo_log.count()
+        messages = yield from among_nodes("all_gather", message.view(-1), world)
+        with stage("dgc::read"):
+            received = bucket_step.kernel.Received(
+                plan.layout, plan.to_all, messages, world.divisor, plan.regions
+            )
+        return (yield from finish_update(undo_log, received, names, world))
     except (Exception, KeyboardInterrupt):
-        moves.undo()
+        undo_log.undo()
         raise

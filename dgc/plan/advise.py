@@ -17,7 +17,7 @@ from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, metho
 from dgc.schedule import FIRST, piecewise, warmup
 
 # Times faster than dense exchange, from which on it is said to pay, and not a little.
-WORTH, MUCH = (
+MIN_SPEEDUP, CLEAR_SPEEDUP = (
     1.05,
     1.1,
 )
@@ -25,7 +25,7 @@ NEARLY = 1.02  # times the fastest's time: within it the simplest is preferred
 SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as any is recommended
 ADAMW = 0.992  # the largest sparsity at which a training with AdamW was measured
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
-MOST_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
+MAX_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 WARMUP = 0.08  # of a training with SGD whose number of steps is known: as long as was measured at every sparsity
 FASTEST = 1.25e12  # bytes a second between nodes, up to which is looked
 # The most hosts whose speed was measured, and workers whose accuracy was with "reduce".
@@ -151,7 +151,7 @@ def advise(
         dense, dgc, _ = best(
             replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
         )
-        return dense.step_seconds >= WORTH * dgc.step_seconds
+        return dense.step_seconds >= MIN_SPEEDUP * dgc.step_seconds
 
     dense, dgc, sparsity = best(cluster)
     chosen, whole = replace(base, sparsity=sparsity), None
@@ -187,7 +187,7 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
     return tuple(
         s
         for s in SPARSITIES
-        if s == SPARSITIES[0] or (s <= most and (steps is None or 1 / (1 - s) <= MOST_WAIT * steps))
+        if s == SPARSITIES[0] or (s <= most and (steps is None or 1 / (1 - s) <= MAX_WAIT * steps))
     )
 
 
@@ -213,7 +213,7 @@ def _line(schedule: str, config: Config, method: Method, optimizer: Optimizer) -
     options = [f"sparsity={schedule}"]
     if config.sparsity_at(0) <= UNMASKED or optimizer == "adamw":
         options.append("factor_masking=False")
-    if config.value_bits != 16:
+    if config.value_bits != Config.value_bits:
         options.append(f"value_bits={config.value_bits}")
     if method.exchange.exchange != "allgather":
         options.append(f'exchange="{method.exchange.exchange}"')
@@ -255,8 +255,14 @@ def verdict(advice: Advice) -> str:
     """Whether it pays, and by how much a step, in a sentence."""
     if advice.cluster.workers == 1:
         return "One worker exchanges nothing, so there is nothing to compress."
-    does = "pays" if advice.faster >= MUCH else "pays a little" if advice.pays else "does not pay"
-    wanted = "" if advice.pays else f" (it pays from {WORTH} times on)"
+    does = (
+        "pays"
+        if advice.faster >= CLEAR_SPEEDUP
+        else "pays a little"
+        if advice.pays
+        else "does not pay"
+    )
+    wanted = "" if advice.pays else f" (it pays from {MIN_SPEEDUP} times on)"
     return (
         f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)} instead of "
         f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best of Horovod and DDP: "
@@ -270,7 +276,7 @@ def fits(advice: Advice) -> str:
         return f"{advice.steps:,} steps"
     if advice.optimizer == "adamw":
         return f"about {10 * DENSE:,} steps"
-    return f"{math.ceil(1 / (1 - advice.sparsity) / MOST_WAIT - 1e-6):,} steps or more"
+    return f"{math.ceil(1 / (1 - advice.sparsity) / MAX_WAIT - 1e-6):,} steps or more"
 
 
 def notes(advice: Advice) -> dict[str, str]:
@@ -298,7 +304,7 @@ def _saves(advice: Advice) -> str:
     dense = advice.dense.step_seconds
     if advice.steps is None or advice.whole is None:
         return f"{duration(dense - advice.dgc.step_seconds)} in each step after the warm-up (of all steps: --steps N)."
-    poor = "" if advice.whole >= WORTH else " For this training it is not worth it."
+    poor = "" if advice.whole >= MIN_SPEEDUP else " For this training it is not worth it."
     return (
         f"{duration(advice.steps * dense * (1 - 1 / advice.whole))} of {duration(advice.steps * dense)} over all "
         f"{advice.steps:,} steps, the warm-up among them: {advice.whole:.3g} times as fast.{poor}"
@@ -317,22 +323,26 @@ def _network(advice: Advice) -> str:
 
 def _accuracy(advice: Advice) -> str:
     """What it may cost: how long an entry waits to be sent, and what as long a wait has cost."""
-    wait, said = 1 / (1 - advice.sparsity), []
+    wait, sentences = 1 / (1 - advice.sparsity), []
     share = min(1.0, wait / advice.steps) if advice.steps else None
     of_yours = f" of your {advice.steps:,}, {100 * share:.3g} % of the training" if share else ""
-    said.append(f"At {100 * advice.sparsity:g} % an entry waits about {wait:,.0f} steps{of_yours}.")
+    sentences.append(
+        f"At {100 * advice.sparsity:g} % an entry waits about {wait:,.0f} steps{of_yours}."
+    )
     if advice.optimizer == "adamw":
-        said.append(LOST_ADAMW)
+        sentences.append(LOST_ADAMW)
     elif advice.sparsity <= UNMASKED:
-        said += [LOST_UNMASKED, SMALLER_RATE]
+        sentences += [LOST_UNMASKED, SMALLER_RATE]
     else:
-        said.append(next(cost for most, cost in LOST if share <= most) if share else LOST_AT_ALL)
+        sentences.append(
+            next(cost for most, cost in LOST if share <= most) if share else LOST_AT_ALL
+        )
     if advice.dgc.method.exchange.exchange == "reduce":
-        said.append(
+        sentences.append(
             'exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn '
             "less: compare (docs/tuning.md)."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _untried(advice: Advice) -> str:

@@ -37,7 +37,7 @@ from dgc.terminal import size as size_of
 
 ROWS = 24  # at most, of a schedule's table
 EPOCHS = 10  # of a schedule, if nothing is said
-MOST_STEPS = 5_000_000  # of a schedule: these take some 2 GB
+MAX_STEPS = 5_000_000  # of a schedule: these take some 2 GB
 RATE = re.compile(
     r"(\d+\.?\d*|\.\d+) ?([mgMG])(?:bit|Bit|BIT|bps)(?:, ?(\d+\.?\d*|\.\d+) ?([um])s)?"
 )
@@ -150,7 +150,7 @@ def plan(
     overlap: Overlap = "dense" if clips else True
     with usage("--compute"):
         advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
-    said = notes(advice)
+    headings = notes(advice)
     rows = (
         {
             on.workers: [
@@ -162,22 +162,22 @@ def plan(
         else {}
     )
     if as_json:
-        told = {
+        report = {
             "model": model,
             "parameters": loaded.numel,
             "verdict": verdict(advice),
-            "notes": said,
+            "notes": headings,
             "advice": asdict(advice),
             "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
         }
-        print(json.dumps(told, indent=1, default=str))
+        print(json.dumps(report, indent=1, default=str))
         return
     _say(verdict(advice))
     if advice.pays:
         print(f"\nFor {fits(advice)}:\n")
         _say(advice.line, "  ", "    ")
     print()
-    for heading, text in said.items():
+    for heading, text in headings.items():
         _say(text, f"{heading:<10}", " " * 10)
     print()
     _say(
@@ -316,9 +316,9 @@ def schedule(
         last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
         epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
     steps = epochs * steps_per_epoch
-    if steps > MOST_STEPS:
+    if steps > MAX_STEPS:
         raise typer.BadParameter(
-            f"--epochs times --steps-per-epoch must be at most {MOST_STEPS:,}, got {steps:,} "
+            f"--epochs times --steps-per-epoch must be at most {MAX_STEPS:,}, got {steps:,} "
             "(give a smaller --epochs)"
         )
     values = [chosen(step) for step in range(steps)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dgc.compression.sizes import Sizes, chunk_bytes, kept, rounds, row, sends_dense
+from dgc.compression.sizes import Sizes, chunk_bytes, is_rounded, kept, row, sends_dense
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
     """A ring allreduce; or, where the sum is rounded, to each worker its part of all others'
     entries, and its sums to all: the bytes of a ring allreduce of such values.
     """
-    if not rounds(sizes, n * g):
+    if not is_rounded(sizes, n * g):
         return ring(sizes.dense, n, g)
     part = chunk_bytes(sizes.numel, n * g, sizes.sum_bits)
     return _by_owners(n, g, part, part)
@@ -183,7 +183,7 @@ def _dense_sum_of_nodes(sizes: Sizes, n: int, g: int) -> Rounds:
     """The same between nodes, which begin with the mean that all ranks of a node have, and end with
     a gather within it.
     """
-    if not rounds(sizes, n):
+    if not is_rounded(sizes, n):
         return (*hierarchical_ring(sizes.dense, n, g), *_some(Round(g - 1, sizes.dense / g, 0)))
     part = chunk_bytes(sizes.numel, n, sizes.sum_bits)
     return _among_nodes(sizes.dense, n, g, part, part)

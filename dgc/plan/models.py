@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dgc.compression import select
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.sizes import Sizes
 from dgc.compression.wire import Layout
 from dgc.config import Config
@@ -197,7 +197,7 @@ def buckets(shapes: tuple[Shape, ...], config: Config) -> tuple[PlannedBucket, .
     for ready, together in _departing(shapes, config.min_numel):
         numel = sum(p.numel() for p in together)
         if sparsity > 0.0 and compressible(together[0], config.min_numel):
-            bucket = Bucket("", {str(i): p for i, p in enumerate(together)}, velocity=False)
+            bucket = Residual("", {str(i): p for i, p in enumerate(together)}, velocity=False)
             counts = [select.count(sparsity, n) for n in bucket.numels]
             layout = Layout(bucket, counts, config.value_bits)
             made.append(PlannedBucket(ready, numel, layout.sizes))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from dgc.compression import sizes as messages
+from dgc.compression.sizes import FLOAT32, WIDE, Sizes, is_rounded, sends_dense, summed_bytes
 from dgc.config import Config
 from dgc.plan import cost
 from dgc.plan.cost import Cluster, Exchange, Link
@@ -197,33 +197,31 @@ def _part(
     n, g, numel, sizes = cluster.nodes, cluster.gpus, bucket.numel, bucket.sizes
     worked = received = added = 0.0  # added: to the seconds on the wire
     if method.kind == "powersgd":
-        factors = [messages.FLOAT32 * entries for entries in bucket.low_rank if entries]
+        factors = [FLOAT32 * entries for entries in bucket.low_rank if entries]
         rounds = tuple(each for nbytes in factors for each in cost.ring(nbytes, n, g))
         own = sum(factors)
         worked = local.low_rank * numel
     elif method.kind != "dgc":
-        own = numel * (2 if method.kind == "float16" else messages.FLOAT32)
+        own = numel * (2 if method.kind == "float16" else FLOAT32)
         rounds = cost.DENSE[method.name](own, n, g)
         added = local.convert * numel * (method.kind == "float16")
     elif sizes is None:
         exact = config.sparsity_at(0) == 0  # as before the first compressed step
-        summed = messages.Sizes(
-            messages.FLOAT32 * numel, numel, bits=16 if exact else config.value_bits
-        )
-        own = messages.summed_bytes(summed, n * g)
+        summed = Sizes(FLOAT32 * numel, numel, bits=16 if exact else config.value_bits)
+        own = summed_bytes(summed, n * g)
         rounds = cost.dense_sum(summed, n, g)
-        added = local.round * numel * messages.rounds(summed, n * g)
+        added = local.round * numel * is_rounded(summed, n * g)
     else:
         exchange, peers = method.exchange, method.exchange.contributors(n, g)
         rounds = cost.exchange(method.name, sizes, n, g)
         worked = local.compress * numel
-        if messages.sends_dense(exchange.exchange, sizes, peers):
-            own = messages.summed_bytes(sizes, peers)
-            added = local.round * numel * messages.rounds(sizes, peers)
+        if sends_dense(exchange.exchange, sizes, peers):
+            own = summed_bytes(sizes, peers)
+            added = local.round * numel * is_rounded(sizes, peers)
         elif exchange.exchange == "reduce":
             to_owner, to_all = exchange.messages(sizes, peers)
             own = peers * to_owner + to_all
-            received = local.receive * sizes.slots * 2 * messages.WIDE
+            received = local.receive * sizes.slots * 2 * WIDE
             received += local.compress * numel * (REDUCE + OWNED / peers)
         else:
             own = sizes.message

@@ -22,11 +22,11 @@ def gather_bytes(
         device: of the tensors that travel.
     """
     own = torch.tensor([len(content)], device=device)
-    lengths = transport.start(Collective("gather", own), f"{name}.lengths")().flatten().tolist()
+    lengths = transport.start(Collective("all_gather", own), f"{name}.lengths")().flatten().tolist()
     padded = torch.tensor(
         list(content.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=device
     )
-    rows = transport.start(Collective("gather", padded), name)().tolist()
+    rows = transport.start(Collective("all_gather", padded), name)().tolist()
     return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 

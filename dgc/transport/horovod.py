@@ -21,8 +21,8 @@ from dgc.transport.run import HOROVODS_MODULE, Wait
 MAX_BYTES = (
     1 << 31
 ) - 1  # of one collective, if not NCCL's: it counts in 32 bits, and goes on somewhere else
-PAUSE = 2e-4  # seconds between two looks whether a collective is done
-BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
+POLL_S = 2e-4  # seconds between two looks whether a collective is done
+CARRIED_AS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}
 
 
 class Horovod:
@@ -50,7 +50,7 @@ class Horovod:
         return World(self.process_set.rank(), self.process_set.size())
 
     @property
-    def broadcasts_beyond(self) -> bool:
+    def state_is_broadcast_globally(self) -> bool:
         """Whether it leaves ranks out, whom hvd.broadcast_optimizer_state reaches: that knows no
         process set.
         """
@@ -67,19 +67,21 @@ class Horovod:
         size = node_size(self, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), device)
         world = World(hvd.rank(), hvd.size(), size)
         if 1 < size < world.size:
-            sets = _process_sets(world.partition("node") + world.partition("across"))
-            self._sets.update({group: sets[world.members(group)] for group in ("node", "across")})
+            sets = _process_sets(world.partition("intra_node") + world.partition("inter_node"))
+            self._sets.update(
+                {group: sets[world.members(group)] for group in ("intra_node", "inter_node")}
+            )
         return size
 
     def start(self, collective: Collective, name: str) -> Wait:
         tensor = collective.tensor
         process_set = self._sets[collective.group]
-        if collective.op == "sum":
+        if collective.op == "all_reduce":
             return self._sum(tensor, name, process_set)
         # Horovod does not know bfloat16, nor bool everywhere; where nothing is added up, their bits
         # will do.
-        bits = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
-        if collective.op == "gather":
+        bits = tensor.view(CARRIED_AS[tensor.dtype]) if tensor.dtype in CARRIED_AS else tensor
+        if collective.op == "all_gather":
             what = (
                 "give sparse_as_dense=True, or smaller batches"
                 if name.startswith("dgc.sparse.")
@@ -90,7 +92,7 @@ class Horovod:
             refuse_too_large(name, parts * tensor.nbytes, what)
             handle = hvd.allgather_async(bits.unsqueeze(0), name=name, process_set=process_set)
             return _waiting([handle], lambda result: result.view(tensor.dtype))
-        if collective.op == "alltoall":
+        if collective.op == "all_to_all":
             refuse_too_large(
                 name, tensor.nbytes, "have smaller buckets by groups=, or a higher sparsity"
             )
@@ -146,7 +148,7 @@ def _waiting(handles: list[int], read: Callable[[Tensor], Tensor]) -> Wait:
 
     def result() -> Tensor:
         while not done():  # Horovod's own waiting looks once a millisecond
-            time.sleep(PAUSE)
+            time.sleep(POLL_S)
         last = [hvd.synchronize(handle) for handle in handles][-1]
         # An all-to-all also says how it was split.
         return read(_arrived(last[0] if isinstance(last, tuple) else last))

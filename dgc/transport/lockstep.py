@@ -45,16 +45,16 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         RuntimeError: the ranks wait for different things, or one returned while others wait for it.
     """
     _check_sizes(size, node_size)
-    stage = _Stage(size)
+    rendezvous = _Rendezvous(size)
     results: dict[int, T] = {}
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def play(rank: int) -> None:
-        _here.rank = Lockstep(rank, stage, node_size)
+        _here.rank = Lockstep(rank, rendezvous, node_size)
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # which each thread has for itself
-            stage.await_turn(rank)
+            rendezvous.await_turn(rank)
             # Else backward passes on a GPU, all ranks' in one thread, would wait in their hooks for
             # one another.
             with torch.autograd.set_multithreading_enabled(False):
@@ -62,9 +62,9 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         except _Ended:
             pass
         except BaseException as error:  # carried to the caller's thread
-            stage.fail(error)
+            rendezvous.fail(error)
         finally:
-            stage.leave(rank)
+            rendezvous.leave(rank)
 
     threads = [
         threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -76,10 +76,10 @@ def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C, after which the ranks would go on by themselves
-        stage.fail(error)
+        rendezvous.fail(error)
         raise
-    if stage.error is not None:
-        raise stage.error
+    if rendezvous.error is not None:
+        raise rendezvous.error
     return [results[rank] for rank in range(size)]
 
 
@@ -95,18 +95,18 @@ def _check_sizes(size: int, node_size: int) -> None:
 class Lockstep:
     """One of N ranks within this process."""
 
-    def __init__(self, rank: int, stage: _Stage, machine_size: int):
-        self._rank, self._stage = rank, stage
-        self._by_machine = World(rank, stage.size, machine_size)
+    def __init__(self, rank: int, rendezvous: _Rendezvous, machine_size: int):
+        self._rank, self._rendezvous = rank, rendezvous
+        self._by_machine = World(rank, rendezvous.size, machine_size)
         self._begun: dict[str, int] = {}
 
     process_set: ProcessSet = None
     optimizer_module = "dgc.frontends.optimizer"
-    broadcasts_beyond = False
+    state_is_broadcast_globally = False
 
     @property
     def world(self) -> World:
-        return self._by_machine.flat
+        return self._by_machine.without_nodes
 
     def by_node(self, device: torch.device) -> int:
         return self._by_machine.node_size
@@ -114,15 +114,15 @@ class Lockstep:
     def start(self, collective: Collective, name: str) -> Wait:
         count = self._begun[name] = self._begun.get(name, 0) + 1
         key = (name, count, self._by_machine.members(collective.group))
-        self._stage.put(key, self._rank, collective)
-        return Wait(lambda: self._stage.get(key, self._rank))
+        self._rendezvous.put(key, self._rank, collective)
+        return Wait(lambda: self._rendezvous.get(key, self._rank))
 
 
 class _Ended(BaseException):
     """Unwinds a rank because another one failed."""
 
 
-class _Stage:
+class _Rendezvous:
     """Whose turn it is, and what has been put up for exchange."""
 
     def __init__(self, size: int):
@@ -133,9 +133,8 @@ class _Stage:
         self._called = [threading.Condition(lock) for _ in range(size)]
         self._turn = 0
         self._left: set[int] = set()
-        self._waiting: dict[
-            int, Any
-        ] = {}  # rank -> what it found missing since anything last happened
+        # Rank -> what it found missing since anything last happened.
+        self._waiting: dict[int, Any] = {}
         self._boxes: dict[Any, dict[int, Collective]] = {}
         self._results: dict[Any, Any] = {}  # a tensor; of an all-to-all one for each rank
 
@@ -166,7 +165,7 @@ class _Stage:
             self._pass_on(rank)
             self.await_turn(rank)
         box, result = self._boxes[key], self._results[key]
-        if box[rank].op == "alltoall":
+        if box[rank].op == "all_to_all":
             result = result[key[2].index(rank)]
         del box[rank]
         if not box:  # the last to read it
@@ -200,11 +199,11 @@ def _perform(collectives: list[Collective], name: str) -> Tensor | list[Tensor]:
             f"the ranks put different tensors up for {name!r}: {sorted(map(str, kinds))}"
         )
     tensors, op = [c.tensor for c in collectives], collectives[0].op
-    if op == "gather":
+    if op == "all_gather":
         return torch.stack(tensors)
-    if op == "alltoall":
+    if op == "all_to_all":
         return [torch.stack(rows) for rows in zip(*tensors, strict=True)]
-    if op == "share":
+    if op == "broadcast":
         return tensors[collectives[0].root].clone()
     total = tensors[0].clone()
     for tensor in tensors[1:]:

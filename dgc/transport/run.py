@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from dgc.collective import AbandonedError, Collective, Path, World
+from dgc.collective import AbortedError, Collective, Path, World
 from dgc.trace import stage
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Transport(Protocol):
         """This rank and the live number of ranks; None for a process outside the process set."""
 
     @property
-    def broadcasts_beyond(self) -> bool:
+    def state_is_broadcast_globally(self) -> bool:
         """Whether the optimizer's state is broadcast to processes outside this world too, which
         need the same one.
         """
@@ -127,7 +127,7 @@ class PathRun(Generic[T]):
         try:
             return self._transport.start(collective, name)
         except BaseException as error:
-            self._path.throw(error)  # the path puts back what was taken, and raises it again
+            self._path.throw(error)  # the path restores v, and raises the error again
             raise
 
     def advance(self) -> bool:
@@ -146,13 +146,13 @@ class PathRun(Generic[T]):
         self._wait = self._start(collective)
         return True
 
-    def leave_node(self, wait: bool) -> None:
+    def start_inter_node(self, wait: bool) -> None:
         """Goes on to the other nodes with what was averaged within the node.
 
         Args:
             wait: also where it is not ready.
         """
-        if self._under_way.group == "node" and (wait or self._wait.ready()):
+        if self._under_way.group == "intra_node" and (wait or self._wait.ready()):
             with own_stream(self._device):
                 self.advance()
 
@@ -164,17 +164,17 @@ class PathRun(Generic[T]):
         wait_for_own_stream(self._device)
         return self._result[0]
 
-    def abandon(self, wait: bool) -> None:
-        """Gives up; what was taken is put back.
+    def abort(self, wait: bool) -> None:
+        """Aborts the path, which restores v.
 
         Args:
-            wait: for the collective under way, where all ranks give up alike and will go on.
+            wait: for the collective under way, where all ranks abort alike and will go on.
         """
         with own_stream(self._device):
             if wait:
                 self._wait()
-            with suppress(AbandonedError):
-                self._path.throw(AbandonedError())
+            with suppress(AbortedError):
+                self._path.throw(AbortedError())
         wait_for_own_stream(self._device)
 
 
@@ -196,9 +196,8 @@ def own_stream(device: torch.device | None) -> Iterator[None]:
     try:
         with torch.cuda.stream(stream):
             yield
-    except (
-        BaseException
-    ):  # whoever catches it finds what was put back, and may free gradients that were being read
+    except BaseException:
+        # Whoever catches it finds v restored, and may free gradients that were being read.
         wait_for_own_stream(device)
         raise
 

@@ -59,7 +59,7 @@ class TorchDistributed:
     """The ranks of a process group; those of the default group when it is None."""
 
     optimizer_module = "dgc.frontends.optimizer"
-    broadcasts_beyond = False
+    state_is_broadcast_globally = False
 
     def __init__(self, group: Any = None):
         self.process_set = group
@@ -87,7 +87,7 @@ class TorchDistributed:
         size = node_size(self, machine, device)
         world = World(dist.get_rank(self.process_set), dist.get_world_size(self.process_set), size)
         if 1 < size < world.size:
-            for group in ("node", "across"):
+            for group in ("intra_node", "inter_node"):
                 # All ranks make all groups. Where each makes its own alone, torch names these by
                 # how many groups a rank knows: ranks that know of different ones would wait for
                 # each other for ever.
@@ -114,21 +114,20 @@ class TorchDistributed:
                 1
             ].wait()  # on the device: NCCL must not run two groups' collectives in another order elsewhere
         result = tensor
-        if collective.op == "gather":
+        if collective.op == "all_gather":
             size = dist.get_world_size(group)
             result = torch.empty(size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
             work = _all_gather(result.view(-1), tensor.view(-1), group=group, async_op=True)
-        elif collective.op == "sum":
+        elif collective.op == "all_reduce":
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-        elif collective.op == "alltoall":
+        elif collective.op == "all_to_all":
             result = torch.empty_like(tensor)
             work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             root = _ranks(group)[collective.root]
             work = dist.broadcast(tensor, src=root, group=group, async_op=True)
-        if (
-            tensor.is_cuda and len(self._groups) > 1
-        ):  # a default group that was given no backend tells of none
+        # A default group that was made without a backend names none.
+        if tensor.is_cuda and len(self._groups) > 1:
             self._last = group, work
 
         def wait() -> torch.Tensor:

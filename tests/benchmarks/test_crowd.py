@@ -11,7 +11,7 @@ import torch
 import dgc
 from dgc.compression import select
 from dgc.compression import sizes as messages
-from dgc.compression.residual import Bucket
+from dgc.compression.residual import Residual
 from dgc.compression.wire import Layout
 from dgc.plan import cost
 
@@ -85,7 +85,7 @@ def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking,
         return ends, optimizer.report().overflow_entries > 0
 
     ranks = dgc.lockstep.run(worker, workers)
-    bucket = Bucket("bucket 0", {name: torch.empty(SHAPES[name]) for name in "ca"}, False)
+    bucket = Residual("bucket 0", {name: torch.empty(SHAPES[name]) for name in "ca"}, False)
     residuals, weights = (
         Residuals(bucket, workers, Momentum(0.9, masking)),
         torch.zeros(bucket.numel),
@@ -101,7 +101,7 @@ def test_an_exchange_is_the_packages(exchange, wide, workers, sparsity, masking,
 
 def test_the_bound_applies_the_largest_of_the_mean():
     g = torch.randn(3, 1200, generator=torch.Generator().manual_seed(0))
-    bucket = Bucket("bucket 0", {"a": torch.empty(40, 30)}, False)
+    bucket = Residual("bucket 0", {"a": torch.empty(40, 30)}, False)
     residuals = Residuals(bucket, 3, Momentum(0.0, True))
     residuals.accumulate(g)
     update = Exchange(bucket, 3, "mean", 0.99, 2)(residuals)

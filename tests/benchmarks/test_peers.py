@@ -476,14 +476,16 @@ def test_the_collective_is_the_one_that_the_entry_names(name):
                     while True:
                         ops.append(asked.op)
                         asked = path.send(
-                            asked.tensor[None] if asked.op == "gather" else asked.tensor
+                            asked.tensor[None] if asked.op == "all_gather" else asked.tensor
                         )
                 except StopIteration:
                     pass
         return ops
 
     (ops,) = dgc.lockstep.run(worker, 1)
-    assert set(ops) == {{"allreduce": "sum", "allgather": "gather"}[peers.METHODS[name].collective]}
+    assert set(ops) == {
+        {"allreduce": "all_reduce", "allgather": "all_gather"}[peers.METHODS[name].collective]
+    }
 
 
 def over_whatever_there_is(names=tuple(EXCHANGING)):

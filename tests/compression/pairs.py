@@ -5,7 +5,7 @@ import torch
 
 from dgc.compression import select
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import Layout
 
 cuda = pytest.importorskip(
@@ -24,7 +24,7 @@ class Pair:
         self, dtype=torch.float32, shapes=SHAPES, velocity=True, sparsity=0.99, bits=16, counts=None
     ):
         self.buckets = [
-            Bucket(
+            Residual(
                 "bucket 0",
                 {k: torch.empty(s, dtype=dtype, device=device) for k, s in shapes.items()},
                 velocity,
@@ -55,7 +55,7 @@ class Pair:
             (scales, scale),
             strict=True,
         ):
-            bad, index, used = kernel.select(bucket, some, clip, layout, step)
+            bad, index, used = kernel.accumulate_and_select(bucket, some, clip, layout, step)
             chosen = index[layout.uses(used)].tolist()
             refused = torch.tensor(bool(bad)) if kernel is plain else bucket.marked.any()
             message, taken = kernel.encode(bucket, layout, index, used, refused, masking)

@@ -13,12 +13,12 @@ import dgc
 from dgc.compression import device as devices
 from dgc.compression import kernels
 from dgc.compression.kernels import owners_plain, plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.config import Config
 from dgc.engine import exchange, parameters
 from dgc.engine import step as steps
 from dgc.engine.engine import engine_of
-from dgc.paths.compressed import reduce
+from dgc.paths.compressed import exchange_bucket
 
 cuda = pytest.importorskip(
     "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
@@ -46,7 +46,7 @@ def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(
     monkeypatch.setattr(kernels, "module_for", lambda kind, dtype: cuda)
     shapes = {"a": (30, 41), "b": (60, 1100), "d": (5, 1)}
     mine = [
-        Bucket("bucket 0", {k: torch.empty(s, device=DEVICE) for k, s in shapes.items()})
+        Residual("bucket 0", {k: torch.empty(s, device=DEVICE) for k, s in shapes.items()})
         for _ in range(3)
     ]
     given = [
@@ -56,7 +56,7 @@ def test_on_a_device_that_runs_ahead_an_update_is_zero_if_a_message_is_bad(
     if wrong == "not finite":
         given[1]["b"].g[7, 7] = torch.nan
     paths = [
-        reduce(b, g, Config(0.99, exchange=exchange), 0, w)
+        exchange_bucket(b, g, Config(0.99, exchange=exchange), 0, w)
         for b, g, w in zip(mine, given, worlds(3), strict=True)
     ]
     requests, ends = [next(path) for path in paths], []
@@ -405,7 +405,7 @@ def test_a_step_asks_the_device_nothing():
         if step:  # the first one makes the layout's tables
             torch.cuda.set_sync_debug_mode("error")
         try:
-            _, index, used = cuda.select(bucket, some, scale, layout, step)
+            _, index, used = cuda.accumulate_and_select(bucket, some, scale, layout, step)
             message, _ = cuda.encode(bucket, layout, index, used, bucket.marked.any(), step != 1)
             received = cuda.Received(layout, layout.rows, torch.cat([message, message]), 2)
             received.write(ours)
@@ -485,13 +485,13 @@ def test_gradients_of_several_streams_are_waited_for_before_they_are_looked_at(
     options, monkeypatch
 ):
     """And no exchange begins within a graph. On a GPU; here that both are asked for, in backward passes and steps."""
-    arrive, asked = steps.Step.arrive, []
+    arrive, asked = steps.Step.record_gradient, []
 
     def arriving(self, *given):
         self.streams |= {0, 1}
         return arrive(self, *given)
 
-    monkeypatch.setattr(steps.Step, "arrive", arriving)
+    monkeypatch.setattr(steps.Step, "record_gradient", arriving)
     monkeypatch.setattr(steps, "join_streams", lambda streams: asked.append("joined"))
     for module in (exchange, parameters):
         monkeypatch.setattr(

@@ -114,14 +114,14 @@ def empty(monkeypatch, tmp_path):
 
 def test_where_another_one_fills_it_is_waited_for(empty, monkeypatch):
     monkeypatch.setattr(fill, "_locked", lambda file: False)
-    monkeypatch.setattr(fill, "PAUSE", 0.0)
+    monkeypatch.setattr(fill, "POLL_S", 0.0)
     assert not empty.done() and empty._child is None
     empty.mark()
     assert empty.done()
 
 
 def test_where_filling_fails_the_loops_are_compiled_here(empty, monkeypatch):
-    monkeypatch.setattr(fill, "PAUSE", 0.01)
+    monkeypatch.setattr(fill, "POLL_S", 0.01)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     began = time.monotonic()
     empty.wait()

@@ -14,7 +14,7 @@ from pairwise import pairwise
 
 from dgc.compression import kernels, select
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE, Layout
 
 cpu = pytest.importorskip(
@@ -28,7 +28,7 @@ BITS = [1, 2, 4, 8, 16, 32]
 def two_threads(monkeypatch):
     """As on a machine with several cores, and for small tensors too."""
     monkeypatch.setattr(cpu, "CHUNK", 1 << 14)
-    monkeypatch.setattr(cpu, "SLOTS", 1 << 6)
+    monkeypatch.setattr(cpu, "SLOTS_PER_THREAD", 1 << 6)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -37,7 +37,7 @@ def two_threads(monkeypatch):
 
 def pair(dtype=torch.float32, velocity=True, shapes=SHAPES):
     return [
-        Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity)
+        Residual("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()}, velocity)
         for _ in range(2)
     ]
 
@@ -63,7 +63,7 @@ def both(buckets, layout, **arguments):
     messages, chosen, no = [], [], torch.tensor(False)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
         masking = arguments.get("masking", True)
-        bad, index, used = kernel.select(
+        bad, index, used = kernel.accumulate_and_select(
             bucket, arguments["gradients"], arguments.get("scale"), layout, arguments["step"]
         )
         before = bucket.v.clone()
@@ -136,7 +136,7 @@ def test_gradients_of_any_layout(layout):
 
 def test_gradients_that_lie_as_their_parameters_do_are_not_copied():
     weight = torch.empty(8, 16, 5, 5).contiguous(memory_format=torch.channels_last)
-    bucket, g = Bucket("bucket 0", {"a": weight}), torch.zeros_like(weight)
+    bucket, g = Residual("bucket 0", {"a": weight}), torch.zeros_like(weight)
     assert cpu._Gradients(bucket, {"a": Gradient(g)}, None).addresses.tolist() == [g.data_ptr()]
 
 
@@ -162,7 +162,7 @@ def test_what_overflowed_to_no_number_is_chosen_within_bounds(entries):
     bucket.v.normal_(generator=torch.Generator().manual_seed(0))[:entries] = float("nan")
     layout = Layout(bucket, [500], 16)
     zeros = {"a": Gradient(torch.zeros(200, 200), 0.0)}
-    _, index, used = cpu.select(bucket, zeros, None, layout, 0)
+    _, index, used = cpu.accumulate_and_select(bucket, zeros, None, layout, 0)
     chosen = index[: int(used[0])]
     assert len(chosen) == 500 and chosen.diff().gt(0).all()
     assert chosen[0] >= 0 and chosen[-1] < bucket.numel
@@ -212,13 +212,15 @@ def test_a_gradient_that_is_refused_is_told_and_nothing_is_taken(bits):
     buckets, messages = pair(), []
     layout = Layout(buckets[0], [select.count(0.99, n) for n in buckets[0].numels], bits)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
-        _, index, used = kernel.select(bucket, gradients(0), None, layout, 0)
+        _, index, used = kernel.accumulate_and_select(bucket, gradients(0), None, layout, 0)
         u, v = bucket.u.clone(), bucket.v.clone()
         message, taken = kernel.encode(bucket, layout, index, used, torch.tensor(True), True)
         assert torch.equal(bucket.u, u) and torch.equal(bucket.v, v) and not taken.sent.any()
         assert int(bucket.entries_sent) == 0
         messages.append(message)
-    assert torch.equal(*messages) and torch.equal(messages[0], layout.rows.telling(1, NONFINITE))
+    assert torch.equal(*messages) and torch.equal(
+        messages[0], layout.rows.status_message(1, NONFINITE)
+    )
 
 
 def test_large_gradients_whose_squares_overflow():
@@ -242,7 +244,9 @@ def test_the_same_entries_whatever_the_pattern(n, density, step, zeros, pattern)
     buckets = pair(shapes={"a": (n,)})
     layout = Layout(buckets[0], [k], 32)
     for kernel, bucket in zip((cpu, plain), buckets, strict=True):
-        _, index, used = kernel.select(bucket, {"a": Gradient(g, 0.5)}, None, layout, step)
+        _, index, used = kernel.accumulate_and_select(
+            bucket, {"a": Gradient(g, 0.5)}, None, layout, step
+        )
         chosen = index[: int(used)]
         assert torch.equal(chosen, chosen.unique()) and int(used) == min(k, int(g.count_nonzero()))
         assert torch.equal(g[chosen].abs().sort().values, g.abs().sort().values[n - int(used) :])
@@ -256,7 +260,10 @@ def test_rows_that_tell_of_errors_add_nothing(bits):
     message = both(buckets, layout, gradients=gradients(0), step=0)
     damaged = message.clone()
     damaged[0, 100] ^= 4
-    rows, results = torch.cat([message, damaged, layout.rows.telling(1, NONFINITE), message]), []
+    rows, results = (
+        torch.cat([message, damaged, layout.rows.status_message(1, NONFINITE), message]),
+        [],
+    )
     for kernel in (cpu, plain):
         received = kernel.Received(layout, layout.rows, rows, 2)
         assert received.status.tolist() == [0, 2, NONFINITE, 0]

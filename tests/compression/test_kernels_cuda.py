@@ -19,10 +19,10 @@ from pairs import DEVICE, SHAPES, Pair, gradients, targets
 
 from dgc.compression import kernels
 from dgc.compression.kernels import plain
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE
 from dgc.config import Config
-from dgc.paths.compressed import reduce
+from dgc.paths.compressed import exchange_bucket
 
 cuda = pytest.importorskip(
     "dgc.compression.kernels.cuda", reason="triton is not installed", exc_type=ImportError
@@ -166,11 +166,13 @@ def test_what_has_overflowed_in_v_is_confessed():
         bucket.v[:7] = 3e38
     for kernel, bucket, layout in zip((cuda, plain), both.buckets, both.layouts, strict=True):
         there = {k: Gradient(x.g.to(bucket.v.device)) for k, x in g.items()}
-        _, index, used = kernel.select(bucket, there, None, layout, 0)
+        _, index, used = kernel.accumulate_and_select(bucket, there, None, layout, 0)
         message, taken = kernel.encode(
             bucket, layout, index, used, torch.tensor(False, device=bucket.v.device), True
         )
-        assert torch.equal(message, layout.rows.telling(1, NONFINITE)) and not taken.sent.any()
+        assert (
+            torch.equal(message, layout.rows.status_message(1, NONFINITE)) and not taken.sent.any()
+        )
     assert torch.equal(both.buckets[0].v.cpu(), both.buckets[1].v)
 
 
@@ -256,7 +258,7 @@ def test_whole_steps_of_four_ranks(sparsity, bits, monkeypatch):
     for kernel, device in ((cuda, DEVICE), (plain, "cpu")):
         monkeypatch.setattr(kernels, "module_for", lambda kind, dtype, kernel=kernel: kernel)
         buckets = [
-            Bucket("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()})
+            Residual("bucket 0", {k: torch.empty(s, device=device) for k, s in shapes.items()})
             for _ in range(4)
         ]
         for step in range(3):
@@ -270,7 +272,7 @@ def test_whole_steps_of_four_ranks(sparsity, bits, monkeypatch):
             if step == 1:
                 some[1]["b"].g[3, 3] = torch.inf
             paths = [
-                reduce(bucket, g, Config(sparsity, value_bits=bits), step, world)
+                exchange_bucket(bucket, g, Config(sparsity, value_bits=bits), step, world)
                 for bucket, g, world in zip(buckets, some, worlds(4), strict=True)
             ]
             sent = torch.stack([next(path).tensor.cpu() for path in paths])

@@ -11,8 +11,8 @@ from pairwise import pairwise
 from dgc.compression import kernels, select
 from dgc.compression import sizes as messages
 from dgc.compression.kernels import owners_plain, plain
-from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.regions import ReducePlan
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE, Layout, seal
 
 owners_cpu = pytest.importorskip(
@@ -35,10 +35,10 @@ def twin_in_torch_operations(monkeypatch):
 @pytest.fixture
 def three_threads(monkeypatch):
     """As on a machine with several cores, and for small tensors too."""
-    monkeypatch.setattr(owners_cpu, "PIECES", 1)
+    monkeypatch.setattr(owners_cpu, "PIECES_PER_THREAD", 1)
     monkeypatch.setattr(cpu, "CHUNK", 1 << 14)
-    monkeypatch.setattr(cpu, "SLOTS", 1 << 6)
-    monkeypatch.setattr(cpu.rows_cpu, "SHARE", 1)
+    monkeypatch.setattr(cpu, "SLOTS_PER_THREAD", 1 << 6)
+    monkeypatch.setattr(cpu.rows_cpu, "GROUPS_PER_THREAD", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -57,7 +57,7 @@ class Job:
         )
         self.buckets = [
             [
-                Bucket(
+                Residual(
                     "bucket 0",
                     {k: torch.empty(s, dtype=dtype) for k, s in shapes.items()},
                     velocity,
@@ -68,7 +68,7 @@ class Job:
         ]
         counts = [select.count(sparsity, numel) for numel in self.buckets[0][0].numels]
         self.plans = [
-            [Plan(Layout(buckets[0], counts, bits), n, own) for own in range(n)]
+            [ReducePlan(Layout(buckets[0], counts, bits), n, own) for own in range(n)]
             for buckets in self.buckets
         ]
 
@@ -89,7 +89,7 @@ class Job:
         """Both phases with the compiled loops, 0, or with torch operations, 1."""
         kernel, found = self.kernels[i], {"chosen": [], "rows": [], "status": [], "sent": []}
         for bucket, plan, own in zip(self.buckets[i], self.plans[i], gradients, strict=True):
-            bad, index, used = kernel.select(bucket, own, scale, plan, step)
+            bad, index, used = kernel.accumulate_and_select(bucket, own, scale, plan, step)
             found["chosen"].append(index[plan.layout.uses(used)])
             rows, taken = self.conserving(
                 bucket, kernel.send, bucket, plan, index, used, torch.tensor(bool(bad)), masking
@@ -129,7 +129,7 @@ class Job:
         received = self.readers[i].Received(
             plan.layout, plan.to_all, messages, self.n, plan.regions
         )
-        dtype, flats = self.plans[i][0].layout.residual, []
+        dtype, flats = self.plans[i][0].layout.dtype, []
         for without in (None, next(iter(self.shapes))):
             written, added = (
                 [
@@ -275,7 +275,7 @@ def written(i, job, phase, mutated):
         status = received.status
         received.write(inner.split(plan.layout.numels))
     else:
-        bucket = Bucket("bucket 0", {"a": torch.empty(1, plan.layout.numel)})
+        bucket = Residual("bucket 0", {"a": torch.empty(1, plan.layout.numel)})
         bucket.v = inner
         status = job.kernels[i].add(bucket, plan, mutated).status
     assert (whole[:64] == 7).all() and (whole[-64:] == 7).all()

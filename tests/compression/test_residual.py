@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dgc.compression.residual import Bucket, Gradient, accumulate, residual_dtype
+from dgc.compression.residual import Gradient, Residual, accumulate, residual_dtype
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -28,12 +28,12 @@ def test_accumulate_is_sgds_momentum(nesterov):
 )
 def test_residuals_are_kept_in_float32_or_wider(dtype, expected):
     assert residual_dtype(dtype) == expected
-    assert Bucket("b", {"a": torch.zeros(2, 2, dtype=dtype)}).v.dtype == expected
+    assert Residual("b", {"a": torch.zeros(2, 2, dtype=dtype)}).v.dtype == expected
 
 
 def test_entries_are_counted_where_they_were():
     """In the same memory: on a GPU another stream counts than the one whose memory it is."""
-    b = Bucket("b", {"a": torch.zeros(4, 5)})
+    b = Residual("b", {"a": torch.zeros(4, 5)})
     kept = b.total_entries
     for entries in (3, 4):
         b.count(torch.tensor(entries))
@@ -41,7 +41,7 @@ def test_entries_are_counted_where_they_were():
 
 
 def test_views_are_the_flat_tensors():
-    b = Bucket(
+    b = Residual(
         "b", {"large": torch.empty(70_000), "small": torch.empty(2, 3), "empty": torch.empty(0, 4)}
     )
     b.views(b.v)["small"][1, 2] = 7.0
@@ -53,7 +53,7 @@ def test_what_is_kept_lies_as_the_parameter_does():
     """So that channels last costs no copy, neither of the gradient nor of the update."""
     image = torch.randn(4, 3, 5, 6).contiguous(memory_format=torch.channels_last)
     turned, gaps = torch.randn(7, 8).t(), torch.randn(6, 8)[:, ::2]
-    b = Bucket("b", {"image": image, "turned": turned, "gaps": gaps})
+    b = Residual("b", {"image": image, "turned": turned, "gaps": gaps})
     b.accumulate(
         {name: Gradient(g) for name, g in (("image", image), ("turned", turned), ("gaps", gaps))}
     )
@@ -69,7 +69,7 @@ def test_what_is_kept_lies_as_the_parameter_does():
 
 
 def test_scaling_and_missing_gradients():
-    b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
+    b = Residual("b", {"a": torch.empty(2), "c": torch.empty(2)})
     b.accumulate({"a": Gradient(torch.tensor([3.0, 4.0]), 0.5)}, scale=torch.tensor(0.5))
     assert b.v.tolist() == [1.5, 2.0, 0, 0] and b.gradient_square == 6.25
     b.accumulate({"c": Gradient(torch.tensor([1.0, 1.0]), 0.5)}, scale={"c": torch.tensor(2.0)})
@@ -78,7 +78,7 @@ def test_scaling_and_missing_gradients():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_entries_that_are_not_finite_count_as_zero(bad):
-    b = Bucket("b", {"a": torch.empty(2), "c": torch.empty(2)})
+    b = Residual("b", {"a": torch.empty(2), "c": torch.empty(2)})
     gradients = {
         "a": Gradient(torch.tensor([3.0, bad]), 0.5),
         "c": Gradient(torch.tensor([1.0, 2.0]), 0.5),

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.compression.kernels import plain
-from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket
+from dgc.compression.regions import ReducePlan
+from dgc.compression.residual import Residual
 from dgc.compression.sizes import row_bytes, row_sections
 from dgc.compression.wire import NONFINITE, Layout, Rows, seal
 
@@ -64,9 +64,7 @@ def by_numba(rows, places, values):
 def read_by_numba(rows, message, sizes=None):
     """As :meth:`Rows.decode`."""
     sizes = np.array([rows.size]) if sizes is None else sizes.numpy()
-    status, used, places, values = rows_cpu.read(
-        rows, message, sizes, cpu.LIKE[rows.residual].dtype
-    )
+    status, used, places, values = rows_cpu.read(rows, message, sizes, cpu.LIKE[rows.dtype].dtype)
     there = np.arange(rows.slots) < used[:, None]
     places = np.broadcast_to(np.arange(rows.slots), there.shape) if rows.all_entries else places
     return status.tolist(), np.where(there, places, 0), np.where(there, values, 0)
@@ -350,7 +348,7 @@ def test_a_row_with_what_is_not_finite_says_only_that(bad, bits, dtype):
     for write in (by_torch, by_numba):
         message, sent = write(rows, torch.tensor([0, 1, 4, 5]), values)
         assert not sent.any()
-        assert torch.equal(message, rows.telling(1, NONFINITE))
+        assert torch.equal(message, rows.status_message(1, NONFINITE))
         assert bytes(message[0].tolist()) == oracle_wire.encode(
             4, 9, bits, [0, 1, 4, 5], values.tolist()
         )
@@ -365,7 +363,7 @@ def test_a_row_with_what_is_not_finite_says_only_that(bad, bits, dtype):
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_that_tells_of_a_damaged_one_is_not_damaged_itself(bits):
     rows = Rows(10, 90, bits, torch.float32, CPU)
-    message = torch.cat([some_rows(rows), rows.telling(1, 2), some_rows(rows)])
+    message = torch.cat([some_rows(rows), rows.status_message(1, 2), some_rows(rows)])
     assert rows.decode(message).status.tolist() == read_by_numba(rows, message)[0] == [0, 2, 0]
 
 
@@ -386,8 +384,8 @@ def some_rows(rows):
 
 def test_an_empty_region_has_no_place():
     """Of twenty owners of 32 entries some own none: a place in it is refused."""
-    layout = Layout(Bucket("bucket 0", {"a": torch.empty(4, 8)}), [8], 4)
-    plan = Plan(layout, 20, 0)
+    layout = Layout(Residual("bucket 0", {"a": torch.empty(4, 8)}), [8], 4)
+    plan = ReducePlan(layout, 20, 0)
     empty = int(plan.regions.sizes.argmin())
     assert plan.regions.sizes[empty] == 0
     message = (

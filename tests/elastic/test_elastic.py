@@ -121,7 +121,7 @@ def test_what_remains_pending_is_worth_as_much(
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config, op=op)
-        pending = engine_of(optimizer)._pending
+        pending = engine_of(optimizer)._residuals
         if rank < remain:
             pending.load(kept[rank])
         if rank == 0 and remain < former:
@@ -150,7 +150,7 @@ def test_commits_of_two_sizes_are_each_worth_as_much(monkeypatch):
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
         optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), dgc.Config(0.9))
-        pending = engine_of(optimizer)._pending
+        pending = engine_of(optimizer)._residuals
         pending.load({**kept[rank], "size": sizes[rank]})
         if rank == 0:
             with pytest.warns(UserWarning, match="of 3 ranks 1 are gone"):

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dgc.engine.backward import at_end_of_backward, backward_task, calling_scaler, within_another
+from dgc.engine.backward import at_end_of_backward, calling_scaler, graph_task_id, within_another
 
 
 def within_backward(look, model=None):
@@ -16,8 +16,8 @@ def within_backward(look, model=None):
 
 
 def test_each_backward_pass_has_a_number():
-    assert backward_task() == -1
-    first, second = within_backward(backward_task) + within_backward(backward_task)
+    assert graph_task_id() == -1
+    first, second = within_backward(graph_task_id) + within_backward(graph_task_id)
     assert -1 not in (first, second) and first != second
 
 

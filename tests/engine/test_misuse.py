@@ -184,7 +184,7 @@ def test_a_step_that_is_given_up_takes_back_what_its_exchanges_have_sent(again):
         sent = copy.deepcopy(pending)
         if again:
             network[0].weight.sum().backward()
-        engine_of(optimizer).give_up()
+        engine_of(optimizer).abort_step()
         given_up = copy.deepcopy(pending)
         optimizer.zero_grad()
         network, optimizer = wrapped(SPARSE)

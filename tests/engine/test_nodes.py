@@ -82,7 +82,7 @@ def hierarchical():
             groups.append(
                 [
                     engine_of(optimizer).settings.transport._groups[group]
-                    for group in ("node", "across")
+                    for group in ("intra_node", "inter_node")
                 ]
             )
     for made in (
@@ -274,7 +274,7 @@ def level(optimizer):
     """What is done before an exchange."""
     engine = engine_of(optimizer)
     engine._gradients.group()
-    engine._gradients.level()
+    engine._gradients.average_residuals()
 
 
 def taken_up(config, states):
@@ -426,7 +426,7 @@ def test_messages_leave_for_other_nodes_during_the_backward_pass():
             optimizer.zero_grad()
             network(torch.randn(3, 60)).square().mean().backward()
             optimizer.step()
-        return begun.count(("node", True)), begun.count(("across", True))
+        return begun.count(("intra_node", True)), begun.count(("inter_node", True))
 
     assert dgc.lockstep.run(worker, 4, 2) == [(4, 3)] * 4
 

@@ -313,12 +313,12 @@ def test_a_state_is_loaded_after_an_exchange_that_has_failed(monkeypatch):
             raise ConnectionError("the ring is down")
         return advancing(self)
 
-    def abandon(self, wait):
+    def abort(self, wait):
         if wait and rank() in down:
             raise ConnectionError("the ring is down")
-        abandoning(self, wait)
+        aborting(self, wait)
 
-    down, advancing, abandoning = set(), PathRun.advance, PathRun.abandon
+    down, advancing, aborting = set(), PathRun.advance, PathRun.abort
     monkeypatch.setattr(PathRun, "advance", advance)
-    monkeypatch.setattr(PathRun, "abandon", abandon)
+    monkeypatch.setattr(PathRun, "abort", abort)
     in_lockstep(worker)

@@ -16,10 +16,10 @@ class Nothing:
 
     numel = 100
 
-    def compressed(self):
+    def compressed_residuals(self):
         return []
 
-    kept = compressed
+    residuals = compressed_residuals
 
 
 def told(ledger):
@@ -37,13 +37,13 @@ def sending(world, dense_bytes, *collectives):
 
 def test_a_step_is_counted_and_added_to_the_totals():
     ledger, message = Ledger(), torch.zeros(120, dtype=torch.uint8)
-    ledger.close(
+    ledger.close_with_update(
         sending(
             World(1, 4),
             dense_bytes(100, 4),
-            Collective("gather", message),
-            Collective("sum", message),
-            Collective("share", message),
+            Collective("all_gather", message),
+            Collective("all_reduce", message),
+            Collective("broadcast", message),
         ),
         100,
         30,
@@ -60,8 +60,8 @@ def test_a_logger_gets_plain_numbers_and_the_compression():
         20,
         10,
     ):  # of which (N - 1) times as many are sent, instead of 2 (N - 1) / N * 400
-        message = Collective("gather", torch.zeros(nbytes, dtype=torch.uint8))
-        ledger.close(sending(World(1, 4), dense_bytes(100, 4), message), 100, 30)
+        message = Collective("all_gather", torch.zeros(nbytes, dtype=torch.uint8))
+        ledger.close_with_update(sending(World(1, 4), dense_bytes(100, 4), message), 100, 30)
     report = told(ledger)
     numbers = report.as_dict()
     assert {name: getattr(report, name) for name in numbers if "compression" not in name} == {
@@ -73,18 +73,18 @@ def test_a_logger_gets_plain_numbers_and_the_compression():
 
 def test_there_is_no_compression_where_nothing_was_sent():
     ledger = Ledger()
-    ledger.close(sending(World(0, 1), 0.0), 100, 100)
+    ledger.close_with_update(sending(World(0, 1), 0.0), 100, 100)
     assert not {"compression", "total_compression"} & told(ledger).as_dict().keys()
 
 
 def test_what_stays_within_a_node_is_counted_apart():
     ledger, numbers = Ledger(), torch.zeros(30)
-    ledger.close(
+    ledger.close_with_update(
         sending(
             World(0, 6, node_size=3),
             0.0,
-            Collective("sum", numbers, group="node"),
-            Collective("gather", numbers, group="across"),
+            Collective("all_reduce", numbers, group="intra_node"),
+            Collective("all_gather", numbers, group="inter_node"),
         ),
         100,
         0,
@@ -98,15 +98,15 @@ def test_what_stays_within_a_node_is_counted_apart():
 
 
 def summing(numel, dense_bytes=1000.0):
-    return sending(World(0, 2), dense_bytes, Collective("sum", torch.zeros(numel)))
+    return sending(World(0, 2), dense_bytes, Collective("all_reduce", torch.zeros(numel)))
 
 
 def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     """The last step stays the last one that was taken."""
     ledger = Ledger()
-    ledger.close(summing(50), 100, 30)
+    ledger.close_with_update(summing(50), 100, 30)
     taken = told(ledger)
-    ledger.skip(summing(1))
+    ledger.close_skipped(summing(1))
     report = told(ledger)
     assert (report.skipped, report.steps, report.total_bytes_sent, report.total_dense_bytes) == (
         1,
@@ -121,8 +121,8 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
     )
     for skip in (False, True, True):  # one that is dropped, as its exchange has failed
         step = summing(2)
-        (ledger.skip if skip else ledger.drop)(step)
-        ledger.drop(step)  # which has been dropped already
+        (ledger.close_skipped if skip else ledger.close_without_update)(step)
+        ledger.close_without_update(step)  # which has been dropped already
     report = told(ledger)
     assert (report.bytes_sent, report.density, report.skipped, report.total_bytes_sent) == (
         200.0,
@@ -134,8 +134,8 @@ def test_a_skipped_step_sent_what_it_sent_and_is_no_step():
 
 def test_a_flush_is_in_the_totals_and_the_last_step_stays_the_last():
     ledger = Ledger()
-    ledger.close(summing(1, 0.0), 100, 0)
-    ledger.drop(summing(10, 0.0))
+    ledger.close_with_update(summing(1, 0.0), 100, 0)
+    ledger.close_without_update(summing(10, 0.0))
     report = told(ledger)
     assert (report.bytes_sent, report.total_bytes_sent, report.steps) == (4.0, 44.0, 1)
 

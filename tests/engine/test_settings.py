@@ -14,7 +14,7 @@ def roles(size, **arguments):
 
 def test_several_processes_exchange_and_one_has_nothing_to_exchange():
     assert roles(3, config=dgc.Config()) == [Role.MEMBER] * 3
-    assert roles(1, config=dgc.Config()) == [Role.ALONE]
+    assert roles(1, config=dgc.Config()) == [Role.SINGLE_PROCESS]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,9 @@ def test_one_process_takes_part_where_torchs_optimizer_would_not_do(arguments):
 
 def test_nothing_leaves_early_where_all_ranks_must_agree_first():
     def waits(**arguments):
-        return dgc.lockstep.run(lambda: Settings(transport=find(), **arguments).waits, 2)[0]
+        return dgc.lockstep.run(
+            lambda: Settings(transport=find(), **arguments).checks_finite_first, 2
+        )[0]
 
     assert not waits(config=dgc.Config(clip_norm=1.0))
     assert waits(config=dgc.Config(nonfinite="skip"))

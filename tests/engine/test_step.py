@@ -152,7 +152,7 @@ def test_what_could_not_be_sent_is_in_v():
         transport.start = refusing
         with pytest.raises(ValueError, match="too long"):
             optimizer.step()
-        (v,) = (bucket.v for bucket in engine_of(optimizer)._parameters.kept())
+        (v,) = (bucket.v for bucket in engine_of(optimizer)._parameters.residuals())
         return (v.view(50, 50) - g).abs().max() < 1e-6 and not p.any()
 
     for failing in ("dgc.0.p", "dgc.0.p#1"):

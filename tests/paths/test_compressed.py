@@ -8,9 +8,9 @@ from laws import bytes_of_a_row, performed, walk, worlds
 from pairwise import pairwise
 
 import dgc
-from dgc.collective import AbandonedError, World, sent_bytes
-from dgc.compression.residual import Bucket, Gradient, clip_scale
-from dgc.paths.compressed import flush, reduce
+from dgc.collective import AbortedError, World, sent_bytes
+from dgc.compression.residual import Gradient, Residual, clip_scale
+from dgc.paths.compressed import exchange_bucket, flush
 from dgc.paths.dense import reduce_dense
 from dgc.paths.sparse import reduce_sparse
 
@@ -19,7 +19,7 @@ SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
 
 def buckets(n, dtype=torch.float32):
     return [
-        Bucket("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in SHAPES.items()})
+        Residual("bucket 0", {k: torch.empty(s, dtype=dtype) for k, s in SHAPES.items()})
         for _ in range(n)
     ]
 
@@ -55,8 +55,8 @@ def test_conservation(bits, dtype, sparsity, masking):
         accumulated = v + (u * torch.tensor(0.9, dtype=u.dtype) + flat)
         updates = walk(
             [
-                reduce(pair[0], g, config, step, World(0, 2), average=False),
-                reduce(pair[1], {}, config, step, World(1, 2), average=False),
+                exchange_bucket(pair[0], g, config, step, World(0, 2, average=False)),
+                exchange_bucket(pair[1], {}, config, step, World(1, 2, average=False)),
             ]
         )
         assert torch.equal(updates[0], updates[1])
@@ -78,8 +78,8 @@ def test_agreement_and_conservation_over_ranks(n):
         u = [b.u.clone() for b in mine]
         updates = walk(
             [
-                reduce(b, gradients(r, step, torch.float64), config, step, w, average=False)
-                for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))
+                exchange_bucket(b, gradients(r, step, torch.float64), config, step, w)
+                for r, (b, w) in enumerate(zip(mine, worlds(n, average=False), strict=True))
             ]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)
@@ -112,17 +112,16 @@ def test_orthogonal_clipped_gradients_combine_to_exactly_clip_norm(n, average):
             sparsity=0.0, clip_norm=clip_norm, clip_per_tensor=per_tensor, min_numel=0
         )
         paths = []
-        for g, world in zip(rows, worlds(n), strict=True):
-            b = Bucket("bucket 0", {"a": torch.empty(32, 32, dtype=torch.float64)})
+        for g, world in zip(rows, worlds(n, average), strict=True):
+            b = Residual("bucket 0", {"a": torch.empty(32, 32, dtype=torch.float64)})
             scale = None if per_tensor else clip_scale(g.norm(), clip_norm, n, average)
             paths.append(
-                reduce(
+                exchange_bucket(
                     b,
                     {"a": Gradient(g.view(32, 32))},
                     config,
                     0,
                     world,
-                    average=average,
                     scale=scale,
                 )
             )
@@ -141,10 +140,14 @@ def test_what_is_within_the_bound_is_not_clipped():
 
 
 def test_entries_that_round_to_nothing_are_neither_sent_nor_masked():
-    b = Bucket("bucket 0", {"a": torch.empty(2, 2)})
+    b = Residual("bucket 0", {"a": torch.empty(2, 2)})
     g = torch.tensor([[1.0, 2.0**-60], [0.0, 0.0]])  # 60 binary orders apart: float16 has 40
     update = walk(
-        [reduce(b, {"a": Gradient(g, 0.9)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))]
+        [
+            exchange_bucket(
+                b, {"a": Gradient(g, 0.9)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1)
+            )
+        ]
     )[0]
     assert update.tolist() == [1, 0, 0, 0]
     assert b.v.tolist() == [0, 2.0**-60, 0, 0] and b.u.tolist() == [0, 2.0**-60, 0, 0]
@@ -152,16 +155,24 @@ def test_entries_that_round_to_nothing_are_neither_sent_nor_masked():
 
 def test_empty_slots_touch_nothing():
     """Fewer entries than slots: entry 0, at which empty slots point, keeps its momentum."""
-    b = Bucket("bucket 0", {"a": torch.empty(2, 2)})
+    b = Residual("bucket 0", {"a": torch.empty(2, 2)})
     b.u[0] = 5.0
     g = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     walk(
-        [reduce(b, {"a": Gradient(g, 0.0)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))]
+        [
+            exchange_bucket(
+                b, {"a": Gradient(g, 0.0)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1)
+            )
+        ]
     )
     assert b.u.tolist() == [5, 0, 0, 0]
     b.u[0], b.v[0] = 4.0, -2.0  # 0.5 * 4 - 2 = 0: nothing to send at entry 0
     walk(
-        [reduce(b, {"a": Gradient(g, 0.5)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))]
+        [
+            exchange_bucket(
+                b, {"a": Gradient(g, 0.5)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1)
+            )
+        ]
     )
     assert b.u.tolist() == [2, 0, 0, 0] and b.v.tolist() == [0, 0, 0, 0]
 
@@ -169,10 +180,10 @@ def test_empty_slots_touch_nothing():
 def test_a_parameter_without_gradient_sits_out():
     config = dgc.Config(sparsity=0.9, min_numel=0)
     b = buckets(1)[0]
-    walk([reduce(b, gradients(0, 0), config, 0, World(0, 1))])
+    walk([exchange_bucket(b, gradients(0, 0), config, 0, World(0, 1))])
     u, v = (b.views(x)["b"].clone() for x in (b.u, b.v))
     some = {k: g for k, g in gradients(0, 1).items() if k != "b"}
-    update = walk([reduce(b, some, config, 1, World(0, 1))])[0]
+    update = walk([exchange_bucket(b, some, config, 1, World(0, 1))])[0]
     assert torch.equal(b.views(b.u)["b"], u) and torch.equal(b.views(b.v)["b"], v)
     assert not b.views(update)["b"].any() and b.views(update)["a"].any()
 
@@ -183,7 +194,9 @@ def test_a_parameter_without_gradient_sits_out():
 def test_never_more_bytes_than_dense(exchange, n, sparsity):
     mine, asked, sent = buckets(n), [], 0.0
     paths = [
-        reduce(b, gradients(r, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, w)
+        exchange_bucket(
+            b, gradients(r, 0), dgc.Config(sparsity, exchange=exchange, min_numel=0), 0, w
+        )
         for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))
     ]
 
@@ -204,8 +217,8 @@ def test_never_more_bytes_than_dense(exchange, n, sparsity):
     if exchange == "allgather":
         k = sum(math.ceil(round((1 - sparsity) * math.prod(shape), 6)) for shape in SHAPES.values())
         dense = sparsity == 0 or 2 * 4 * b.numel < n * bytes_of_a_row(k, b.numel, 16)
-        assert asked == ["sum" if dense else "gather"]
-    assert asked in (["sum"], ["gather"], ["alltoall", "gather"])
+        assert asked == ["all_reduce" if dense else "all_gather"]
+    assert asked in (["all_reduce"], ["all_gather"], ["all_to_all", "all_gather"])
 
 
 def test_the_dense_fallback_sends_the_same_entries():
@@ -216,7 +229,7 @@ def test_the_dense_fallback_sends_the_same_entries():
         config = dgc.Config(sparsity=0.75, value_bits=bits, min_numel=0)
         updates = walk(
             [
-                reduce(b, gradients(r, 0), config, 0, w)
+                exchange_bucket(b, gradients(r, 0), config, 0, w)
                 for r, (b, w) in enumerate(zip(mine, worlds(n), strict=True))
             ]
         )
@@ -246,7 +259,10 @@ def test_slots_that_are_not_used_may_hold_anything(sparsity):
             mine[0].v.view(-1)[2000] = 7.0  # of b, which waits
             config = dgc.Config(sparsity=sparsity, min_numel=0)
             update, *_ = walk(
-                [reduce(b, given, config, 0, w) for b, w in zip(mine, worlds(n), strict=True)]
+                [
+                    exchange_bucket(b, given, config, 0, w)
+                    for b, w in zip(mine, worlds(n), strict=True)
+                ]
             )
             waits = mine[0].views(mine[0].v)["b"].flatten()[0]
             assert (
@@ -261,17 +277,17 @@ def test_slots_that_are_not_used_may_hold_anything(sparsity):
 def test_an_abandoned_exchange_loses_nothing(sparsity, n):
     b = buckets(1)[0]
     g = gradients(0, 0)
-    path = reduce(b, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n))
+    path = exchange_bucket(b, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, World(0, n))
     next(path)
-    with pytest.raises(AbandonedError):
-        path.throw(AbandonedError())
+    with pytest.raises(AbortedError):
+        path.throw(AbortedError())
     assert torch.equal(b.v, torch.cat([g[k].g.flatten() for k in b.names]))
 
 
 def test_flush_sends_v_alone():
     mine = buckets(2)
     config = dgc.Config(sparsity=0.99, min_numel=0)
-    walk([reduce(b, gradients(r, 0), config, 0, World(r, 2)) for r, b in enumerate(mine)])
+    walk([exchange_bucket(b, gradients(r, 0), config, 0, World(r, 2)) for r, b in enumerate(mine)])
     u, v = [b.u.clone() for b in mine], [b.v.clone() for b in mine]
     updates = walk([flush(b, b.names, World(r, 2)) for r, b in enumerate(mine)])
     assert torch.equal(updates[0], (v[0] + v[1]) / 2) and torch.equal(updates[0], updates[1])
@@ -287,7 +303,7 @@ def test_always_dense_parameters():
         updates = walk([reduce_dense(g[r], World(r, 2), predivide=predivide) for r in range(2)])
         assert updates[0].tolist() == [1.5] * 3 + [5.0] * 4
     halved = walk(
-        [reduce_dense(g[r], World(r, 2), average=False, scale=torch.tensor(0.5)) for r in range(2)]
+        [reduce_dense(g[r], World(r, 2, average=False), scale=torch.tensor(0.5)) for r in range(2)]
     )
     assert halved[1].tolist() == [1.5] * 3 + [5.0] * 4
 
@@ -299,7 +315,7 @@ def test_sparse_gradients_of_different_lengths():
         none = torch.sparse_coo_tensor(torch.empty(1, 0), torch.empty(0, 2), (4, 2))
         updates = walk(
             [
-                reduce_sparse("a", g, World(r, 3), average=average)
+                reduce_sparse("a", g, World(r, 3, average=average))
                 for r, g in enumerate([a, b, none])
             ]
         )
@@ -329,7 +345,7 @@ def test_a_sum_that_overflows_blames_no_rank():
         {k: Gradient(torch.full_like(x.g, 3e38)) for k, x in gradients(0, 0).items()} for _ in mine
     ]
     paths = [
-        reduce(b, g[r], dgc.Config(0.0, momentum_correction=False, min_numel=0), 0, w)
+        exchange_bucket(b, g[r], dgc.Config(0.0, momentum_correction=False, min_numel=0), 0, w)
         for r, (b, w) in enumerate(zip(mine, worlds(2), strict=True))
     ]
     assert all(
@@ -349,7 +365,9 @@ def test_what_is_not_finite_enters_no_residual_and_costs_no_other_rank(sparsity,
         g = gradients(r, 0)
         if r == 1:
             g["b"].g[5, 5] = bad
-        paths.append(reduce(bucket, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, world))
+        paths.append(
+            exchange_bucket(bucket, g, dgc.Config(sparsity=sparsity, min_numel=0), 0, world)
+        )
     assert set(refusals(paths)) == {"rank 1 has a gradient that is not finite, in: b"}
     for r, bucket in enumerate(mine):
         rest = {k: g.g for k, g in gradients(r, 0).items()}
@@ -359,19 +377,27 @@ def test_what_is_not_finite_enters_no_residual_and_costs_no_other_rank(sparsity,
 
 
 def test_large_gradients_are_finite_though_their_squares_are_not():
-    b = Bucket("bucket 0", {"a": torch.empty(4, 4)})
+    b = Residual("bucket 0", {"a": torch.empty(4, 4)})
     g = torch.full((4, 4), 3e38)
     update = walk(
-        [reduce(b, {"a": Gradient(g)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1))]
+        [
+            exchange_bucket(
+                b, {"a": Gradient(g)}, dgc.Config(sparsity=0.5, min_numel=0), 0, World(0, 1)
+            )
+        ]
     )[0]
     assert torch.count_nonzero(update) == 8 and torch.isfinite(update).all()
 
 
 def test_a_dense_step_leaves_the_pending_entries_of_one_that_sits_out():
     b = buckets(1)[0]
-    walk([reduce(b, gradients(0, 0), dgc.Config(sparsity=0.9, min_numel=0), 0, World(0, 1))])
+    walk(
+        [exchange_bucket(b, gradients(0, 0), dgc.Config(sparsity=0.9, min_numel=0), 0, World(0, 1))]
+    )
     pending = b.views(b.v)["b"].clone()
     some = {k: g for k, g in gradients(0, 1).items() if k != "b"}
-    update = walk([reduce(b, some, dgc.Config(sparsity=0.0, min_numel=0), 1, World(0, 1))])[0]
+    update = walk(
+        [exchange_bucket(b, some, dgc.Config(sparsity=0.0, min_numel=0), 1, World(0, 1))]
+    )[0]
     assert torch.equal(b.views(b.v)["b"], pending) and not b.views(update)["b"].any()
     assert not b.views(b.v)["a"].any()

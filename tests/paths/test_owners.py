@@ -15,11 +15,11 @@ from pairwise import pairwise
 from test_compressed import buckets, gradients, refusals
 
 import dgc
-from dgc.collective import AbandonedError, World, sent_bytes
+from dgc.collective import AbortedError, World, sent_bytes
 from dgc.compression import sizes as messages
 from dgc.compression.regions import Regions
-from dgc.compression.residual import Bucket, Gradient
-from dgc.paths.compressed import reduce
+from dgc.compression.residual import Gradient, Residual
+from dgc.paths.compressed import exchange_bucket
 
 CPU = torch.device("cpu")
 REDUCE = dgc.Config(0.9, exchange="reduce", min_numel=0)
@@ -36,7 +36,7 @@ def owners(numel, n):
 @settings(max_examples=60, deadline=None)
 def test_each_entry_has_one_owner_and_one_place(numel, n):
     regions, every = Regions(numel, n, CPU), torch.arange(numel)
-    owner, local = regions.owner(every), regions.local(every)
+    owner, local = regions.owner_of(every), regions.index_in_region(every)
     assert owner.tolist() == owners(numel, n).tolist() and torch.equal(
         regions.index(owner, local), every
     )
@@ -150,8 +150,8 @@ def test_nothing_is_lost(n, masking, slack, monkeypatch):
         total += sum(torch.cat([g[name].g.flatten() for name in mine[0].names]) for g in plain)
         updates = walk(
             [
-                reduce(b, g, config, step, w, average=False)
-                for b, g, w in zip(mine, plain, worlds(n), strict=True)
+                exchange_bucket(b, g, config, step, w)
+                for b, g, w in zip(mine, plain, worlds(n, average=False), strict=True)
             ]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)
@@ -166,7 +166,7 @@ def test_what_is_masked_was_taken_and_nothing_else():
         b.accumulate(gradients(r, 0))
     update = walk(
         [
-            reduce(b, gradients(r, 0), REDUCE, 0, w)
+            exchange_bucket(b, gradients(r, 0), REDUCE, 0, w)
             for r, (b, w) in enumerate(zip(mine, worlds(4), strict=True))
         ]
     )[0]
@@ -188,7 +188,7 @@ def test_a_gradient_that_is_not_finite_is_told_to_all(bad):
         g = gradients(r, 0, torch.float64)
         if r == 1:
             g["b"].g[5, 5] = bad
-        paths.append(reduce(bucket, g, REDUCE, 0, world))
+        paths.append(exchange_bucket(bucket, g, REDUCE, 0, world))
     assert set(refusals(paths)) == {"rank 1 has a gradient that is not finite, in: b"}
     for r, bucket in enumerate(mine):
         rest = {k: g.g for k, g in gradients(r, 0, torch.float64).items()}
@@ -204,7 +204,7 @@ def test_a_damaged_message_is_refused_by_all(at):
     """Also where one worker alone has received it: it tells the others."""
     mine = buckets(4, torch.float64)
     paths = [
-        reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
+        exchange_bucket(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
         for r, (bucket, w) in enumerate(zip(mine, worlds(4), strict=True))
     ]
 
@@ -247,7 +247,8 @@ def test_a_sum_that_is_too_large_is_refused_and_leaves_what_it_was_added_to(mask
             )
             pending.append(bucket.v + u)
         paths = [
-            reduce(*each, config, step, w) for *each, w in zip(mine, given, worlds(n), strict=True)
+            exchange_bucket(*each, config, step, w)
+            for *each, w in zip(mine, given, worlds(n), strict=True)
         ]
         if step < 3:
             walk(paths)
@@ -264,7 +265,7 @@ def test_an_exchange_that_is_given_up_puts_back(rounds):
     n = 3
     mine = buckets(n, torch.float64)
     paths = [
-        reduce(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
+        exchange_bucket(bucket, gradients(r, 0, torch.float64), REDUCE, 0, w)
         for r, (bucket, w) in enumerate(zip(mine, worlds(n), strict=True))
     ]
     requests = [next(path) for path in paths]
@@ -273,8 +274,8 @@ def test_an_exchange_that_is_given_up_puts_back(rounds):
             path.send(result) for path, result in zip(paths, performed(requests), strict=True)
         ]
     for r, path in enumerate(paths):
-        with suppress(AbandonedError):
-            path.throw(AbandonedError())
+        with suppress(AbortedError):
+            path.throw(AbortedError())
         expected = torch.cat([gradients(r, 0, torch.float64)[k].g.flatten() for k in mine[r].names])
         assert torch.allclose(mine[r].v, expected, rtol=1e-12, atol=1e-12)
 
@@ -383,13 +384,16 @@ def test_bytes_do_not_grow_with_the_workers(numel):
     """While a row holds some tens of entries; and never are they more than a dense sum's."""
 
     def nbytes(n):
-        bucket = Bucket("b", {"a": torch.empty(numel // 1000, 1000)})
+        bucket = Residual("b", {"a": torch.empty(numel // 1000, 1000)})
         g = {
             "a": Gradient(
                 torch.randn(numel // 1000, 1000, generator=torch.Generator().manual_seed(0))
             )
         }
-        path, total = reduce(bucket, g, dgc.Config(0.999, exchange="reduce"), 0, World(0, n)), 0.0
+        path, total = (
+            exchange_bucket(bucket, g, dgc.Config(0.999, exchange="reduce"), 0, World(0, n)),
+            0.0,
+        )
         request = next(path)
         total += sent_bytes(request, World(0, n))
         # Its own, empty, from everybody.

@@ -8,8 +8,8 @@ from oracle import Network, Oracle
 from pairwise import pairwise
 
 import dgc
-from dgc.compression.residual import Bucket, Gradient
-from dgc.paths.compressed import reduce
+from dgc.compression.residual import Gradient, Residual
+from dgc.paths.compressed import exchange_bucket
 
 STEPS = 100
 VARIANTS = {
@@ -55,7 +55,7 @@ def test_path(nodes, variant, density):
     )
     settings = config(variant, sparsity)
     weights = {name: torch.tensor(w).to(dtype) for name, w in zip("ab", network.start, strict=True)}
-    buckets = [Bucket("bucket 0", weights) for _ in range(nodes)]
+    buckets = [Residual("bucket 0", weights) for _ in range(nodes)]
     clipped = 0
     for step in range(STEPS):
         paths = []
@@ -72,7 +72,9 @@ def test_path(nodes, variant, density):
                     norm, settings.clip_norm, nodes, average=True
                 )
                 clipped += bool(scale < 1)
-            paths.append(reduce(buckets[node], gradients, settings, step, world, scale=scale))
+            paths.append(
+                exchange_bucket(buckets[node], gradients, settings, step, world, scale=scale)
+            )
         updates = walk(paths)
         for name, part in buckets[0].views(updates[0]).items():
             weights[name] = weights[name] - 0.1 * part

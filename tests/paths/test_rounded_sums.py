@@ -10,15 +10,15 @@ from pairwise import pairwise
 
 import dgc
 from dgc.collective import World
-from dgc.compression.residual import Bucket, Gradient
-from dgc.paths.compressed import flush, reduce
+from dgc.compression.residual import Gradient, Residual
+from dgc.paths.compressed import exchange_bucket, flush
 from dgc.paths.dense import reduce_rounded
 
 SHAPES = {"a": (40, 50), "b": (300, 300), "c": (7, 11)}
 
 
 def bucket(residual=torch.float32, velocity=False):
-    return Bucket(
+    return Residual(
         "bucket 0", {k: torch.empty(s, dtype=residual) for k, s in SHAPES.items()}, velocity
     )
 
@@ -107,7 +107,7 @@ def test_nothing_is_lost(bits, residual, n):
             [b.v + torch.cat([g[r][k].flatten() for k in b.names]) for r, b in enumerate(mine)]
         )
         updates = walk(
-            [reduce_rounded(b, g[r], bits, World(r, n), average=False) for r, b in enumerate(mine)]
+            [reduce_rounded(b, g[r], bits, World(r, n, average=False)) for r, b in enumerate(mine)]
         )
         assert all(torch.equal(update, updates[0]) for update in updates)
         left = before.double().sum(0) - torch.stack([b.v for b in mine]).double().sum(0)
@@ -128,7 +128,7 @@ def test_dense_sums_of_what_is_compressed(sparsity, node_size):
         total, nbytes = 0.0, []
         for step in range(3):
             paths = [
-                reduce(
+                exchange_bucket(
                     b,
                     {k: Gradient(g, 0.9) for k, g in gradients(r // node_size, step).items()},
                     config,
@@ -156,16 +156,16 @@ def in_nodes(paths, worlds, nbytes):
     """As ``walk``, with groups; notes the bytes that each contributes to collectives with other nodes."""
     requests, updates = [next(path) for path in paths], []
     while not updates:
-        nbytes += [requests[0].tensor.nbytes] if requests[0].group != "node" else []
+        nbytes += [requests[0].tensor.nbytes] if requests[0].group != "intra_node" else []
         results = []
         for request, world in zip(requests, worlds, strict=True):
             members = world.members(request.group)
             tensors = [requests[r].tensor for r in members]
             results.append(
                 {
-                    "gather": lambda t, _: torch.stack(t),
-                    "sum": lambda t, _: torch.stack(t).sum(0),
-                    "alltoall": lambda t, own: torch.stack([each[own] for each in t]),
+                    "all_gather": lambda t, _: torch.stack(t),
+                    "all_reduce": lambda t, _: torch.stack(t).sum(0),
+                    "all_to_all": lambda t, own: torch.stack([each[own] for each in t]),
                 }[request.op](tensors, members.index(world.rank))
             )
         requests = []
@@ -181,13 +181,15 @@ def test_so_short_a_sum_is_not_rounded():
     """Where its rows are more bytes than the entries as they are."""
 
     def op(numel, n):
-        b = Bucket("bucket 0", {"a": torch.empty(numel)}, False)
+        b = Residual("bucket 0", {"a": torch.empty(numel)}, False)
         return next(reduce_rounded(b, {"a": torch.ones(numel)}, 8, World(0, n))).op
 
     for numel in (50, 90, 100, 200, 10_000):
         part = math.ceil(numel / 16)
         fewer = 16 * bytes_of_a_row(part, part, 8, all_entries=True) < 4 * numel
-        assert op(numel, 16) == ("alltoall" if fewer else "sum") and fewer == (numel >= 100)
+        assert op(numel, 16) == ("all_to_all" if fewer else "all_reduce") and fewer == (
+            numel >= 100
+        )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_what_is_bad(what, error):
         messages[2, 5] += 1
     for path in paths:
         if what == "nan":
-            assert path.send(messages).op == "gather"  # whose it is
+            assert path.send(messages).op == "all_gather"  # whose it is
             marks = torch.tensor([[False] * 3, [False, False, True], [False] * 3])
         with pytest.raises((FloatingPointError, ValueError), match=error):
             path.send(marks if what == "nan" else messages)

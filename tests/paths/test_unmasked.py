@@ -8,8 +8,8 @@ from laws import walk, worlds
 from test_compressed import buckets, gradients
 
 import dgc
-from dgc.collective import AbandonedError
-from dgc.paths.compressed import flush, reduce
+from dgc.collective import AbortedError
+from dgc.paths.compressed import exchange_bucket, flush
 
 SPARSITY = dgc.piecewise({0: 0.99, 4: 0.9, 7: 0.0, 8: 0.75, 12: 0.999, 18: 0.5})
 
@@ -71,8 +71,8 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
             given[0].pop("b")  # sits this step out
             continue_from = mine[0].u.clone()
         paths = [
-            reduce(b, g, config, step, w, average=False)
-            for b, g, w in zip(mine, given, worlds(n), strict=True)
+            exchange_bucket(b, g, config, step, w)
+            for b, g, w in zip(mine, given, worlds(n, average=False), strict=True)
         ]
         if step in (
             6,
@@ -83,13 +83,13 @@ def test_what_was_sent_and_what_is_pending_are_all_that_was_accumulated(
                 for r, path in enumerate(paths):
                     path.send(torch.stack([request.tensor[r] for request in asked]))
             for path in paths:
-                with suppress(AbandonedError):
-                    path.throw(AbandonedError())
+                with suppress(AbortedError):
+                    path.throw(AbortedError())
         else:
             sent += walk(paths)[0]
         if step == 15:
             sent += walk(
-                [flush(b, b.names, w, average=False) for b, w in zip(mine, worlds(n), strict=True)]
+                [flush(b, b.names, w) for b, w in zip(mine, worlds(n, average=False), strict=True)]
             )[0]
         for b, g in zip(mine, given, strict=True):
             accumulated += flat(g, b)

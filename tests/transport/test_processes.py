@@ -164,9 +164,9 @@ def too_large():
     """Together with the other process's one byte more than Horovod can count; nobody writes to the memory."""
     told = []
     for op, name, shape in (
-        ("gather", "large", 1 << 30),
-        ("gather", "dgc.sparse.w", 1 << 30),
-        ("alltoall", "large", (2, 1 << 30)),
+        ("all_gather", "large", 1 << 30),
+        ("all_gather", "dgc.sparse.w", 1 << 30),
+        ("all_to_all", "large", (2, 1 << 30)),
     ):
         try:
             find().start(Collective(op, torch.empty(shape, dtype=torch.uint8)), name)
@@ -224,9 +224,10 @@ def shared_in_slices():
         ]
         dgc.broadcast_parameters([given[0]], root)
         waits = [
-            find().start(Collective("share", value, root), str(i)) for i, value in enumerate(given)
+            find().start(Collective("broadcast", value, root), str(i))
+            for i, value in enumerate(given)
         ]
-        waits.append(find().start(Collective("sum", values[0].clone()), "sum"))
+        waits.append(find().start(Collective("all_reduce", values[0].clone()), "sum"))
         expected = [*values, find().world.size * values[0]]
         return [torch.equal(wait(), value) for wait, value in zip(waits, expected, strict=True)]
     finally:

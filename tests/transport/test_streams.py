@@ -20,7 +20,7 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
         raise FloatingPointError
 
     def path():
-        yield Collective("sum", torch.zeros(1))
+        yield Collective("all_reduce", torch.zeros(1))
 
     def exchange():
         transport = type("Nowhere", (), {"start": lambda self, collective, name: Wait(fails)})()
@@ -35,10 +35,10 @@ def test_whoever_catches_an_error_waits_for_what_was_put_back(monkeypatch):
     with pytest.raises(FloatingPointError):
         exchange().finish()
     assert len(main) == 1 and main[0] is own
-    under_way.abandon(wait=False)
+    under_way.abort(wait=False)
     assert len(main) == 2
     with pytest.raises(FloatingPointError):
-        other.abandon(wait=True)
+        other.abort(wait=True)
     assert len(main) == 3
     branch = Stream()
     branch.device = device

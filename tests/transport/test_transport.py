@@ -58,7 +58,7 @@ def test_lockstep_collectives(size, rounds):
             own = torch.tensor([rank.world.rank + 10.0 * i])
             waits = [
                 rank.start(Collective(op, own.clone(), root=size - 1), op)
-                for op in ("gather", "sum", "share")
+                for op in ("all_gather", "all_reduce", "broadcast")
             ]
             out.append([wait().flatten().tolist() for wait in reversed(waits)][::-1])
         return out

@@ -1,7 +1,7 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
-Every module here has the same names: ``accumulate``, ``select``, ``encode``, ``Received``, ``encode_all``,
-``decode_all`` and ``decay``.
+Every module here has the same names: ``accumulate``, ``accumulate_and_select``, ``encode``, ``Received``,
+``encode_all``, ``decode_all`` and ``decay``.
 ``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do those of the
 exchange that adds up at owners (``owners_plain``), and those of AdamW's denominator (``denominator_plain``).
 """
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dgc.compression.denominator import Denominator
-from dgc.compression.regions import Arrived, Plan, Regions, Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.regions import Arrived, ReducePlan, Regions, Taken
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import Layout, Rows
 from dgc.warn import warn
 
@@ -46,13 +46,14 @@ class Kernel(Protocol):
     def Received(self, layout: Layout, rows: Rows, messages: Tensor, divisor: float,  # noqa: N802
                  regions: Regions | None = None) -> ReceivedEntries: ...
 
-    def accumulate(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-                   layout: Layout) -> list[str]: ...
+    def accumulate(self, residual: Residual, gradients: Mapping[str, Gradient],
+                   scale: Tensor | Mapping[str, Tensor] | None, layout: Layout) -> list[str]: ...
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-               layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]: ...
+    def accumulate_and_select(self, residual: Residual, gradients: Mapping[str, Gradient],
+                              scale: Tensor | Mapping[str, Tensor] | None,
+                              layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def encode(self, bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+    def encode(self, residual: Residual, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
                masking: bool) -> tuple[Tensor, Taken]: ...
 
     def encode_all(self, rows: Rows, values: Tensor) -> Tensor: ...
@@ -65,16 +66,17 @@ class Kernel(Protocol):
 class OwnersKernel(Protocol):
     """A module of kernels of owners; :mod:`dgc.compression.kernels.owners_plain` says what the functions do."""
 
-    def select(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-               plan: Plan, step: int) -> tuple[list[str], Tensor, Tensor]: ...
+    def accumulate_and_select(self, residual: Residual, gradients: Mapping[str, Gradient],
+                              scale: Tensor | Mapping[str, Tensor] | None,
+                              plan: ReducePlan, step: int) -> tuple[list[str], Tensor, Tensor]: ...
 
-    def send(self, bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
-        Tensor, Taken]: ...
+    def send(self, residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refused: Tensor,
+             masking: bool) -> tuple[Tensor, Taken]: ...
 
-    def add(self, bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived: ...
+    def add(self, residual: Residual, plan: ReducePlan, rows: Tensor) -> Arrived: ...
 
-    def pass_on(self, bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
-                masking: bool) -> tuple[Tensor, Taken]: ...
+    def pass_on(self, residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, arrived: Arrived,
+                step: int, masking: bool) -> tuple[Tensor, Taken]: ...
 
 
 class DenominatorKernel(Protocol):

@@ -25,9 +25,16 @@ from torch import Tensor
 
 from dgc.compression.kernels import rows_cpu
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, pointer, prefetch, shares
+from dgc.compression.kernels.numba_tools import (
+    PREFETCH_DISTANCE,
+    in_threads,
+    lowest,
+    pointer,
+    prefetch,
+    thread_ranges,
+)
 from dgc.compression.regions import Regions, Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
 from dgc.compression.wire import MIXER, NONFINITE, Layout, Rows
@@ -40,7 +47,7 @@ PANEL = 1024  # entries whose squares are added up in the bucket's own precision
 STRIP = 64  # entries that are added in together, and whose candidates are the bits of one integer
 LANES = LINE  # entries in one operation, which becomes as many as the processor's vectors need
 CHUNK = 1 << 18  # entries that a thread walks over before it asks for more
-SLOTS = 1 << 15  # scattered entries that are worth another thread
+SLOTS_PER_THREAD = 1 << 15  # scattered entries that are worth another thread
 NO_BLOCKS = np.empty(0, np.int64)
 # What tells a loop the dtype behind an address.
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
@@ -317,8 +324,8 @@ def _thresholds(first, last, step, grads, kinds, momenta, scales, offsets, numel
         s, m = scales[p], momenta[p]
         for j in range(begin, lines, every):
             a = j * LINE
-            if j + AHEAD * every < lines:
-                ahead = (a + AHEAD * every * LINE) * v.itemsize
+            if j + PREFETCH_DISTANCE * every < lines:
+                ahead = (a + PREFETCH_DISTANCE * every * LINE) * v.itemsize
                 prefetch(grads[p] + ahead)
                 prefetch(v.ctypes.data + offset * v.itemsize + ahead)
                 prefetch(u.ctypes.data + offset * v.itemsize + ahead)
@@ -589,11 +596,11 @@ class _Tables:
         cuts = [layout.numel * c // chunks // LINE * LINE for c in range(chunks)] + [layout.numel]
         self.chunks = list(pairwise(cuts))
         self.limits = np.minimum(self.numels, 4 * self.counts + PANEL)  # of what is noted to choose from
-        parts = max(1, min(threads, layout.slots // SLOTS))
+        parts = max(1, min(threads, layout.slots // SLOTS_PER_THREAD))
         cuts = [layout.numel * w // parts for w in range(parts + 1)]
         self.parameters = list(pairwise(np.searchsorted(self.offsets, cuts).tolist()))
         blocks = -(-layout.numel // BLOCK)
-        self.blocks = [(a * BLOCK, min(layout.numel, b * BLOCK)) for a, b in shares(blocks, parts)]
+        self.blocks = [(a * BLOCK, min(layout.numel, b * BLOCK)) for a, b in thread_ranges(blocks, parts)]
 
 
 _tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
@@ -610,23 +617,24 @@ def _table(layout: Layout) -> _Tables:
 class _Gradients:
     """The gradients of a bucket as a table of addresses, which its loops can walk along."""
 
-    def __init__(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None):
-        dtype = bucket.v.dtype
-        n, real = len(bucket.names), np.float32 if dtype == torch.float32 else np.float64
+    def __init__(self, residual: Residual, gradients: Mapping[str, Gradient],
+                 scale: Tensor | Mapping[str, Tensor] | None):
+        dtype = residual.v.dtype
+        n, real = len(residual.names), np.float32 if dtype == torch.float32 else np.float64
         self.addresses, self.kinds = np.zeros(n, np.int64), np.full(n, ABSENT, np.int64)
         self.momenta, self.scales = np.zeros(n, real), np.ones(n, real)
         self._alive = []  # while their addresses are in use
         common = None if scale is None or isinstance(scale, Mapping) else float(scale)
-        for p, name in enumerate(bucket.names):
+        for p, name in enumerate(residual.names):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            g = bucket.in_order(p, gradient.g)
+            g = residual.in_order(p, gradient.g)
             if g.dtype != dtype or not g.is_contiguous():
                 g = g.to(dtype).contiguous()
             self._alive.append(g)
             self.addresses[p] = g.data_ptr()
-            moving = bucket.u is not None and gradient.momentum != 0
+            moving = residual.u is not None and gradient.momentum != 0
             self.kinds[p] = (NESTEROV if gradient.nesterov else HEAVY) if moving else PLAIN
             self.momenta[p] = gradient.momentum
             if common is not None:
@@ -635,20 +643,20 @@ class _Gradients:
                 self.scales[p] = float(scale[name])
 
 
-def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-               layout: Layout) -> list[str]:
+def accumulate(residual: Residual, gradients: Mapping[str, Gradient],
+               scale: Tensor | Mapping[str, Tensor] | None, layout: Layout) -> list[str]:
     """As :func:`plain.accumulate`."""
-    table, local = _table(layout), _Gradients(bucket, gradients, scale)
-    return _walk(bucket, table, local, np.full(len(table.numels), -1, local.scales.dtype), NO_BLOCKS)[0]
+    table, local = _table(layout), _Gradients(residual, gradients, scale)
+    return _walk(residual, table, local, np.full(len(table.numels), -1, local.scales.dtype), NO_BLOCKS)[0]
 
 
-def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
+def _walk(residual: Residual, table: _Tables, local: _Gradients, thresholds: Any,
           blocks: Any) -> tuple[list[str], Any, Any, Any, Any]:
-    u, v = arrays(bucket)
+    u, v = arrays(residual)
     room = int(table.limits.sum()) if (thresholds >= 0).any() else 0
     threads = min(table.threads, len(table.chunks))
-    whole = threads * room >= bucket.numel  # a chunk has no more to note than its own entries
-    places = bucket.numel if whole else threads * room
+    whole = threads * room >= residual.numel  # a chunk has no more to note than its own entries
+    places = residual.numel if whole else threads * room
     found, sizes = np.empty(places, np.int64), np.empty(places, v.dtype)
     shape = len(table.chunks), len(table.numels)
     firsts, founds, bad = np.empty(shape, np.int64), np.empty(shape, np.int64), np.zeros(shape, np.bool_)
@@ -669,23 +677,24 @@ def _walk(bucket: Bucket, table: _Tables, local: _Gradients, thresholds: Any,
         return square
 
     squares = in_threads(work, [(c, *chunk) for c, chunk in enumerate(table.chunks)], table.threads)
-    bucket.gradient_square = torch.tensor(sum(squares), dtype=bucket.v.dtype, device="cpu")
-    return [bucket.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
+    residual.gradient_square = torch.tensor(sum(squares), dtype=residual.v.dtype, device="cpu")
+    return [residual.names[p] for p in np.flatnonzero(bad.any(0))], found, sizes, firsts, founds
 
 
-def arrays(bucket: Bucket) -> tuple[Any, Any]:
-    v = bucket.v.numpy()
-    return v if bucket.u is None else bucket.u.numpy(), v
+def arrays(residual: Residual) -> tuple[Any, Any]:
+    v = residual.v.numpy()
+    return v if residual.u is None else residual.u.numpy(), v
 
 
-def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`plain.select`.
+def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
+                          scale: Tensor | Mapping[str, Tensor] | None,
+                          layout: Layout, step: int, blocks: Any = NO_BLOCKS) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`plain.accumulate_and_select`.
 
     Args:
         blocks: int64, ascending, numbers of LINE entries each, where only what this step adds to v counts.
     """
-    table, local, (u, v) = _table(layout), _Gradients(bucket, gradients, scale), arrays(bucket)
+    table, local, (u, v) = _table(layout), _Gradients(residual, gradients, scale), arrays(residual)
     single = v.itemsize == 4
     bits, shift = v.view(np.uint32 if single else np.uint64), 19 if single else 51
     tiny = np.ones(1, bits.dtype).view(v.dtype)[0]  # zeros are not worth sending
@@ -694,7 +703,7 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         first, last, step, local.addresses, local.kinds, local.momenta, local.scales, table.offsets, table.numels,
         table.counts, table.strides, blocks, u, v, tiny, thresholds), table.parameters, table.threads)
     with stage("dgc::accumulate"):
-        bad, found, sizes, firsts, founds = _walk(bucket, table, local, thresholds, blocks)
+        bad, found, sizes, firsts, founds = _walk(residual, table, local, thresholds, blocks)
     index, used = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (layout.slots, len(table.numels)))
     positions, numbers = index.numpy(), used.numpy()
     in_threads(lambda first, last: _choose(
@@ -704,19 +713,19 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
     return bad, index, used
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+def encode(residual: Residual, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
            masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`plain.encode`."""
     if refused:
-        bucket.count(torch.tensor(0, device="cpu"))
-        return layout.rows.telling(1, NONFINITE), Taken(index[:0], bucket.v[:0])
+        residual.count(torch.tensor(0, device="cpu"))
+        return layout.rows.status_message(1, NONFINITE), Taken(index[:0], residual.v[:0])
     chosen, numbers = index, used.tolist()
     if sum(numbers) < layout.slots:
         chosen = torch.cat([index[start:start + n] for start, n in zip(layout.starts, numbers, strict=True)])
-    u, v = arrays(bucket)
+    u, v = arrays(residual)
     message, sent, entries = rows_cpu.written(layout.rows, np.array([0, len(chosen)]), chosen.numpy(), 1, u, v,
-                                              masking and bucket.u is not None)
-    bucket.count(torch.tensor(entries, device="cpu"))
+                                              masking and residual.u is not None)
+    residual.count(torch.tensor(entries, device="cpu"))
     return message, Taken(chosen, torch.from_numpy(sent))
 
 
@@ -727,7 +736,7 @@ def encode_all(rows: Rows, values: Tensor) -> Tensor:
 
 def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`plain.decode_all`."""
-    status, _, _, values = rows_cpu.read(rows, message, np.array([rows.size]), LIKE[rows.residual].dtype)
+    status, _, _, values = rows_cpu.read(rows, message, np.array([rows.size]), LIKE[rows.dtype].dtype)
     values[status != 0] = 0
     return torch.from_numpy(status), torch.from_numpy(values)
 
@@ -739,7 +748,7 @@ class Received:
         self.layout, self._divisor = layout, divisor
         sizes = np.array([layout.numel]) if regions is None else regions.sizes.numpy()
         status, self._used, self._index, self._values = rows_cpu.read(
-            rows, messages, sizes, LIKE[layout.residual].dtype)
+            rows, messages, sizes, LIKE[layout.dtype].dtype)
         self.status = torch.from_numpy(status)
         if regions is not None:
             index_of_owners(self._index, self._used, regions.owners)
@@ -753,7 +762,7 @@ class Received:
         self._scatter(targets, rates)
 
     def _scatter(self, targets: Sequence[Tensor | None], rates: Sequence[float]) -> None:
-        table, like = _table(self.layout), LIKE[self.layout.residual]
+        table, like = _table(self.layout), LIKE[self.layout.dtype]
         addresses = np.array([0 if target is None else target.data_ptr() for target in targets], np.int64)
         factors, divisor = np.array(rates, like.dtype), like.dtype.type(self._divisor)
         in_threads(lambda begin, end: _scatter(
@@ -768,4 +777,4 @@ def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, 
     threads, real = torch.get_num_threads(), like.dtype.type
     chunks = 1 if threads == 1 else -(-n // CHUNK)
     in_threads(lambda start, end: _decay(start, end, p, w, real(m), real(decay), real(lr), nesterov, like),
-           shares(n, chunks), threads)
+           thread_ranges(n, chunks), threads)

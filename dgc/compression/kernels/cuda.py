@@ -35,7 +35,7 @@ from torch import Tensor
 from dgc.compression.device import tensor_of
 from dgc.compression.kernels import plain
 from dgc.compression.kernels.plain import Received, decode_all, encode, encode_all  # noqa: F401  # as they are
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS
 from dgc.compression.wire import Layout
 from dgc.trace import stage
@@ -52,11 +52,11 @@ BLOCK = tl.constexpr(1 << 16)
 TILE = tl.constexpr(4096)  # entries that a program accumulates; a block is 16 of them
 TILES = tl.constexpr((1 << 16) // 4096)
 SAMPLE = tl.constexpr(8192)  # entries of a parameter that are sampled; all, if it has no more
-LINE = tl.constexpr(8)  # neighbours sampled together: a sector of memory
-BITS = tl.constexpr(12)  # by which a round narrows the interval
-BINS = tl.constexpr(4096)  # 2^BITS
+SECTOR = tl.constexpr(8)  # neighbours sampled together: a sector of memory
+ROUND_BITS = tl.constexpr(12)  # by which a round narrows the interval
+BINS = tl.constexpr(4096)  # 2^ROUND_BITS
 LEADING = tl.constexpr(20)  # bits of a magnitude that the sampled interval is told apart by
-MOST_ROOM = 512  # places to note in a tile; where more are needed, v is read again
+MAX_TILE_ROOM = 512  # places to note in a tile; where more are needed, v is read again
 
 # What is known of a parameter, int64, one row of PARAMETER each.
 OFFSET = tl.constexpr(0)  # its first entry in the bucket
@@ -139,7 +139,7 @@ def _gradient(table, scale, like, p, begin, i, mask, v, SCALED: tl.constexpr, AL
 def _shift(first, last):
     """The width of a bin, as a power of two, with which the bins cover first to last."""
     i = tl.arange(0, 64)
-    return tl.sum((((last - first) >> tl.minimum(i + BITS, 63)) > 0).to(tl.int64)).to(tl.int64)
+    return tl.sum((((last - first) >> tl.minimum(i + ROUND_BITS, 63)) > 0).to(tl.int64)).to(tl.int64)
 
 
 # -- an interval from a sample -----------------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ def _scattered(i, numel, step):
     """The entries sampled of a parameter with more than SAMPLE: one line at random, yet the same on every run, from
     each of as many equal parts as there are lines.
     """
-    part, parts, lines = i // LINE, SAMPLE // LINE, numel // LINE
+    part, parts, lines = i // SECTOR, SAMPLE // SECTOR, numel // SECTOR
     begin, end = part * lines // parts, (part + 1) * lines // parts
     hashed = (part * 0x9E3779B1 + step * 0x85EBCA6B) & 0xFFFFFFFF
     hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & 0xFFFFFFFF
     hashed = ((hashed ^ (hashed >> 16)) * 0x045D9F3B) & 0xFFFFFFFF
-    return (begin + (hashed ^ (hashed >> 16)) % (end - begin)) * LINE + i % LINE
+    return (begin + (hashed ^ (hashed >> 16)) % (end - begin)) * SECTOR + i % SECTOR
 
 
 @triton.jit(do_not_specialize=["step", "count"])
@@ -473,8 +473,8 @@ class _Tables:
         self.parameters, self.tiles, self.blocks = (
             tensor_of(numbers, layout.device) for numbers in (rows, tiles, blocks))
         expected = TILE.value * layout.slots / max(1, layout.numel)
-        self.room = max(64, min(MOST_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
-        self.rounds = -(-(8 * layout.residual.itemsize - 1) // BITS.value)
+        self.room = max(64, min(MAX_TILE_ROOM, 1 << math.ceil(math.log2(4 * expected + 1))))
+        self.rounds = -(-(8 * layout.dtype.itemsize - 1) // ROUND_BITS.value)
         # As tl.multiple_of promises: of the entries that a thread reads or writes at once, 8 where gradients have 16
         # bits, the compiler then looks at the first one's mask alone.
         self.aligned = all(numel % 16 == 0 for numel in layout.numels)
@@ -506,32 +506,33 @@ def _doubles(numbers: Sequence[float]) -> list[int]:
 class _Gradients:
     """The gradients of a bucket as a table of addresses, kinds and momenta on the device, and their scales."""
 
-    def __init__(self, bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None):
-        dtype, device = bucket.v.dtype, bucket.v.device
-        given = [gradients.get(name) for name in bucket.names]
+    def __init__(self, residual: Residual, gradients: Mapping[str, Gradient],
+                 scale: Tensor | Mapping[str, Tensor] | None):
+        dtype, device = residual.v.dtype, residual.v.device
+        given = [gradients.get(name) for name in residual.names]
         dtypes = {gradient.g.dtype for gradient in given if gradient is not None}
         common = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _TYPES.keys() else dtype
-        self._alive = [None if gradient is None else bucket.in_order(p, gradient.g.detach()).to(common).contiguous()
+        self._alive = [None if gradient is None else residual.in_order(p, gradient.g.detach()).to(common).contiguous()
                        for p, gradient in enumerate(given)]
         addresses = [0 if g is None else g.data_ptr() for g in self._alive]
-        kinds = [_kind(bucket, gradient) for gradient in given]
+        kinds = [_kind(residual, gradient) for gradient in given]
         momenta = _doubles([0.0 if gradient is None else float(gradient.momentum) for gradient in given])
         self.table = tensor_of([addresses, kinds, momenta], device)
         self.like, self.aligned = torch.empty(0, dtype=common, device=device), all(a % 16 == 0 for a in addresses)
-        self.scaled, self.scale = 0, bucket.v
+        self.scaled, self.scale = 0, residual.v
         if isinstance(scale, Mapping):
             one = torch.ones((), dtype=dtype, device=device)
             self.scaled, self.scale = 2, torch.stack([
                 scale[name].to(device, dtype, non_blocking=True) if name in gradients else one
-                for name in bucket.names])
+                for name in residual.names])
         elif scale is not None:
             self.scaled, self.scale = 1, scale.to(device, dtype, non_blocking=True)
 
 
-def _kind(bucket: Bucket, gradient: Gradient | None) -> int:
+def _kind(residual: Residual, gradient: Gradient | None) -> int:
     if gradient is None:
         return ABSENT.value
-    if bucket.u is None or gradient.momentum == 0:
+    if residual.u is None or gradient.momentum == 0:
         return PLAIN.value
     return NESTEROV.value if gradient.nesterov else HEAVY.value
 
@@ -539,23 +540,23 @@ def _kind(bucket: Bucket, gradient: Gradient | None) -> int:
 class _Selection:
     """The launches of one selection, and what they share."""
 
-    def __init__(self, bucket: Bucket, local: _Gradients, layout: Layout):
-        self.table, self.local, self.v = _table(layout), local, bucket.v
-        self.u = bucket.v if bucket.u is None else bucket.u
-        self.count, rounds = len(bucket.names), self.table.rounds + 1
-        new = bucket.v.new_empty
+    def __init__(self, residual: Residual, local: _Gradients, layout: Layout):
+        self.table, self.local, self.v = _table(layout), local, residual.v
+        self.u = residual.v if residual.u is None else residual.u
+        self.count, rounds = len(residual.names), self.table.rounds + 1
+        new = residual.v.new_empty
         self.state = new((rounds + 1) * self.count * STATE.value, dtype=torch.int64)
         self.histogram = new(rounds * self.count * BINS.value, dtype=torch.int32)
         self.above = new(rounds * self.count, dtype=torch.int32)
         self.crowded, self.larger, self.equal = (new(self.table.blocks_count, dtype=torch.int32) for _ in range(3))
         self.found = new(self.table.tiles_count, dtype=torch.int32)
         notes = self.table.tiles_count * self.table.room
-        self.marks = new(notes, dtype=torch.int32 if bucket.v.itemsize == 4 else torch.int64)
+        self.marks = new(notes, dtype=torch.int32 if residual.v.itemsize == 4 else torch.int64)
         self.places = new(notes, dtype=torch.int16)
         self.squares = new(self.table.tiles_count)
         self.flags = new(self.count + 1, dtype=torch.int32)
         self.index, self.used = new(layout.slots, dtype=torch.int64), new(self.count, dtype=torch.int64)
-        self.options = {"SCALED": local.scaled, "VELOCITY": bucket.u is not None}
+        self.options = {"SCALED": local.scaled, "VELOCITY": residual.u is not None}
 
     def accumulate(self, step: int) -> None:
         table, local = self.table, self.local
@@ -585,38 +586,40 @@ class _Selection:
                       self.used, self.count, table.rounds + 1, ROOM=table.room, num_warps=8)
 
 
-def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-               layout: Layout) -> list[str]:
+def accumulate(residual: Residual, gradients: Mapping[str, Gradient],
+               scale: Tensor | Mapping[str, Tensor] | None, layout: Layout) -> list[str]:
     """As :func:`plain.accumulate`, but it names no parameters whose gradient is not finite: that would be a
     question to the device. It marks them in ``bucket.flags``.
     """
-    with torch.cuda.device_of(bucket.v):
-        local, table, count = _Gradients(bucket, gradients, scale), _table(layout), len(bucket.names)
-        u = bucket.v if bucket.u is None else bucket.u
-        squares = bucket.v.new_zeros(table.tiles_count)
-        bucket.flags = torch.zeros(count + 1, dtype=torch.int32, device=bucket.v.device)
-        nothing = bucket.v
+    with torch.cuda.device_of(residual.v):
+        local, table, count = _Gradients(residual, gradients, scale), _table(layout), len(residual.names)
+        u = residual.v if residual.u is None else residual.u
+        squares = residual.v.new_zeros(table.tiles_count)
+        residual.flags = torch.zeros(count + 1, dtype=torch.int32, device=residual.v.device)
+        nothing = residual.v
         if table.tiles_count:
             _accumulate[(table.tiles_count,)](
-                u, bucket.v, local.table, local.scale, local.like, table.parameters, table.tiles, squares, bucket.flags,
-                nothing, nothing, nothing, nothing, nothing, nothing, nothing, count, SCALED=local.scaled,
-                VELOCITY=bucket.u is not None, SELECT=False, ROOM=64, ALIGNED=local.aligned and table.aligned,
+                u, residual.v, local.table, local.scale, local.like, table.parameters, table.tiles, squares,
+                residual.flags, nothing, nothing, nothing, nothing, nothing, nothing, nothing, count,
+                SCALED=local.scaled, VELOCITY=residual.u is not None, SELECT=False, ROOM=64,
+                ALIGNED=local.aligned and table.aligned,
                 num_warps=8, enable_fp_fusion=False)
-        bucket.gradient_square = squares.sum()
+        residual.gradient_square = squares.sum()
     return []
 
 
-def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`plain.select`, but as :func:`accumulate` it marks parameters whose gradient is not finite
-    in ``bucket.flags``, which :func:`encode` looks at there.
+def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
+                          scale: Tensor | Mapping[str, Tensor] | None,
+                          layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`plain.accumulate_and_select`, but as :func:`accumulate` it marks parameters whose gradient is not
+    finite in ``residual.flags``, which :func:`encode` looks at there.
     """
-    with torch.cuda.device_of(bucket.v):
-        selection = _Selection(bucket, _Gradients(bucket, gradients, scale), layout)
+    with torch.cuda.device_of(residual.v):
+        selection = _Selection(residual, _Gradients(residual, gradients, scale), layout)
         with stage("dgc::accumulate"):
             selection.accumulate(step)
         selection.choose()
-        bucket.gradient_square, bucket.flags = selection.squares.sum(), selection.flags
+        residual.gradient_square, residual.flags = selection.squares.sum(), selection.flags
     return [], selection.index, selection.used
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dgc.compression.denominator import PARTS, Denominator
 from dgc.compression.kernels.cpu import CHUNK, LANES, LIKE, STRIP, _parts
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer, shares
+from dgc.compression.kernels.numba_tools import in_threads, lowest, pointer, thread_ranges
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -102,7 +102,7 @@ def follow(x: Tensor, of: Denominator, k: int, now: int) -> None:
     real, strips = like.dtype.type, -(-n // STRIP)
     marks = np.empty(strips, np.int64)
     chunks = 1 if threads == 1 else -(-n // CHUNK)
-    tasks = shares(strips, chunks)
+    tasks = thread_ranges(strips, chunks)
     total = sum(in_threads(lambda first, last: _note(first, last, n, x.data_ptr(), marks, like), tasks, threads))
     rarity = max((2 * PARTS * total + k) // (2 * k), PARTS)
     largest = 0 if of.largest is None else of.largest.data_ptr()

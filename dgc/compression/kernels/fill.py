@@ -23,13 +23,13 @@ import torch
 
 from dgc.compression.denominator import Denominator
 from dgc.compression.kernels import cpu, denominator_cpu, owners_cpu
-from dgc.compression.regions import Plan
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.regions import ReducePlan
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import Layout, Rows
 from dgc.warn import warn
 
-LIMIT = 600  # seconds, after which a process that fills is ended
-PAUSE = 0.2  # seconds between two looks whether it is done
+COMPILE_TIMEOUT_S = 600  # seconds, after which a process that fills is ended
+POLL_S = 0.2  # seconds between two looks whether it is done
 
 
 class Filling:
@@ -55,7 +55,7 @@ class Filling:
         """
         if self._done or time.monotonic() < self._next_look:
             return self._done
-        self._next_look = time.monotonic() + PAUSE
+        self._next_look = time.monotonic() + POLL_S
         if self._process != os.getpid():
             self._child, self._process = None, os.getpid()
         if self._filled() or not sys.executable:  # which Python lacks within another program
@@ -77,7 +77,7 @@ class Filling:
     def wait(self) -> None:
         """Waits until it is done."""
         while not self.done():
-            time.sleep(PAUSE)
+            time.sleep(POLL_S)
 
     def mark(self) -> None:
         """Notes that the cache has all of it."""
@@ -132,35 +132,35 @@ def _locked(file: int) -> bool:
 def run_all(dtype: torch.dtype) -> None:
     """Calls each loop, with what it is called with in training."""
     parameter = torch.zeros(64, 64, dtype=dtype, device="cpu")
-    bucket, gradients = Bucket("fill", {"a": parameter}), {"a": Gradient(torch.ones_like(parameter), 0.9)}
-    layout, no = Layout(bucket, [40], 16), torch.tensor(False, device="cpu")
-    cpu.accumulate(bucket, gradients, None, layout)
-    _, index, used = cpu.select(bucket, gradients, None, layout, 0)
-    message, _ = cpu.encode(bucket, layout, index, used, no, True)
+    residual, gradients = Residual("fill", {"a": parameter}), {"a": Gradient(torch.ones_like(parameter), 0.9)}
+    layout, no = Layout(residual, [40], 16), torch.tensor(False, device="cpu")
+    cpu.accumulate(residual, gradients, None, layout)
+    _, index, used = cpu.accumulate_and_select(residual, gradients, None, layout, 0)
+    message, _ = cpu.encode(residual, layout, index, used, no, True)
     received = cpu.Received(layout, layout.rows, message.expand(2, -1), 2.0)
     received.write([parameter])
     received.add([parameter], [1.0])
     rows = Rows(64, 64, 8, dtype, parameter.device, all_entries=True)
     cpu.decode_all(rows, cpu.encode_all(rows, torch.ones_like(parameter)))
     cpu.decay(parameter, torch.zeros_like(parameter), 0.9, 1e-4, 0.1, False)
-    _run_owners(bucket, gradients, Plan(layout, 3, 1), parameter)
+    _run_owners(residual, gradients, ReducePlan(layout, 3, 1), parameter)
     one = torch.ones_like(parameter)
     denominator_cpu.follow(one, Denominator(one, one, one.int(), one, 1.0, 0.9, 0.999, 1e-8, 2.0, one[0]), 40, 2)
 
 
-def _run_owners(bucket: Bucket, gradients: dict[str, Gradient], plan: Plan, parameter: torch.Tensor) -> None:
+def _run_owners(residual: Residual, gradients: dict[str, Gradient], plan: ReducePlan, parameter: torch.Tensor) -> None:
     """Those of the exchange that adds up at owners."""
-    _, index, used = owners_cpu.select(bucket, gradients, None, plan, 0)
-    rows, _ = owners_cpu.send(bucket, plan, index, used, torch.tensor(False, device="cpu"), True)
-    arrived = owners_cpu.add(bucket, plan, rows[1:2].expand(3, -1))
-    message, _ = owners_cpu.pass_on(bucket, gradients, plan, arrived, 0, True)
-    owners_cpu._among_all(owners_cpu._table(plan), bucket.v.numpy(), bucket.v.numpy()[:1])
+    _, index, used = owners_cpu.accumulate_and_select(residual, gradients, None, plan, 0)
+    rows, _ = owners_cpu.send(residual, plan, index, used, torch.tensor(False, device="cpu"), True)
+    arrived = owners_cpu.add(residual, plan, rows[1:2].expand(3, -1))
+    message, _ = owners_cpu.pass_on(residual, gradients, plan, arrived, 0, True)
+    owners_cpu._among_all(owners_cpu._table(plan), residual.v.numpy(), residual.v.numpy()[:1])
     cpu.Received(plan.layout, plan.to_all, message.expand(3, -1), 3.0, plan.regions).write([parameter])
 
 
 def main() -> None:
     if hasattr(signal, "alarm"):
-        signal.alarm(LIMIT)
+        signal.alarm(COMPILE_TIMEOUT_S)
     dtype: Any = getattr(torch, sys.argv[1])
     run_all(dtype)
     filling(dtype).mark()

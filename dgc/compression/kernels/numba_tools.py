@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-AHEAD = 16  # scattered entries that are fetched while one is worked on
+PREFETCH_DISTANCE = 16  # scattered entries that are fetched while one is worked on
 
 
 @intrinsic
@@ -73,7 +73,7 @@ def in_threads(work: Callable[..., Any], tasks: Sequence[Any], threads: int) -> 
     return results
 
 
-def shares(count: int, most: int) -> list[tuple[int, int]]:
+def thread_ranges(count: int, most: int) -> list[tuple[int, int]]:
     """Ranges of about as many of a count, at least one and at most so many."""
     parts = max(1, min(most, count))
     return list(pairwise(count * w // parts for w in range(parts + 1)))

@@ -31,14 +31,20 @@ from dgc.compression.kernels.cpu import (
     owner_of,
 )
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, prefetch, shares
-from dgc.compression.regions import STRETCH, Arrived, Plan, Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.kernels.numba_tools import (
+    PREFETCH_DISTANCE,
+    in_threads,
+    lowest,
+    prefetch,
+    thread_ranges,
+)
+from dgc.compression.regions import STRETCH, Arrived, ReducePlan, Taken
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
 from dgc.compression.wire import NONFINITE, Rows, worst
 
-PIECES = 4  # of a region, that are worth another thread
+PIECES_PER_THREAD = 4  # of a region, that are worth another thread
 ROOM = 1 - 2.0**-16  # what a product and a quotient may be off by, and more
 
 _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
@@ -132,8 +138,8 @@ def _add(own, n, v, used, found, amounts, places, values, before):
             places[total], values[total] = index_of(own, found[r, j], n), amounts[r, j]
             total += 1
     for e in range(total):  # all of them before any is added to, as an entry may be in several rows
-        if e + AHEAD < total:
-            prefetch(v.ctypes.data + places[e + AHEAD] * v.itemsize)
+        if e + PREFETCH_DISTANCE < total:
+            prefetch(v.ctypes.data + places[e + PREFETCH_DISTANCE] * v.itemsize)
         before[e] = v[places[e]]
     for e in range(total):
         v[places[e]] += values[e]
@@ -190,8 +196,8 @@ def _sum(first, last, firsts, ends, blocks, v, tiny, lanes, largest):
     at_v, at_lanes, size = np.int64(v.ctypes.data), np.int64(lanes.ctypes.data), v.itemsize
     for q in range(first, last):
         for j in range(firsts[q] // LINE, (ends[q] - 1) // LINE + 1):
-            if j + AHEAD < len(blocks):
-                prefetch(at_v + blocks[j + AHEAD] * (LINE * size))
+            if j + PREFETCH_DISTANCE < len(blocks):
+                prefetch(at_v + blocks[j + PREFETCH_DISTANCE] * (LINE * size))
             a, b, place = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE), blocks[j] * LINE
             if b - a == LINE:
                 largest[j] = _add_line(at_v + place * size, tiny, at_lanes + q * (LINE * 8))
@@ -231,8 +237,8 @@ def _threshold(step, every, k, length, ends, of, blocks, v, means):
         return v.dtype.type(0)
     sample = np.empty(taken, v.dtype)
     for j in range(begin, lines, every):
-        if j + AHEAD * every < lines:
-            prefetch(v.ctypes.data + blocks[j + AHEAD * every] * (LINE * v.itemsize))
+        if j + PREFETCH_DISTANCE * every < lines:
+            prefetch(v.ctypes.data + blocks[j + PREFETCH_DISTANCE * every] * (LINE * v.itemsize))
         for i in range(LINE):
             while ends[q] <= j * LINE + i:
                 q += 1
@@ -261,8 +267,8 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
             hit[hits] = j
             hits += largest[j] >= bound or not whole
         for h in range(hits):
-            if h + AHEAD < hits:
-                prefetch(at_v + blocks[hit[h + AHEAD]] * (LINE * size))
+            if h + PREFETCH_DISTANCE < hits:
+                prefetch(at_v + blocks[hit[h + PREFETCH_DISTANCE]] * (LINE * size))
             j = hit[h]
             place = blocks[j] * LINE
             a, b = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE)
@@ -314,105 +320,106 @@ def _held(places, values, gone, sent):
 class _Tables:
     """A plan's numbers as arrays."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ReducePlan):
         self.blocks = plan.regions.blocks(plan.own).numpy()
         self.sizes, self.lengths = plan.regions.sizes.numpy(), plan.lengths.numpy()
         self.firsts, self.ends, self.of = np.ascontiguousarray(plan.pieces.numpy())
         self.length, self.kept = int(plan.size), min(plan.to_all.slots, int(plan.size))
         self.every = stride(self.kept)
 
-    def shares(self, threads: int) -> list[tuple[int, int]]:
+    def ranges(self, threads: int) -> list[tuple[int, int]]:
         """Pieces, for each thread some that follow one another."""
-        return shares(len(self.of), min(threads, len(self.of) // PIECES))
+        return thread_ranges(len(self.of), min(threads, len(self.of) // PIECES_PER_THREAD))
 
 
-_tables: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[ReducePlan, _Tables] = WeakKeyDictionary()
 
 
-def _table(plan: Plan) -> _Tables:
+def _table(plan: ReducePlan) -> _Tables:
     table = _tables.get(plan)
     if table is None:
         table = _tables[plan] = _Tables(plan)
     return table
 
 
-def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           step: int) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`owners_plain.select`."""
-    return cpu.select(bucket, gradients, scale, plan.layout, step, _table(plan).blocks)
+def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
+                          scale: Tensor | Mapping[str, Tensor] | None,
+                          plan: ReducePlan, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`owners_plain.accumulate_and_select`."""
+    return cpu.accumulate_and_select(residual, gradients, scale, plan.layout, step, _table(plan).blocks)
 
 
-def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+def send(residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
         Tensor, Taken]:
     """As :func:`owners_plain.send`."""
-    n, starts, v = plan.regions.owners, cpu._table(plan.layout).starts, bucket.v.numpy()
+    n, starts, v = plan.regions.owners, cpu._table(plan.layout).starts, residual.v.numpy()
     if refused:
-        bucket.count(torch.tensor(0, device="cpu"))
-        return plan.to_owners.telling(n, NONFINITE), _nothing(bucket)
+        residual.count(torch.tensor(0, device="cpu"))
+        return plan.to_owners.status_message(n, NONFINITE), _nothing(residual)
     places, begins = np.empty(len(index), np.int64), np.empty(n + 1, np.int64)
     wanted = _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, v,
                    np.finfo(v.dtype).tiny, places, begins)
-    rows, taken, entries = _written(bucket, plan, plan.to_owners, begins, places, masking)
-    bucket.overflow_entries = torch.tensor(wanted - entries, device="cpu")
+    rows, taken, entries = _written(residual, plan, plan.to_owners, begins, places, masking)
+    residual.overflow_entries = torch.tensor(wanted - entries, device="cpu")
     return rows, taken
 
 
-def _nothing(bucket: Bucket) -> Taken:
-    return Taken(torch.empty(0, dtype=torch.int64, device="cpu"), bucket.v[:0])
+def _nothing(residual: Residual) -> Taken:
+    return Taken(torch.empty(0, dtype=torch.int64, device="cpu"), residual.v[:0])
 
 
-def _written(bucket: Bucket, plan: Plan, rows: Rows, begins: Any, places: Any, masking: bool) -> tuple[
+def _written(residual: Residual, plan: ReducePlan, rows: Rows, begins: Any, places: Any, masking: bool) -> tuple[
         Tensor, Taken, int]:
     """Entries, sorted by row, as a message; what was taken out of v for it; and how many entries that are not zero."""
-    u, v = cpu.arrays(bucket)
+    u, v = cpu.arrays(residual)
     message, sent, entries = rows_cpu.written(rows, begins, places, plan.regions.owners, u, v,
-                                              masking and bucket.u is not None)
-    bucket.count(torch.tensor(entries, device="cpu"))
+                                              masking and residual.u is not None)
+    residual.count(torch.tensor(entries, device="cpu"))
     return message, Taken(torch.from_numpy(places[:begins[-1]]), torch.from_numpy(sent)), entries
 
 
-def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
+def add(residual: Residual, plan: ReducePlan, rows: Tensor) -> Arrived:
     """As :func:`owners_plain.add`."""
-    v = bucket.v.numpy()
+    v = residual.v.numpy()
     found, used, at, amounts = rows_cpu.read(plan.to_owners, rows, plan.size.numpy(), v.dtype)
     status = torch.from_numpy(found)
     if found.any():
-        return Arrived(status, _nothing(bucket), bucket.v[:0])
+        return Arrived(status, _nothing(residual), residual.v[:0])
     places, (values, before) = np.empty(used.sum(), np.int64), np.empty((2, used.sum()), v.dtype)
     _add(plan.own, plan.regions.owners, v, used, at, amounts, places, values, before)
     return Arrived(status, Taken(torch.from_numpy(places), torch.from_numpy(-values)), torch.from_numpy(before))
 
 
-def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
+def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, arrived: Arrived, step: int,
             masking: bool) -> tuple[Tensor, Taken]:
     """As :func:`owners_plain.pass_on`."""
-    if told := int(worst(arrived.status)):
-        bucket.count(torch.tensor(0, device="cpu"))
-        return plan.to_all.telling(1, told), _nothing(bucket)
-    index = _largest_sums(bucket, gradients, plan, step)
+    if worst_status := int(worst(arrived.status)):
+        residual.count(torch.tensor(0, device="cpu"))
+        return plan.to_all.status_message(1, worst_status), _nothing(residual)
+    index = _largest_sums(residual, gradients, plan, step)
     begins = np.array([0, len(index)])
-    message, taken, _ = _written(bucket, plan, plan.to_all, begins, index, masking)
+    message, taken, _ = _written(residual, plan, plan.to_all, begins, index, masking)
     added = arrived.added
     held = _held(added.places.numpy(), added.sent.numpy(), index, taken.sent.numpy())
-    bucket.held_entries = torch.tensor(held, device="cpu")
+    residual.held_entries = torch.tensor(held, device="cpu")
     return message, taken
 
 
-def _largest_sums(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, step: int) -> Any:
+def _largest_sums(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, step: int) -> Any:
     """The places of the own region's largest sums, over their parameter's mean there: int64, ascending."""
-    table, v, threads = _table(plan), bucket.v.numpy(), torch.get_num_threads()
-    lanes, means, tiny = np.zeros((len(table.of), LINE)), np.empty(len(bucket.names), v.dtype), np.finfo(v.dtype).tiny
-    shares, k, largest = table.shares(threads), table.kept, np.empty(len(table.blocks), v.dtype)
+    table, v, threads = _table(plan), residual.v.numpy(), torch.get_num_threads()
+    lanes, means, tiny = np.zeros((len(table.of), LINE)), np.empty(len(residual.names), v.dtype), np.finfo(v.dtype).tiny
+    ranges, k, largest = table.ranges(threads), table.kept, np.empty(len(table.blocks), v.dtype)
     in_threads(lambda first, last: _sum(first, last, table.firsts, table.ends, table.blocks, v, tiny, lanes, largest),
-                shares, threads)
-    absent = np.array([name not in gradients for name in bucket.names])
+                ranges, threads)
+    absent = np.array([name not in gradients for name in residual.names])
     fine = _average(table.of, lanes, table.lengths, absent, tiny, means)
     threshold = _threshold(step, table.every, k, table.length, table.ends, table.of, table.blocks, v, means)
     least = np.finfo(v.dtype).smallest_subnormal
-    found, scores = np.empty((len(shares), 4 * k + PANEL), np.int64), np.empty((len(shares), 4 * k + PANEL), v.dtype)
-    counts = in_threads(lambda share, first, last: _find(
+    found, scores = np.empty((len(ranges), 4 * k + PANEL), np.int64), np.empty((len(ranges), 4 * k + PANEL), v.dtype)
+    counts = in_threads(lambda at, first, last: _find(
         first, last, table.firsts, table.ends, table.of, table.blocks, largest, v, least, threshold, means,
-        found[share], scores[share]), [(w, *share) for w, share in enumerate(shares)], threads)
+        found[at], scores[at]), [(w, *at) for w, at in enumerate(ranges)], threads)
     if not fine or sum(reach for _, reach in counts) < k or any(count > found.shape[1] for count, _ in counts):
         return _among_all(table, v, means)
     candidates = np.concatenate([found[w, :count] for w, (count, _) in enumerate(counts)])

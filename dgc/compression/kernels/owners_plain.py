@@ -11,28 +11,29 @@ from torch import Tensor
 
 from dgc.compression import device, kernels
 from dgc.compression import select as selection
-from dgc.compression.regions import Arrived, Plan, Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.regions import Arrived, ReducePlan, Taken
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.sizes import LINE
 from dgc.compression.wire import NONFINITE, worst
 
 
-def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None, plan: Plan,
-           step: int) -> tuple[list[str], Tensor, Tensor]:
-    """As :func:`dgc.compression.kernels.plain.select`; in the own region only what this step adds to v counts. What was
-    there are sums, which are large, as others' entries are in them, and need no slots.
+def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
+                          scale: Tensor | Mapping[str, Tensor] | None,
+                          plan: ReducePlan, step: int) -> tuple[list[str], Tensor, Tensor]:
+    """As :func:`dgc.compression.kernels.plain.accumulate_and_select`; in the own region only what this step
+    adds to v counts. What was there are sums, which are large, as others' entries are in them, and need no slots.
     """
-    kernel = kernels.current(bucket.v.device.type, bucket.v.dtype)
-    with plan.regions.aside(bucket.v, plan.own):
-        return kernel.select(bucket, gradients, scale, plan.layout, step)
+    kernel = kernels.current(residual.v.device.type, residual.v.dtype)
+    with plan.regions.zeroed_region(residual.v, plan.own):
+        return kernel.accumulate_and_select(residual, gradients, scale, plan.layout, step)
 
 
-def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
+def send(residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
         Tensor, Taken]:
     """Takes the chosen entries outside the own region out of v, and writes them down for their owners.
 
     Args:
-        index, used: as :func:`select` returned them.
+        index, used: as :func:`accumulate_and_select` returned them.
         refused: bool (), whether a gradient is not finite: nothing is sent but this fact.
         masking: see :func:`dgc.compression.kernels.plain.encode`.
 
@@ -42,40 +43,40 @@ def send(bucket: Bucket, plan: Plan, index: Tensor, used: Tensor, refused: Tenso
     n = plan.regions.owners
     valid = plan.layout.uses(used) & ~refused
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
-    owner = plan.regions.owner(index)
+    owner = plan.regions.owner_of(index)
     row = torch.where(valid & (owner != plan.own), owner, n)
-    rows, taken, bucket.overflow_entries = _written(bucket, plan, row, index, plan.layout.owner, masking)
-    return torch.where(refused, plan.to_owners.telling(n, NONFINITE), rows), taken
+    rows, taken, residual.overflow_entries = _written(residual, plan, row, index, plan.layout.param_of_slot, masking)
+    return torch.where(refused, plan.to_owners.status_message(n, NONFINITE), rows), taken
 
 
-def _written(bucket: Bucket, plan: Plan, row: Tensor, index: Tensor, of: Tensor, masking: bool) -> tuple[
+def _written(residual: Residual, plan: ReducePlan, row: Tensor, index: Tensor, params: Tensor, masking: bool) -> tuple[
         Tensor, Taken, Tensor]:
     """Entries as rows, those that fit; what was taken out of v for them; and int64 (), how many others there are.
 
     Args:
         row: int64 (E,), each entry's; or, of those that are not sent, the number of rows.
-        index, of: int64 (E,), where they are in the bucket, ascending within each row, and their parameters.
+        index, params: int64 (E,), where they are in the bucket, ascending within each row, and their parameters.
     """
     n = plan.regions.owners
     wanted = torch.count_nonzero(row < n)
-    row = _fitting(row, bucket.v[index], plan, of)
-    rows, sent = plan.to_owners.encode(row, plan.regions.local(index), bucket.v[index], n)
-    bucket.take(index, sent, masking)
+    row = _fitting(row, residual.v[index], plan, params)
+    rows, sent = plan.to_owners.encode(row, plan.regions.index_in_region(index), residual.v[index], n)
+    residual.take(index, sent, masking)
     return rows, Taken(index, sent), wanted - torch.count_nonzero(sent)
 
 
-def _fitting(row: Tensor, values: Tensor, plan: Plan, owner: Tensor) -> Tensor:
+def _fitting(row: Tensor, values: Tensor, plan: ReducePlan, params: Tensor) -> Tensor:
     """The rows of entries, without those for which there is no slot: the smallest of a row, beside the mean of those
-    of their parameters, ``owner``.
+    of their parameters.
     """
     n, slots = plan.regions.owners, plan.to_owners.slots
     if not device.is_asynchronous(row.device) and int(torch.bincount(row, minlength=n)[:n].max()) <= slots:
         return row
     size = torch.where(row < n, values.abs(), 0)
     total, count = size.new_zeros(2, len(plan.layout.counts), dtype=torch.float64)
-    count.index_add_(0, owner, (size > 0).double()).clamp_(min=1)
-    mean = total.index_add_(0, owner, size.double()).div_(count).to(size.dtype)
-    smallness = 1 / (1 + size / mean[owner].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
+    count.index_add_(0, params, (size > 0).double()).clamp_(min=1)
+    mean = total.index_add_(0, params, size.double()).div_(count).to(size.dtype)
+    smallness = 1 / (1 + size / mean[params].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
     smallness = smallness.nan_to_num(0)  # infinity among infinities is large
     order = (row + 0.5 * smallness.double()).sort(stable=True)
     first = torch.searchsorted(order.values, torch.arange(n + 1, device=row.device).double())
@@ -84,17 +85,17 @@ def _fitting(row: Tensor, values: Tensor, plan: Plan, owner: Tensor) -> Tensor:
     return torch.where(place < slots, row, n)
 
 
-def add(bucket: Bucket, plan: Plan, rows: Tensor) -> Arrived:
+def add(residual: Residual, plan: ReducePlan, rows: Tensor) -> Arrived:
     """Adds to v what rows, uint8 (R, nbytes), say of the own region; nothing if one of them tells of an error."""
     status, places, values = plan.to_owners.decode(rows, plan.size)
-    index = plan.regions.index(plan.own, places).clamp_(max=bucket.numel - 1)  # of an empty region
-    values, before = torch.where(worst(status) == 0, values, 0), bucket.v[index.view(-1)]
+    index = plan.regions.index(plan.own, places).clamp_(max=residual.numel - 1)  # of an empty region
+    values, before = torch.where(worst(status) == 0, values, 0), residual.v[index.view(-1)]
     for of_row, there in zip(values, index, strict=True):
-        bucket.v.index_add_(0, there, of_row)  # no entry twice, so that on a GPU no order of threads decides
+        residual.v.index_add_(0, there, of_row)  # no entry twice, so that on a GPU no order of threads decides
     return Arrived(status, Taken(index.view(-1), -values.view(-1)), before)
 
 
-def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arrived: Arrived, step: int,
+def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, arrived: Arrived, step: int,
             masking: bool) -> tuple[Tensor, Taken]:
     """Takes the largest sums of the own region out of v, beside the mean |v| there of their parameter, and writes them
     down for all. Nothing is passed on where a worker's row tells of an error, but whose.
@@ -106,13 +107,13 @@ def pass_on(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan, arriv
     Returns:
         The message, uint8 (1, nbytes), and what was taken.
     """
-    told = worst(arrived.status)
-    index = plan.regions.index(plan.own, _largest(_scores(bucket, gradients, plan), plan.to_all.slots, step))
-    row = torch.where((told != 0) | (bucket.v[index] == 0), 1, 0)
-    message, sent = plan.to_all.encode(row, plan.regions.local(index), bucket.v[index], 1)
-    bucket.take(index, sent, masking)
-    bucket.held_entries = _held(arrived.added, Taken(index, sent))
-    return torch.where(told == 0, message, plan.to_all.telling(1, told)), Taken(index, sent)
+    worst_status = worst(arrived.status)
+    index = plan.regions.index(plan.own, _largest(_scores(residual, gradients, plan), plan.to_all.slots, step))
+    row = torch.where((worst_status != 0) | (residual.v[index] == 0), 1, 0)
+    message, sent = plan.to_all.encode(row, plan.regions.index_in_region(index), residual.v[index], 1)
+    residual.take(index, sent, masking)
+    residual.held_entries = _held(arrived.added, Taken(index, sent))
+    return torch.where(worst_status == 0, message, plan.to_all.status_message(1, worst_status)), Taken(index, sent)
 
 
 def _held(added: Taken, passed_on: Taken) -> Tensor:
@@ -124,20 +125,20 @@ def _held(added: Taken, passed_on: Taken) -> Tensor:
     return torch.count_nonzero(torch.where(gone, 0, added.sent))
 
 
-def _scores(bucket: Bucket, gradients: Mapping[str, Gradient], plan: Plan) -> Tensor:
+def _scores(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan) -> Tensor:
     """|v| of the own region over the mean |v| there of the parameter, as parameters' gradients differ in scale; 0 of
     one that sits this step out.
     """
-    sums = plan.regions.read(bucket.v, plan.own).abs_()
+    sums = plan.regions.read(residual.v, plan.own).abs_()
     means = _means(sums, plan).clamp_(min=torch.finfo(sums.dtype).tiny)
-    absent = [name not in gradients for name in bucket.names]
+    absent = [name not in gradients for name in residual.names]
     if any(absent):
         means.masked_fill_(torch.tensor(absent, device="cpu").to(means.device, non_blocking=True), torch.inf)
     sums.div_(means.repeat_interleave(plan.lengths, output_size=len(sums)))
     return sums.nan_to_num_(torch.inf, torch.inf)  # infinity over infinity, which is to be passed on, and told
 
 
-def _means(sums: Tensor, plan: Plan) -> Tensor:
+def _means(sums: Tensor, plan: ReducePlan) -> Tensor:
     """(P,): the mean of each parameter's entries in the region. On a CPU they are added up in float64, each place of a
     block for itself, and piece by piece, as the compiled loops do.
     """

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from dgc.compression import select as selection
 from dgc.compression.regions import Regions, Taken
-from dgc.compression.residual import Bucket, Gradient
+from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE, Layout, Rows
 from dgc.trace import stage
 
 
-def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-               layout: Layout) -> list[str]:
+def accumulate(residual: Residual, gradients: Mapping[str, Gradient],
+               scale: Tensor | Mapping[str, Tensor] | None, layout: Layout) -> list[str]:
     """Adds the local gradients into u and v (paper, equation 4); a parameter without one is left as it was.
 
     Args:
-        bucket: holds u and v, which this changes.
+        residual: holds u and v, which this changes.
         gradients: parameter -> its gradient.
         scale: multiplies the gradients first (clipping): one 0-dim tensor for all, or one each.
         layout: of the bucket.
@@ -27,15 +27,16 @@ def accumulate(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor 
     Returns:
         The parameters whose gradient is not finite; such entries count as 0.
     """
-    return bucket.accumulate(gradients, scale)
+    return residual.accumulate(gradients, scale)
 
 
-def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Mapping[str, Tensor] | None,
-           layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
+def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
+                          scale: Tensor | Mapping[str, Tensor] | None,
+                          layout: Layout, step: int) -> tuple[list[str], Tensor, Tensor]:
     """Adds the gradients in, as :func:`accumulate`, and chooses what is to be sent of each parameter that has one.
 
     Args:
-        bucket, gradients, scale, layout: as there.
+        residual, gradients, scale, layout: as there.
         step: the optimizer's step, which rotates the sample.
 
     Returns:
@@ -43,23 +44,24 @@ def select(bucket: Bucket, gradients: Mapping[str, Gradient], scale: Tensor | Ma
         ascending within each parameter; how many slots each parameter uses, int64 (P,).
     """
     with stage("dgc::accumulate"):
-        bad = bucket.accumulate(gradients, scale)
-    index, used = layout.base.clone(), torch.zeros(len(bucket.names), dtype=torch.int64, device="cpu")
-    parts = zip(bucket.names, bucket.v.split(bucket.numels), layout.counts, layout.starts, bucket.offsets, strict=True)
+        bad = residual.accumulate(gradients, scale)
+    index, used = layout.base.clone(), torch.zeros(len(residual.names), dtype=torch.int64, device="cpu")
+    parts = zip(residual.names, residual.v.split(residual.numels), layout.counts, layout.starts, residual.offsets,
+                strict=True)
     for p, (name, v, k, start, offset) in enumerate(parts):
         if name in gradients:
             chosen = selection.sampled(v, k, step)
             used[p] = len(chosen)
             index[start:start + len(chosen)] = chosen + offset
-    return bad, index, used.to(bucket.v.device)
+    return bad, index, used.to(residual.v.device)
 
 
-def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
+def encode(residual: Residual, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
            masking: bool) -> tuple[Tensor, Taken]:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
-        index, used: as :func:`select` returned them.
+        index, used: as :func:`accumulate_and_select` returned them.
         refused: bool (), whether a gradient is not finite: nothing is sent but this fact.
         masking: also set u to zero where something was sent (momentum factor masking).
 
@@ -68,9 +70,9 @@ def encode(bucket: Bucket, layout: Layout, index: Tensor, used: Tensor, refused:
     """
     valid = layout.uses(used) & ~refused
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
-    message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, bucket.v[index], 1)
-    bucket.take(index, sent, masking)
-    return torch.where(refused, layout.rows.telling(1, NONFINITE), message), Taken(index, sent)
+    message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, residual.v[index], 1)
+    residual.take(index, sent, masking)
+    return torch.where(refused, layout.rows.status_message(1, NONFINITE), message), Taken(index, sent)
 
 
 def encode_all(rows: Rows, values: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class Received:
                 target.view(-1).add_(part.mul_(rate))
 
     def _total(self) -> tuple[Tensor, ...]:
-        total = torch.zeros(self.layout.numel, dtype=self.layout.residual, device=self.layout.device)
+        total = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
         for index, values in zip(self._index, self._values, strict=True):
             total.index_add_(0, index, values)
         # By a tensor: by a number of the host, torch multiplies on GPUs, with a reciprocal that is rounded.

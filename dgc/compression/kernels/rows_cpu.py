@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from dgc.compression.kernels.jit import jit
-from dgc.compression.kernels.numba_tools import AHEAD, in_threads, lowest, prefetch, shares
-from dgc.compression.sizes import GROUP, LINE
+from dgc.compression.kernels.numba_tools import (
+    PREFETCH_DISTANCE,
+    in_threads,
+    lowest,
+    prefetch,
+    thread_ranges,
+)
+from dgc.compression.sizes import CHECKSUM_WORDS, GROUP, LINE
 from dgc.compression.wire import EXACT, MIXER, NONFINITE, TOP, Rows
 
-SHARE = 128  # groups of slots that are worth another thread
+GROUPS_PER_THREAD = 128  # groups of slots that are worth another thread
 REBIAS = np.uint32(112 << 23)  # from float16's exponent to float32's
 LEAST = 2.0**-14  # the least float16 with a leading 1
 LARGEST = np.finfo(np.float32).max
@@ -254,10 +260,10 @@ def fetch(first, last, begins, groups, places, u, v, masking, wrong):
         a, b = max(first, groups[r]), min(last, groups[r + 1])
         begin, end = begins[r] + (a - groups[r]) * GROUP, min(begins[r + 1], begins[r] + (b - groups[r]) * GROUP)
         for j in range(begin, end):
-            if j + AHEAD < end:
-                prefetch(v.ctypes.data + places[j + AHEAD] * v.itemsize)
+            if j + PREFETCH_DISTANCE < end:
+                prefetch(v.ctypes.data + places[j + PREFETCH_DISTANCE] * v.itemsize)
                 if masking:
-                    prefetch(u.ctypes.data + places[j + AHEAD] * v.itemsize)
+                    prefetch(u.ctypes.data + places[j + PREFETCH_DISTANCE] * v.itemsize)
             if not abs(v[places[j]]) < np.inf:
                 wrong[r] = True
 
@@ -278,9 +284,9 @@ def close(first, last, begins, places, n, form, words, wrong):
 
 @_jit
 def _checksum(words):
-    """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last two, where it belongs."""
+    """The checksum of :func:`dgc.compression.wire.seal`: of all words but the last ones, which hold it."""
     total = np.int64(0)
-    for i in range(len(words) - 2):
+    for i in range(len(words) - CHECKSUM_WORDS):
         mixed = np.int64(i + 1) * MIXER
         total += np.int64(words[i]) * (mixed ^ mixed >> 32 | 1)
     return total
@@ -406,11 +412,11 @@ def written(rows: Rows, begins: Any, places: Any, n: int, u: Any, v: Any, maskin
     words, wrong = np.zeros((count, rows.nbytes // 4), np.uint32), np.zeros(count, np.bool_)
     groups = np.concatenate([[0], np.cumsum(-(-np.diff(begins) // GROUP))])
     sent = np.empty(begins[-1], v.dtype)
-    parts = shares(int(groups[-1]), min(threads, 1 + int(groups[-1]) // SHARE))
+    parts = thread_ranges(int(groups[-1]), min(threads, 1 + int(groups[-1]) // GROUPS_PER_THREAD))
     in_threads(lambda a, b: fetch(a, b, begins, groups, places, u, v, masking, wrong), parts, threads)
     entries = sum(in_threads(lambda a, b: encode(
         a, b, begins, groups, places, n, u, v, masking, form, words, wrong, sent), parts, threads))
-    in_threads(lambda a, b: close(a, b, begins, places, n, form, words, wrong), shares(count, threads), threads)
+    in_threads(lambda a, b: close(a, b, begins, places, n, form, words, wrong), thread_ranges(count, threads), threads)
     return torch.from_numpy(words.view(np.uint8)), sent, entries
 
 
@@ -423,7 +429,7 @@ def read(rows: Rows, messages: Tensor, sizes: Any, dtype: Any) -> tuple[Any, Any
     values = np.empty((len(words), rows.slots), dtype)
     form = form_of(rows)
     in_threads(lambda a, b: decode(a, b, form, words, sizes, status, used, places, values),
-               shares(len(words), threads), threads)
+               thread_ranges(len(words), threads), threads)
     return status, used, places, values
 
 
@@ -431,11 +437,12 @@ def write_all(rows: Rows, values: Tensor) -> Tensor:
     """As :meth:`dgc.compression.wire.Rows.encode_all`."""
     x, threads, form = values.numpy(), torch.get_num_threads(), form_of(rows)
     words, wrong = np.zeros((len(x), rows.nbytes // 4), np.uint32), np.empty(len(x), np.bool_)
-    in_threads(lambda a, b: find_wrong(a, b, x, wrong), shares(len(x), threads), threads)
+    in_threads(lambda a, b: find_wrong(a, b, x, wrong), thread_ranges(len(x), threads), threads)
     total, nothing = len(x) * rows.groups, np.zeros(len(x) + 1, np.int64)
     in_threads(lambda a, b: encode_all(a, b, form, x, words, wrong),
-               shares(total, min(threads, 1 + total // SHARE)), threads)
-    in_threads(lambda a, b: close(a, b, nothing, nothing, 1, form, words, wrong), shares(len(x), threads), threads)
+               thread_ranges(total, min(threads, 1 + total // GROUPS_PER_THREAD)), threads)
+    in_threads(lambda a, b: close(a, b, nothing, nothing, 1, form, words, wrong),
+               thread_ranges(len(x), threads), threads)
     return torch.from_numpy(words.view(np.uint8))
 
 

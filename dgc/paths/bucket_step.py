@@ -1,4 +1,4 @@
-"""One bucket's part of one step: what every path of compressed gradients works on."""
+"""One bucket in one step: what every path of compressed gradients works on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from dgc.collective import Path, World
-from dgc.compression import kernels, select
-from dgc.compression import sizes as messages
+from dgc.compression import kernels, select, sizes
 from dgc.compression.kernels import Kernel, ReceivedEntries
 from dgc.compression.regions import Arrived, Taken
-from dgc.compression.residual import Bucket, Gradient, clip_scale, norm
+from dgc.compression.residual import Gradient, Residual, clip_scale, norm
 from dgc.compression.wire import Layout
 from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
@@ -22,53 +21,51 @@ from dgc.paths.finite import local_verdict, verdict_of_rows
 from dgc.trace import stage
 
 Key = tuple[float, int]
-_layouts: WeakKeyDictionary[Bucket, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
+_layouts: WeakKeyDictionary[Residual, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
 # The layout of a bucket's last step.
-in_force: WeakKeyDictionary[Bucket, Layout] = WeakKeyDictionary()
+last_layout: WeakKeyDictionary[Residual, Layout] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Task:
+class BucketStep:
     """The gradients of one bucket in one step, and how they are to be exchanged.
 
     Args:
-        bucket: holds u and v, which the path changes.
+        residual: holds u and v, which the path changes.
         gradients: parameter -> local gradient.
         clip: factor for the gradients: one 0-dim tensor for all, one each, or None.
         layout: of the bucket's messages at this step's sparsity.
         config: the settings.
         step: the optimizer's step, from 0.
         world: this rank and how many there are.
-        average: divide the sum by N.
     """
 
-    bucket: Bucket
+    residual: Residual
     gradients: Mapping[str, Gradient]
     clip: Tensor | Mapping[str, Tensor] | None
     layout: Layout
     config: Config
     step: int
     world: World
-    average: bool
 
     @property
     def kernel(self) -> Kernel:
-        return kernel_of(self.bucket)
+        return kernel_of(self.residual)
 
     def accumulate(self) -> list[str]:
         """Adds the gradients into u and v; returns the parameters whose gradient is not finite, if
         the host knows.
         """
         with stage("dgc::accumulate"):
-            return self.kernel.accumulate(self.bucket, self.gradients, self.clip, self.layout)
+            return self.kernel.accumulate(self.residual, self.gradients, self.clip, self.layout)
 
-    def select(self) -> tuple[list[str], Tensor, Tensor]:
-        """Accumulates, and chooses what is to be sent: see
-        :func:`dgc.compression.kernels.plain.select`.
+    def accumulate_and_select(self) -> tuple[list[str], Tensor, Tensor]:
+        """Adds the gradients into u and v, and chooses what is sent: see
+        :func:`dgc.compression.kernels.plain.accumulate_and_select`.
         """
         with stage("dgc::select"):
-            return self.kernel.select(
-                self.bucket, self.gradients, self.clip, self.layout, self.step
+            return self.kernel.accumulate_and_select(
+                self.residual, self.gradients, self.clip, self.layout, self.step
             )
 
     def encode(self, index: Tensor, used: Tensor, refused: Tensor) -> tuple[Tensor, Taken]:
@@ -77,7 +74,7 @@ class Task:
         """
         with stage("dgc::take"):
             return self.kernel.encode(
-                self.bucket, self.layout, index, used, refused, self.config.factor_masking
+                self.residual, self.layout, index, used, refused, self.config.factor_masking
             )
 
     def take(self, index: Tensor, valid: Tensor) -> Tensor:
@@ -85,40 +82,40 @@ class Task:
         sent, 0 elsewhere.
         """
         with stage("dgc::take"):
-            values = torch.where(valid, self.bucket.v[index], 0)
-            self.bucket.take(index, values, self.config.factor_masking)
+            values = torch.where(valid, self.residual.v[index], 0)
+            self.residual.take(index, values, self.config.factor_masking)
         return values
 
     def take_all(self, names: Iterable[str]) -> Tensor:
         """Takes all of v of these parameters, flat: see
-        :meth:`dgc.compression.residual.Bucket.take_all`.
+        :meth:`dgc.compression.residual.Residual.take_all`.
         """
         with stage("dgc::take"):
-            return self.bucket.take_all(names)
+            return self.residual.take_all(names)
 
 
-class Moves:
-    """What a step takes out of v and what it adds to it, one after the other, until the exchange
-    has succeeded.
+class UndoLog:
+    """Records what a step takes out of v and adds to it, so that it can be undone until the
+    exchange has succeeded.
     """
 
-    def __init__(self, bucket: Bucket):
-        self.bucket, self._moves = bucket, list[Taken | Arrived]()
+    def __init__(self, residual: Residual):
+        self.residual, self._log = residual, list[Taken | Arrived]()
 
-    def note(self, move: Taken | Arrived) -> None:
-        self._moves.append(move)
+    def record(self, move: Taken | Arrived) -> None:
+        self._log.append(move)
 
     def count(self) -> None:
-        """Tells the bucket how many entries were sent."""
-        self.bucket.entries_sent = torch.stack(
-            [torch.count_nonzero(move.sent) for move in self._moves if isinstance(move, Taken)]
+        """Tells the residual how many entries were sent."""
+        self.residual.entries_sent = torch.stack(
+            [torch.count_nonzero(move.sent) for move in self._log if isinstance(move, Taken)]
         ).sum()
 
     def undo(self, where: Tensor | bool = True) -> None:
         """Makes v what it was, if ``where``, bool ()."""
-        v = self.bucket.v
+        v = self.residual.v
         where = torch.as_tensor(where, device=v.device)
-        for move in reversed(self._moves):
+        for move in reversed(self._log):
             index, sent = move.added if isinstance(move, Arrived) else move
             v.index_add_(0, index, torch.where(where, sent, 0))
             if isinstance(
@@ -128,71 +125,68 @@ class Moves:
                 v[index] = torch.where(where & ~now.isfinite(), move.before, now)
 
 
-def refused(bucket: Bucket, bad: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
-    """Whether a gradient of this rank is not finite, bool (); and of which parameters, where the
-    host knows.
+def nonfinite_flag(residual: Residual, bad: Sequence[str]) -> tuple[Tensor, tuple[str, ...]]:
+    """Whether a gradient of this rank is not finite, bool (); and the names of such parameters,
+    where the host knows.
     """
-    verdict = local_verdict(bucket, bad)
+    verdict = local_verdict(residual, bad)
     if verdict.on_device:
-        return bucket.marked.any(), ()
-    return torch.tensor(bool(verdict.names), device=bucket.v.device), verdict.names
+        return residual.marked.any(), ()
+    return torch.tensor(bool(verdict.names), device=residual.v.device), verdict.names
 
 
-def concluded(
-    moves: Moves, received: ReceivedEntries, bad: Sequence[str], world: World
+def finish_update(
+    undo_log: UndoLog, received: ReceivedEntries, bad: Sequence[str], world: World
 ) -> Path[Update]:
-    """The update that was received, if no row tells of an error. On an asynchronous device that is
-    known later: then it is zero, and what was taken out of v is back there.
+    """The received update, unless a row tells of an error. An asynchronous device knows that later:
+    then the update is zero, and v is restored.
     """
-    bucket = moves.bucket
-    verdict = yield from verdict_of_rows(bucket, bad, received.status, world.node_size)
+    residual = undo_log.residual
+    verdict = yield from verdict_of_rows(residual, bad, received.status, world.node_size)
     if verdict is None:
         return received
-    flat = torch.empty_like(bucket.v)
-    received.write(flat.split(bucket.numels))
-    moves.undo(~verdict.fine)
-    return DenseUpdate(torch.where(verdict.fine, flat, 0), bucket.numels, verdict)
+    flat = torch.empty_like(residual.v)
+    received.write(flat.split(residual.numels))
+    undo_log.undo(~verdict.fine)
+    return DenseUpdate(torch.where(verdict.fine, flat, 0), residual.numels, verdict)
 
 
-def kernel_of(bucket: Bucket) -> Kernel:
+def kernel_of(residual: Residual) -> Kernel:
     """The loops that run over a bucket now."""
-    return kernels.current(bucket.v.device.type, bucket.v.dtype)
+    return kernels.current(residual.v.device.type, residual.v.dtype)
 
 
-def layout_of(bucket: Bucket, sparsity: float, config: Config, wide: bool = False) -> Layout:
+def layout_of(residual: Residual, sparsity: float, config: Config, wide: bool = False) -> Layout:
     """The layout of a bucket's messages, made anew only where the sparsity has changed: it holds
     tables.
 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
     """
-    key, known = (sparsity, config.value_bits), _layouts.setdefault(bucket, {})
+    key, known = (sparsity, config.value_bits), _layouts.setdefault(residual, {})
     if wide not in known or known[wide][0] != key:
-        counts = [select.count(sparsity, numel) for numel in bucket.numels]
+        counts = [select.count(sparsity, numel) for numel in residual.numels]
         if wide:
             counts = [
-                messages.wide(numel, count)
-                for numel, count in zip(bucket.numels, counts, strict=True)
+                sizes.wide(numel, count)
+                for numel, count in zip(residual.numels, counts, strict=True)
             ]
-        known[wide] = key, Layout(bucket, counts, config.value_bits)
+        known[wide] = key, Layout(residual, counts, config.value_bits)
     return known[wide][1]
 
 
-def chosen(bucket: Bucket, name: str) -> int:
+def chosen(residual: Residual, name: str) -> int:
     """Entries of a parameter that each rank has chosen in the last step: all, if there was none."""
     return (
-        in_force[bucket].chosen[name]
-        if bucket in in_force
-        else bucket.numels[bucket.names.index(name)]
+        last_layout[residual].chosen[name] if residual in last_layout else residual.numel_of[name]
     )
 
 
-def clipping(
-    bucket: Bucket,
+def clip_factors(
+    residual: Residual,
     gradients: Mapping[str, Gradient],
     config: Config,
     world: World,
-    average: bool,
     scale: Tensor | Mapping[str, Tensor] | None,
 ) -> Tensor | Mapping[str, Tensor] | None:
     """The factors for the gradients: the given one, times each parameter's own where each is
@@ -201,11 +195,12 @@ def clipping(
     if config.clip_norm is None or not config.clip_per_tensor:
         return scale
     assert not isinstance(scale, Mapping)  # AdamW's, which is not clipped so
-    once = 1.0 if scale is None else scale.to(bucket.v)
+    once = 1.0 if scale is None else scale.to(residual.v)
     norms = {
-        name: norm(gradient.g).to(bucket.v.dtype) * once for name, gradient in gradients.items()
+        name: norm(gradient.g).to(residual.v.dtype) * once for name, gradient in gradients.items()
     }
     return {
-        name: once * clip_scale(total, config.clip_norm, world.nodes, average, world.node_size)
+        name: once
+        * clip_scale(total, config.clip_norm, world.nodes, world.average, world.node_size)
         for name, total in norms.items()
     }

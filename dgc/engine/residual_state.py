@@ -1,4 +1,4 @@
-"""Residuals as a state: saved, loaded, and shared anew when ranks come and go."""
+"""Residuals as a state: saved, loaded, and rescaled when ranks come and go."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ from dgc.engine.parameters import Parameters, shard
 from dgc.warn import warn
 
 
-class Pending:
+class ResidualState:
     """This rank's residuals.
 
     Args:
-        parameters: whose residuals.
-        nonfinite: what is still to be put back into them.
-        gradients: of nodes whose residuals may differ once they are loaded.
+        parameters: of the optimizer.
+        nonfinite: polled before residuals are read, as a late verdict may restore v.
+        gradients: learn that residuals may differ within a node, once they are loaded.
     """
 
     def __init__(self, parameters: Parameters, nonfinite: NonFinite, gradients: Gradients):
         self._parameters, self._settings = parameters, parameters.settings
         self._nonfinite, self._gradients = nonfinite, gradients
-        self._missing = (
-            False  # training goes on at a step beyond 0, without the residuals of the steps before
-        )
-        self._step: (
-            int | None
-        ) = -1  # that comes after them; None: whatever step comes, as they were loaded
-        self.world_size = 0  # how many ranks' average u and v are a share of; 0: they are empty
+        # The training continues beyond step 0, without the residuals of the steps before.
+        self._missing = False
+        # The step that comes after the residuals. None: any step, as they have been loaded.
+        self._step: int | None = -1
+        self.world_size = 0  # how many ranks u and v are averaged over; 0: they are empty
 
     def state(self) -> dict[str, Any]:
         """A copy of u and v, by parameter name; see ``residual_state_dict`` of the optimizer."""
-        kept = {
+        copies = {
             letter: {name: view.clone() for name, view in views.items()}
             for letter, views in self.views().items()
         }
-        return {**self._identity(), **kept}
+        return {**self._identity(), **copies}
 
     def _identity(self) -> dict[str, Any]:
         """The rank, world size and shard that the residuals belong to."""
@@ -56,13 +54,13 @@ class Pending:
         }
 
     def views(self) -> dict[str, dict[str, Tensor]]:
-        """Views of u and of v, by parameter name, after all that is still to be put back into them."""
-        self._nonfinite.look()
+        """Views of u and of v, by parameter name. Polls late verdicts first, which may restore v."""
+        self._nonfinite.poll()
         views: dict[str, dict[str, Tensor]] = {"u": {}, "v": {}}
-        for bucket in self._parameters.kept():
-            views["v"].update(bucket.views(bucket.v))
-            if bucket.u is not None:
-                views["u"].update(bucket.views(bucket.u))
+        for residual in self._parameters.residuals():
+            views["v"].update(residual.views(residual.v))
+            if residual.u is not None:
+                views["u"].update(residual.views(residual.u))
         return views
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -93,12 +91,12 @@ class Pending:
                     )
 
     def is_of_another_rank(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state was given by another rank of as many."""
+        """Whether another rank gave a state, in a world of the same size."""
         own = self._identity()
         return state.get("size") == own["size"] and state.get("rank") != own["rank"]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`state` gave."""
+        """Loads what :meth:`state` gave."""
         self._missing, self._step, self.world_size = False, None, state["size"]
         self._gradients.residuals_may_differ = True
         self._parameters.handed_over.clear()
@@ -107,8 +105,8 @@ class Pending:
                 view.copy_(state[letter][name])
 
     def begin_anew(self) -> None:
-        """Another training is loaded, whose residuals are not part of it: they begin with zero,
-        unless they were loaded before.
+        """Another training is loaded. Its residuals start at zero, unless they were loaded before
+        it.
         """
         self._parameters.forget_sparse()
         if self._step is not None:
@@ -117,7 +115,7 @@ class Pending:
             self._clear()
 
     def begin(self) -> None:
-        """A training begins, at a step that its optimizer may have reached without these residuals."""
+        """Notes whether a training starts beyond step 0, so that its residuals are missing."""
         self._missing = self._settings.exchanges and self._parameters.step > 0
 
     def _clear(self) -> None:
@@ -126,13 +124,13 @@ class Pending:
                 view.zero_()
 
     def step_opens(self) -> None:
-        """A step begins. Where it does not follow the last one, rank 0 has loaded another state in
-        mid-training, and broadcast it: here, too, what was pending is of steps that are undone.
+        """Called when a step opens. If it does not follow the last one, rank 0 has loaded another
+        state and broadcast it: residuals are then of steps that are undone, and are cleared.
         """
         if self._step not in (None, self._parameters.step):
             self._clear()
         self.follow_step()
-        if self._missing and self._parameters.kept() and not self._parameters.stock:
+        if self._missing and self._parameters.residuals() and not self._parameters.stock:
             warn(
                 f"training goes on at step {self._parameters.step} without the residuals of the steps before: save by "
                 "dgc.save_checkpoint() and load by dgc.load_checkpoint() on every rank; or save "
@@ -141,21 +139,22 @@ class Pending:
         self._missing = False
 
     def follow_step(self) -> None:
-        """The next step is the one that comes after these residuals."""
+        """Notes that the next step follows these residuals."""
         self._step = self._parameters.step
 
     @torch.no_grad()
     def rescale(self, size: int) -> int:
-        """Keeps what is pending worth as much as it was, where ranks have come or gone.
+        """Scales the residuals where ranks have come or gone, so that their part of the average
+        stays the same.
 
         Args:
             size: how many ranks there are now.
 
         Returns:
-            How many are gone, each with what it had pending.
+            How many ranks are gone, each with its residual.
         """
         transport, device = self._settings.transport, self._parameters.device
-        asked = Collective("gather", torch.tensor([self.world_size], device=device))
+        asked = Collective("all_gather", torch.tensor([self.world_size], device=device))
         before = transport.start(asked, "dgc.regroup")().flatten().tolist()
         own, self.world_size = self.world_size, size
         if self._settings.average and own not in (
@@ -168,8 +167,11 @@ class Pending:
         former, remain = max(before), sum(n > 0 for n in before)
         if lost := max(0, former - remain):
             zero = torch.zeros(1, dtype=torch.float32, device=device)
-            squares = [norm(b.v).square().view(1).to(device) for b in self._parameters.kept()]
-            square = Collective("sum", sum(squares, zero))
+            squares = [
+                norm(residual.v).square().view(1).to(device)
+                for residual in self._parameters.residuals()
+            ]
+            square = Collective("all_reduce", sum(squares, zero))
             pending = (transport.start(square, "dgc.regroup.norm")().item() / remain) ** 0.5
             warn(
                 f"of {former} ranks {lost} are gone, and with each of them what it had pending; those that "
