@@ -249,10 +249,18 @@ def distributed(
     return wrapped
 
 
-def common_parameters(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it the parameters are alike on all ranks, which between rounds of local steps they are not."""
-    averaged: Any = getattr(optimizer, "averaged", contextlib.nullcontext)
-    return averaged()
+def common_parameters(
+    a: Any, epoch: int, optimizer: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Within it the parameters are alike on all ranks, which between rounds of local steps they are
+    not. After the last epoch there is a round.
+    """
+    if a.local_steps is None:
+        return contextlib.nullcontext()
+    if epoch + 1 == a.epochs:
+        optimizer.flush()
+    averaged: contextlib.AbstractContextManager[None] = optimizer.averaged()
+    return averaged
 
 
 def training(a: Any, dataset: str, size: int, steps: int) -> dict[str, Any]:

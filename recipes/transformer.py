@@ -13,8 +13,8 @@ denominator is found, and from then on it follows the updates that come. Over th
 75 %, step by step. A worker accumulates AdamW's momentum of its gradients. With --no-momentum-correction it accumulates
 its gradients, and AdamW sees the average of what is sent as the gradient. That loses, and dgc refuses it for AdamW.
 
-With --local-steps H each worker takes H steps of AdamW on its own gradients between two exchanges, from the first step
-on, and the sparsity has no warm-up. Its learning rate should be sqrt(workers) times as high (docs/guides/local-steps.md).
+With --local-steps H each worker takes H steps of AdamW on its own gradients between two exchanges, from the first
+step on, and the sparsity has no warm-up. Its learning rate should be higher (docs/guides/local-steps.md).
 """
 
 from __future__ import annotations
@@ -217,9 +217,7 @@ def train(a: Any) -> dict[str, Any]:
                     losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
-            if epoch + 1 == a.epochs and a.local_steps is not None:
-                optimizer.flush()  # the last steps' round
-            with job.common_parameters(optimizer):
+            with job.common_parameters(a, epoch, optimizer):
                 valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
             nbytes = (
                 (optimizer.report().total_bytes_sent - sent) / steps
