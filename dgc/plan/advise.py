@@ -8,12 +8,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from dgc.config import UNMASKED, Config, Schedule
 from dgc.plan.cost import Cluster
 from dgc.plan.models import Shape, buckets
-from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
+from dgc.plan.predict import CPU, DGC, ROUNDS, Local, Method, Overlap, Prediction, methods, predict
 from dgc.schedule import FIRST, piecewise, warmup
 
 # Times faster than dense exchange, from which on it is said to pay, and not a little.
@@ -66,10 +67,16 @@ SMALLER_RATE = (
     "If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "
     "rate by four (docs/guides/schedules.md)."
 )
-# Bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too.
+TRY_FIRST = (
+    "Local steps change what is learned: try them on your model first, with the learning rate times the "
+    "square root of the number of workers (docs/local-steps.md)."
+)
+# Bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too; with local steps
+# v and where the round began.
 KEPT = {
-    "sgd": 8,
-    "adamw": 16,
+    ("sgd", False): 8,
+    ("adamw", False): 16,
+    ("adamw", True): 8,
 }
 Optimizer = Literal["sgd", "adamw"]
 
@@ -85,7 +92,8 @@ class Advice:
     optimizer: Optimizer
     pays: bool
     dense: Prediction  # the fastest of those that Horovod and DistributedDataParallel offer
-    dgc: Prediction  # the simplest that is nearly as fast as any, with ``sparsity``
+    # The simplest that is nearly as fast as any, with ``sparsity``; or that of local steps.
+    dgc: Prediction
     sparsity: float
     config: Config  # of DGC in the predictions
     here: tuple[Prediction, ...]  # all methods on this cluster
@@ -93,11 +101,17 @@ class Advice:
     whole: float | None  # times as fast as dense, over all steps; None: their number is not known
     memory: int  # bytes that DGC keeps on each worker
     line: str  # of Python to paste
+    without: float | None = None  # as ``whole``; None: the line has no local steps
 
     @property
     def faster(self) -> float:
         """How many times as fast as dense a step is."""
         return self.dense.step_seconds / self.dgc.step_seconds
+
+    @property
+    def rounds(self) -> bool:
+        """Whether local steps are advised."""
+        return self.dgc.method.kind == "local"
 
 
 def advise(
@@ -118,7 +132,8 @@ def advise(
         shapes, cluster, compute, local, overlap: as for :func:`predict`.
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
         steps: of the training: of those, without ones at which an entry waits for too much of it.
-        optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it.
+        optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it; or
+            local steps, where they make the whole training faster and no config is given.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -132,9 +147,15 @@ def advise(
     base = config or DGC
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
 
-    def best(on: Cluster) -> tuple[Prediction, Prediction, float]:
-        """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its
-        sparsity.
+    def mean(on: Cluster, method: Method, sparsity: float) -> float:
+        """Seconds of a step of DGC, on average over the whole training."""
+        times = _steps_of(sparsity, steps, optimizer)
+        of = {s: step(on, method, replace(base, sparsity=s)).step_seconds for s in times}
+        return sum(times[s] * of[s] for s in times) / times.total()
+
+    def best(on: Cluster) -> tuple[Prediction, Prediction, float, Prediction]:
+        """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, its
+        sparsity, and what is advised: this DGC, or local steps.
         """
         dense = [step(on, m) for m in methods(on) if m.kind in ("float32", "float16")]
         made = [
@@ -145,23 +166,22 @@ def advise(
         ]
         fastest = min(p.step_seconds for p, _ in made)
         dgc, sparsity = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
-        return min(dense, key=lambda p: p.step_seconds), dgc, sparsity
+        advised, rounds = dgc, step(on, Method("allgather", "local"))
+        if optimizer == "adamw" and config is None:
+            advised = rounds if rounds.step_seconds < mean(on, dgc.method, sparsity) else dgc
+        return min(dense, key=lambda p: p.step_seconds), dgc, sparsity, advised
 
     def pays(bandwidth: float) -> bool:
-        dense, dgc, _ = best(
+        dense, _, _, advised = best(
             replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
         )
-        return dense.step_seconds >= WORTH * dgc.step_seconds
+        return dense.step_seconds >= WORTH * advised.step_seconds
 
-    dense, dgc, sparsity = best(cluster)
-    chosen, whole = replace(base, sparsity=sparsity), None
-    text, schedule = _schedule(sparsity, steps, optimizer)
-    if steps:
-        total = sum(
-            times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
-            for s, times in Counter(map(schedule, range(steps))).items()
-        )
-        whole = dense.step_seconds * steps / total
+    dense, dgc, sparsity, advised = best(cluster)
+    chosen, rounds = replace(base, sparsity=sparsity), advised.method.kind == "local"
+    without = dense.step_seconds / mean(cluster, dgc.method, sparsity)
+    whole = dense.step_seconds / advised.step_seconds if rounds else without
+    text = _schedule(sparsity, steps, optimizer)[0]
     return Advice(
         cluster,
         compute,
@@ -170,14 +190,15 @@ def advise(
         optimizer,
         pays(cluster.between.bandwidth),
         dense,
-        dgc,
+        advised,
         sparsity,
         chosen,
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
-        whole=whole,
-        memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
-        line=_line(text, chosen, dgc.method, optimizer),
+        whole=whole if steps else None,
+        memory=KEPT[optimizer, rounds] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
+        line=_line(text, chosen, advised.method, optimizer),
+        without=without if rounds else None,
     )
 
 
@@ -208,8 +229,16 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
     return f"dgc.warmup({WARMUP}, stages=4, steps_per_epoch={steps}{end})", schedule
 
 
+@cache
+def _steps_of(sparsity: float, steps: int | None, optimizer: Optimizer) -> Counter[float]:
+    """How many steps of a training have which sparsity."""
+    return Counter(map(_schedule(sparsity, steps, optimizer)[1], range(steps or 10 * DENSE)))
+
+
 def _line(schedule: str, config: Config, method: Method, optimizer: Optimizer) -> str:
     """The line of Python to paste."""
+    if method.kind == "local":
+        return f"dgc.Config(0.0, local_steps={ROUNDS.local_steps}, value_bits={ROUNDS.value_bits})"
     options = [f"sparsity={schedule}"]
     if config.sparsity_at(0) <= UNMASKED or optimizer == "adamw":
         options.append("factor_masking=False")
@@ -257,8 +286,9 @@ def verdict(advice: Advice) -> str:
         return "One worker exchanges nothing, so there is nothing to compress."
     does = "pays" if advice.faster >= MUCH else "pays a little" if advice.pays else "does not pay"
     wanted = "" if advice.pays else f" (it pays from {WORTH} times on)"
+    how = " with local steps" if advice.rounds else ""
     return (
-        f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)} instead of "
+        f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)}{how} instead of "
         f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best of Horovod and DDP: "
         f"{advice.faster:.3g} times as fast{wanted}."
     )
@@ -268,6 +298,8 @@ def fits(advice: Advice) -> str:
     """For how many steps the line is."""
     if advice.steps:
         return f"{advice.steps:,} steps"
+    if advice.rounds:
+        return "any number of steps"
     if advice.optimizer == "adamw":
         return f"about {10 * DENSE:,} steps"
     return f"{math.ceil(1 / (1 - advice.sparsity) / MOST_WAIT - 1e-6):,} steps or more"
@@ -287,7 +319,7 @@ def notes(advice: Advice) -> dict[str, str]:
         "Saves": _saves(advice),
         "Network": _network(advice),
         "Memory": f"{advice.memory / 1e9:.3g} GB on each worker, beside the optimizer's own: "
-        f"{KEPT[advice.optimizer]} bytes for each compressed entry.",
+        f"{KEPT[advice.optimizer, advice.rounds]} bytes for each compressed entry.",
         "Assumes": assumes,
         "Accuracy": _accuracy(advice),
         "Untried": _untried(advice),
@@ -296,12 +328,16 @@ def notes(advice: Advice) -> dict[str, str]:
 
 def _saves(advice: Advice) -> str:
     dense = advice.dense.step_seconds
+    after, among, without = " after the warm-up", ", the warm-up among them", ""
+    if advice.without is not None:
+        after, among = "", ""
+        without = f" Without local steps the training is {advice.without:.3g} times as fast: a tenth is dense."
     if advice.steps is None or advice.whole is None:
-        return f"{duration(dense - advice.dgc.step_seconds)} in each step after the warm-up (of all steps: --steps N)."
+        return f"{duration(dense - advice.dgc.step_seconds)} in each step{after} (of all steps: --steps N).{without}"
     poor = "" if advice.whole >= WORTH else " For this training it is not worth it."
     return (
         f"{duration(advice.steps * dense * (1 - 1 / advice.whole))} of {duration(advice.steps * dense)} over all "
-        f"{advice.steps:,} steps, the warm-up among them: {advice.whole:.3g} times as fast.{poor}"
+        f"{advice.steps:,} steps{among}: {advice.whole:.3g} times as fast.{poor}{without}"
     )
 
 
@@ -317,6 +353,8 @@ def _network(advice: Advice) -> str:
 
 def _accuracy(advice: Advice) -> str:
     """What it may cost: how long an entry waits to be sent, and what as long a wait has cost."""
+    if advice.rounds:
+        return TRY_FIRST
     wait, said = 1 / (1 - advice.sparsity), []
     share = min(1.0, wait / advice.steps) if advice.steps else None
     of_yours = f" of your {advice.steps:,}, {100 * share:.3g} % of the training" if share else ""
@@ -339,7 +377,7 @@ def _untried(advice: Advice) -> str:
     """What of the advice nobody has measured (docs/limits.md)."""
     cluster, exchange = advice.cluster, advice.dgc.method.exchange
     adamw, crowd = (
-        advice.optimizer == "adamw",
+        advice.optimizer == "adamw" and not advice.rounds,
         exchange.contributors(cluster.nodes, cluster.gpus) > CROWD,
     )
     untried = {

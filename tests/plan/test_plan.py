@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,24 @@ def test_models_have_the_published_number_of_parameters(name):
 SHAPES = ((300, 90), (90,), (300, 200), (50, 3), (64, 64), (2000,))
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.999])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dgc.Config(0.0),
+        dgc.Config(0.75),
+        dgc.Config(0.999),
+        dgc.Config(0.0, local_steps=1, value_bits=2),
+        dgc.Config(0.9, local_steps=1, value_bits=4),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 9])
-def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch):
+def test_bytes_are_those_that_the_optimizer_reports(config, ranks, monkeypatch):
     monkeypatch.setattr("dgc.engine.parameters.BUCKET_NUMEL", 1 << 15)
 
     def train():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         optimizer = dgc.DistributedOptimizer(
-            torch.optim.SGD(parameters, 0.1, momentum=0.9), compression=dgc.Config(sparsity)
+            torch.optim.SGD(parameters, 0.1, momentum=0.9), compression=config
         )
         torch.manual_seed(0)
         sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
@@ -58,7 +68,7 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
 
     report = dgc.lockstep.run(train, ranks)[0]
     plan.buckets.cache_clear()
-    predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, dgc.Config(sparsity))
+    predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, config)
     plan.buckets.cache_clear()
     assert predicted.port_bytes == pytest.approx(report.bytes_sent)
     assert predicted.message_bytes == report.message_bytes
@@ -181,6 +191,13 @@ def test_global_clipping_waits_for_the_end_of_the_backward_pass():
     assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
 
 
+def test_a_round_of_local_steps_hides_behind_nothing_and_is_shared_by_its_steps():
+    config = dgc.Config(0.0, local_steps=5)  # values of 16 bits: the sum travels in float32
+    predicted = plan.predict(TWO, over(4.0), Method("allgather", "local"), 3.0, config, FREE)
+    assert predicted.step_seconds == pytest.approx(3.0 + 2 * 4.0 / 5)
+    assert predicted.port_bytes == pytest.approx(2 * 36e6 / 5)
+
+
 def test_one_worker_computes_and_nothing_else():
     for method in plan.methods(cluster(1)):
         assert plan.predict(TWO, cluster(1), method, 3.0).step_seconds == 3.0
@@ -213,6 +230,7 @@ def test_powersgd_sends_two_factors_of_a_matrix_and_vectors_whole():
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 RESNET50 = plan.load("resnet50").shapes
+BERT = plan.load("bert-large").shapes
 GPU = plan.LOCAL["gpu"]
 
 
@@ -326,11 +344,23 @@ def test_a_short_training_is_advised_to_send_more(steps, sparsity):
 )
 def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     """Dense steps first, a tenth of the training as in the recipe, and 99 % at most; the line is one that works."""
-    told = plan.advise(RESNET50, cluster(4), 0.01, None, FREE, steps=steps, optimizer="adamw")
+    slow = replace(FREE, round=1.0)  # rounds of local steps take too long
+    told = plan.advise(RESNET50, cluster(4), 0.01, None, slow, steps=steps, optimizer="adamw")
     assert told.line == f"dgc.Config(sparsity=dgc.piecewise({schedule}), factor_masking=False)"
     assert told.sparsity <= 0.99 and config(told).sparsity_at(10**6) == told.sparsity
     assert "ResNet-20" not in notes(told)["Accuracy"]
     assert fits(told) == (f"{steps:,} steps" if steps else "about 10,000 steps")
+
+
+@pytest.mark.parametrize("steps", [None, 20_000])
+def test_with_adamw_local_steps_are_advised_where_they_make_the_training_faster(steps):
+    """Though a step of DGC is as fast after its dense tenth."""
+    on = cluster(8)
+    told = plan.advise(BERT, on, 0.4, None, GPU, steps=steps, optimizer="adamw")
+    other = plan.advise(BERT, on, 0.4, dgc.Config(0.99), GPU, steps=20_000, optimizer="adamw")
+    assert config(told) == dgc.Config(0.0, local_steps=5, value_bits=2)
+    assert other.faster > told.faster > other.whole == pytest.approx(told.without)
+    assert config(other).local_steps is None and other.without is None
 
 
 def test_with_adamw_a_sparsity_that_was_given_is_kept():
@@ -348,7 +378,7 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     on = cluster(4)
     told = plan.advise(RESNET50, on, 0.25, given, GPU, steps=steps, optimizer=optimizer)
     line = config(told)
-    assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
+    assert line.local_steps or line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
     of = {
         s: plan.predict(RESNET50, on, told.dgc.method, 0.25, dgc.Config(s), GPU).step_seconds
         for s in {line.sparsity_at(step) for step in range(steps)}
@@ -421,10 +451,13 @@ def test_advice_for_one_worker_and_one_node():
     assert inside.below is None and not inside.pays
 
 
-@pytest.mark.parametrize(("kind", "size"), [("sgd", 8), ("adamw", 16)])
-def test_memory_is_what_dgc_keeps_of_each_compressed_entry(kind, size):
+@pytest.mark.parametrize(
+    ("kind", "given", "size"),
+    [("sgd", None, 8), ("adamw", dgc.Config(0.99), 16), ("adamw", None, 8)],
+)
+def test_memory_is_what_dgc_keeps_of_each_compressed_entry(kind, given, size):
     """That of the parameters that an optimizer compresses: matrices of at least min_numel entries."""
-    told = plan.advise(((300, 200), (200,), (3, 3)), cluster(4), 0.01, optimizer=kind)
+    told = plan.advise(((300, 200), (200,), (3, 3)), cluster(4), 1e-6, given, optimizer=kind)
     assert told.memory == size * 60_000
 
 
