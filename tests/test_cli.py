@@ -75,7 +75,14 @@ def command(forks, tmp_path):
     return call
 
 
-MAIN = ("dense float32", "dense float16", "PowerSGD, rank 4", "DGC all-gather", "DGC reduce")
+MAIN = (
+    "dense float32",
+    "dense float16",
+    "PowerSGD, rank 4",
+    "DGC all-gather",
+    "DGC reduce",
+    "local steps, H=5",
+)
 
 
 @pytest.mark.parametrize("columns", [80, 120])

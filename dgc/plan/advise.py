@@ -308,6 +308,21 @@ def _saves(advice: Advice) -> str:
     return (
         f"{duration(advice.steps * dense * (1 - 1 / advice.whole))} of {duration(advice.steps * dense)} over all "
         f"{advice.steps:,} steps, the warm-up among them: {advice.whole:.3g} times as fast.{poor}"
+        f"{_with_local_steps(advice)}"
+    )
+
+
+def _with_local_steps(advice: Advice) -> str:
+    """What local steps, which have no dense steps, would save of AdamW's training; if that is more."""
+    rounds = next((p for p in advice.here if p.method.kind == "local"), None)
+    if advice.optimizer != "adamw" or rounds is None or advice.whole is None:
+        return ""
+    whole = advice.dense.step_seconds / rounds.step_seconds
+    if whole <= advice.whole:
+        return ""
+    return (
+        f" With local steps, {whole:.3g} times; they change what is learned "
+        "(docs/guides/local-steps.md)."
     )
 
 

@@ -156,9 +156,7 @@ def exchange(name: str, sizes: Sizes, n: int, g: int) -> Rounds:
         return _dense_sum_of_nodes(sizes, n, g) if chosen.hierarchical else dense_sum(sizes, n, g)
     if chosen.hierarchical:
         return _among_nodes(sizes.dense, n, g, *sent)
-    return (
-        _by_owners(n, g, *sent) if chosen.exchange == "reduce" else allgather(sizes.message, n, g)
-    )
+    return by_owners(n, g, *sent) if chosen.exchange == "reduce" else allgather(sizes.message, n, g)
 
 
 def allgather(nbytes: float, n: int, g: int) -> Rounds:
@@ -176,7 +174,7 @@ def dense_sum(sizes: Sizes, n: int, g: int) -> Rounds:
     if not is_rounded(sizes, n * g):
         return ring(sizes.dense, n, g)
     part = chunk_bytes(sizes.numel, n * g, sizes.sum_bits)
-    return _by_owners(n, g, part, part)
+    return by_owners(n, g, part, part)
 
 
 def _dense_sum_of_nodes(sizes: Sizes, n: int, g: int) -> Rounds:
@@ -189,7 +187,7 @@ def _dense_sum_of_nodes(sizes: Sizes, n: int, g: int) -> Rounds:
     return _among_nodes(sizes.dense, n, g, part, part)
 
 
-def _by_owners(n: int, g: int, to_owner: float, to_all: float) -> Rounds:
+def by_owners(n: int, g: int, to_owner: float, to_all: float) -> Rounds:
     """To each worker what it owns, and its sums to all, around a ring: bytes that hardly grow with
     P while a row holds some tens of entries (after Li and Hoefler, "Near-optimal sparse allreduce",
     PPoPP 2022).

@@ -191,12 +191,13 @@ def buckets(shapes: tuple[Shape, ...], config: Config) -> tuple[PlannedBucket, .
 
     Args:
         shapes: of the parameters, in forward order.
-        config: ``sparsity``, ``value_bits`` and ``min_numel`` count.
+        config: ``sparsity``, ``value_bits``, ``min_numel``, and whether there are local steps, count.
     """
     sparsity, made = config.sparsity_at(0), []
     for ready, together in _departing(shapes, config.min_numel):
         numel = sum(p.numel() for p in together)
-        if sparsity > 0.0 and compressible(together[0], config.min_numel):
+        passes_v = sparsity > 0.0 or config.local_steps is not None
+        if passes_v and compressible(together[0], config.min_numel):
             bucket = Residual("", {str(i): p for i, p in enumerate(together)}, velocity=False)
             counts = [select.count(sparsity, n) for n in bucket.numels]
             layout = Layout(bucket, counts, config.value_bits)

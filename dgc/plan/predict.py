@@ -16,7 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from dgc.compression.sizes import FLOAT32, WIDE, Sizes, is_rounded, sends_dense, summed_bytes
+from dgc.compression.sizes import (
+    FLOAT32,
+    WIDE,
+    Sizes,
+    chunk_bytes,
+    is_rounded,
+    sends_dense,
+    summed_bytes,
+)
 from dgc.config import Config
 from dgc.plan import cost
 from dgc.plan.cost import Cluster, Exchange, Link
@@ -71,10 +79,15 @@ class Local:
 
 
 DGC, CPU = Config(), Local()
+ROUNDS = Config(0.0, local_steps=5, value_bits=2)  # of the table's local steps
 # What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each
 # entry of the gradient, and for each of its own region. On a CPU core, 4 to 64 workers
 # (benchmarks/results/owners.json).
 REDUCE, OWNED = 0.2, 3.7
+# What a round of local steps does for each entry beside rounding or compressing it: to copy where it
+# starts, to take the drift and to apply the mean. An estimate: by torch operations on a CPU core
+# that is 14 times a copy in memory, and ``Local.compress`` 4 times.
+DRIFT = 3.3
 # A GPU's are an estimate: the 36 bytes an entry that the loops move, at a memory of 1 TB/s. An H100
 # takes as long for a ResNet-50's tensors, and a quarter of it for one large one
 # (benchmarks/results/gpu.json). To round moves some 160, PowerSGD some 44.
@@ -89,7 +102,7 @@ class Method:
     """A way to add up gradients."""
 
     name: str  # in cost.DENSE, or in cost.EXCHANGES
-    kind: str  # float32, float16, powersgd, or dgc
+    kind: str  # float32, float16, powersgd, dgc, or local
 
     @property
     def exchange(self) -> Exchange:
@@ -99,6 +112,8 @@ class Method:
     def __str__(self) -> str:
         if self.kind == "powersgd":
             return f"PowerSGD, rank {RANK}"
+        if self.kind == "local":
+            return f"local steps, H={ROUNDS.local_steps}"
         if self.kind == "dgc":
             return "DGC " + self.name.replace("allgather", "all-gather")
         return f"{self.name.replace('ring', 'dense')} {self.kind}"
@@ -111,12 +126,13 @@ MAIN = (
     Method("ring", "powersgd"),
     GATHER,
     Method("reduce", "dgc"),
+    Method("allgather", "local"),
 )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one step."""
+    """The prediction of one step; with local steps, of a round's H-th part."""
 
     method: Method
     step_seconds: float
@@ -155,15 +171,19 @@ def predict(
         cluster: on which.
         method: by which.
         compute: seconds of a worker's forward and backward pass.
-        config: of DGC.
+        config: of DGC. Of kind "local" ``ROUNDS`` stands for one without local steps.
         local: what a worker does beside it.
         overlap: whether exchanges begin during the backward pass; "dense": only those of dense
             methods do, as where gradients are clipped by their norm or scaled by a GradScaler.
     """
     if cluster.workers == 1:
         return Prediction(method, compute, 1.0, 0.0, 0.0, 0)
-    is_dgc = method.kind == "dgc"
-    late = not overlap or (is_dgc and (config.clips_globally or overlap == "dense"))
+    is_dgc = method.kind in ("dgc", "local")
+    if method.kind == "local" and config.local_steps is None:
+        config = ROUNDS
+    waits = overlap == "dense" or config.clips_globally or config.local_steps is not None
+    late = not overlap or (is_dgc and waits)
+    steps = (is_dgc and config.local_steps) or 1  # for each exchange
     forward = compute if late else compute * (1 - BACKWARD)
     worked = received = exchanged = idle = 0.0  # idle: when the network is free again
     message, sent = 0, list[cost.Round]()
@@ -175,10 +195,10 @@ def predict(
         exchanged += part.seconds
         message += part.own
         sent += part.rounds
-    step = max(idle, compute + worked) + received
-    return Prediction(
-        method, step, compute / step if step else 0.0, exchanged, cost.port_bytes(sent), message
-    )
+    step = compute + (max(idle - compute, worked) + received) / steps
+    efficiency = compute / step if step else 0.0
+    port = cost.port_bytes(sent) / steps
+    return Prediction(method, step, efficiency, exchanged / steps, port, message // steps)
 
 
 class _Part(NamedTuple):
@@ -201,16 +221,21 @@ def _part(
         rounds = tuple(each for nbytes in factors for each in cost.ring(nbytes, n, g))
         own = sum(factors)
         worked = local.low_rank * numel
-    elif method.kind != "dgc":
+    elif method.kind in ("float32", "float16"):
         own = numel * (2 if method.kind == "float16" else FLOAT32)
         rounds = cost.DENSE[method.name](own, n, g)
         added = local.convert * numel * (method.kind == "float16")
-    elif sizes is None:
-        exact = config.sparsity_at(0) == 0  # as before the first compressed step
+    elif sizes is None or config.sparsity_at(0) == 0:
+        # As before the first compressed step, which with local steps is the first of all.
+        exact = config.sparsity_at(0) == 0 and config.local_steps is None
         summed = Sizes(FLOAT32 * numel, numel, bits=16 if exact else config.value_bits)
         own = summed_bytes(summed, n * g)
         rounds = cost.dense_sum(summed, n, g)
-        added = local.round * numel * is_rounded(summed, n * g)
+        rounded = is_rounded(summed, n * g)
+        added = local.round * numel * rounded
+        if sizes is not None and rounded:  # all entries are what a round of local steps sends
+            part = chunk_bytes(numel, n * g, config.value_bits)
+            rounds, own = cost.by_owners(n, g, part, part), (n * g + 1) * part
     else:
         exchange, peers = method.exchange, method.exchange.contributors(n, g)
         rounds = cost.exchange(method.name, sizes, n, g)
@@ -226,6 +251,8 @@ def _part(
         else:
             own = sizes.message
             received = local.receive * sizes.slots * peers
+    if config.local_steps is not None and method.kind in ("dgc", "local"):
+        received += DRIFT * local.compress * numel  # hidden behind no exchange
     seconds = cost.seconds(rounds, cluster) + added + (local.start if rounds else 0.0)
     return _Part(rounds, seconds, own, worked, received)
 

@@ -41,15 +41,24 @@ def test_models_have_the_published_number_of_parameters(name):
 SHAPES = ((300, 90), (90,), (300, 200), (50, 3), (64, 64), (2000,))
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.75, 0.999])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dgc.Config(0.0),
+        dgc.Config(0.75),
+        dgc.Config(0.999),
+        dgc.Config(0.0, local_steps=1, value_bits=2),
+        dgc.Config(0.9, local_steps=1, value_bits=4),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 9])
-def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch):
+def test_bytes_are_those_that_the_optimizer_reports(config, ranks, monkeypatch):
     monkeypatch.setattr("dgc.engine.parameters.BUCKET_NUMEL", 1 << 15)
 
     def train():
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         optimizer = dgc.DistributedOptimizer(
-            torch.optim.SGD(parameters, 0.1, momentum=0.9), compression=dgc.Config(sparsity)
+            torch.optim.SGD(parameters, 0.1, momentum=0.9), compression=config
         )
         torch.manual_seed(0)
         sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
@@ -58,7 +67,7 @@ def test_bytes_are_those_that_the_optimizer_reports(sparsity, ranks, monkeypatch
 
     report = dgc.lockstep.run(train, ranks)[0]
     plan.buckets.cache_clear()
-    predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, dgc.Config(sparsity))
+    predicted = plan.predict(SHAPES, cluster(ranks), GATHER, 1.0, config)
     plan.buckets.cache_clear()
     assert predicted.port_bytes == pytest.approx(report.bytes_sent)
     assert predicted.message_bytes == report.message_bytes
@@ -181,6 +190,13 @@ def test_global_clipping_waits_for_the_end_of_the_backward_pass():
     assert late == pytest.approx(early + 1.0)  # the first bucket would have left a second before
 
 
+def test_a_round_of_local_steps_hides_behind_nothing_and_is_shared_by_its_steps():
+    config = dgc.Config(0.0, local_steps=5)  # values of 16 bits: the sum travels in float32
+    predicted = plan.predict(TWO, over(4.0), Method("allgather", "local"), 3.0, config, FREE)
+    assert predicted.step_seconds == pytest.approx(3.0 + 2 * 4.0 / 5)
+    assert predicted.port_bytes == pytest.approx(2 * 36e6 / 5)
+
+
 def test_one_worker_computes_and_nothing_else():
     for method in plan.methods(cluster(1)):
         assert plan.predict(TWO, cluster(1), method, 3.0).step_seconds == 3.0
@@ -213,6 +229,16 @@ def test_powersgd_sends_two_factors_of_a_matrix_and_vectors_whole():
 # -- advice ------------------------------------------------------------------------------------------------------------
 
 RESNET50 = plan.load("resnet50").shapes
+
+
+def test_with_adamw_local_steps_are_named_where_they_make_the_training_faster():
+    bert = plan.load("bert-large").shapes
+    for link, named in ((Link(5e-5, 125e6), True), (Link(0, 1e13), False)):
+        on = Cluster(8, 1, link, link)
+        told = plan.advise(bert, on, 0.4, None, GPU, steps=20_000, optimizer="adamw")
+        assert ("With local steps" in notes(told).get("Saves", "")) == named
+
+
 GPU = plan.LOCAL["gpu"]
 
 
