@@ -81,6 +81,7 @@ class Config:
             gradients. Then all ranks exchange how far their parameters have come, compressed as
             gradients are, and go on from the same parameters: 1/H of the bytes, and few of these
             (docs/guides/local-steps.md). ``sparsity=0.0`` then sends all entries, in ``value_bits``.
+            Or a function of the step (int, from 0) that a round begins with, which gives H.
 
     Raises:
         TypeError, ValueError: an argument outside what is said above; the message names it and its
@@ -97,7 +98,9 @@ class Config:
     exchange: ExchangeName = "allgather"
     hierarchical: bool | Literal["auto"] = False
     nonfinite: NonFinite = "error"
-    local_steps: int | None = None  # more => fewer bytes, parameters further apart
+    local_steps: int | Callable[[int], int] | None = (
+        None  # more => fewer bytes, parameters further apart
+    )
 
     def __post_init__(self) -> None:
         if not callable(self.sparsity):
@@ -140,11 +143,10 @@ class Config:
 
     def _check_local_steps(self) -> None:
         """Refuses a number of local steps that is none, and what has no meaning with local steps."""
-        steps = self.local_steps
-        if steps is None:
+        if self.local_steps is None:
             return
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"Config: local_steps must be None or an integer >= 1, got {steps!r}")
+        if not callable(self.local_steps):
+            self.local_steps_at(0)
         for name, only, why in (
             ("momentum_correction", True, "ranks exchange no momentum"),
             ("factor_masking", True, "ranks exchange no momentum"),
@@ -155,6 +157,21 @@ class Config:
                 raise ValueError(
                     f"Config: {name} must be {only} with local_steps, got {getattr(self, name)!r} ({why})"
                 )
+
+    def local_steps_at(self, step: int) -> int:
+        """H of the round that begins with an optimizer step (int, from 0).
+
+        Raises:
+            ValueError: it is no integer >= 1; the message names where it came from.
+        """
+        given = self.local_steps
+        steps = given(step) if callable(given) else given
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            where = f" (of {given!r} for step {step})" if callable(given) else ""
+            raise ValueError(
+                f"Config: local_steps must be None or an integer >= 1, got {steps!r}{where}"
+            )
+        return steps
 
     @property
     def corrects_momentum(self) -> bool:

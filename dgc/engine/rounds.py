@@ -73,7 +73,7 @@ class Rounds:
     Args:
         optimizer: the user's, which takes the steps; held weakly, as it holds this.
         names: parameter -> name.
-        settings: ``config.local_steps`` is H.
+        settings: ``config.local_steps`` gives H.
 
     Attributes:
         engine: exchanges the drifts. Its optimizer is SGD with a learning rate of 1.
@@ -163,7 +163,7 @@ class Rounds:
         self.count += 1
         for i, group in enumerate(self._inner.param_groups):
             self._kept[i] *= 1 - decay_of(type(self._inner), group)
-        if self.count == self._settings.config.local_steps:
+        if self.count >= self._settings.config.local_steps_at(self._outer.param_groups[0][STEP]):
             self.exchange()
 
     # -- rounds ----------------------------------------------------------------------------------------------------

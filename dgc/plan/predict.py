@@ -183,7 +183,8 @@ def predict(
         config = ROUNDS
     waits = overlap == "dense" or config.clips_globally or config.local_steps is not None
     late = not overlap or (is_dgc and waits)
-    steps = (is_dgc and config.local_steps) or 1  # for each exchange
+    rounds = is_dgc and config.local_steps is not None
+    steps = config.local_steps_at(0) if rounds else 1  # for each exchange
     forward = compute if late else compute * (1 - BACKWARD)
     worked = received = exchanged = idle = 0.0  # idle: when the network is free again
     message, sent = 0, list[cost.Round]()

@@ -252,6 +252,27 @@ def test_a_step_that_a_scaler_leaves_out_counts():
     assert torch.equal(first, second) and lower < scale
 
 
+def test_the_number_of_steps_may_change_from_round_to_round():
+    def lengths(step):
+        return {0: 1, 1: 1, 2: 3, 5: 4}[step]
+
+    def worker():
+        seen, _, report = trained("adamw", 9, local_steps=lengths)
+        return seen, report.steps
+
+    (first, rounds), (second, _) = dgc.lockstep.run(worker, 2)
+    ends = [step for step in range(9) if torch.equal(first[step], second[step])]
+    assert ends == [0, 1, 4, 8] and rounds == 4
+
+
+def test_a_number_of_steps_that_is_none_is_told():
+    def worker():
+        with pytest.raises(ValueError, match=r"local_steps must be .*got 0 \(of .* for step 0"):
+            trained("adamw", 1, local_steps=lambda step: 0)
+
+    dgc.lockstep.run(worker, 1 + 1)
+
+
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
 def test_a_gradient_that_is_not_finite(nonfinite):
     def worker():
