@@ -86,8 +86,8 @@ class Rounds:
         self._optimizer, self._settings = ref(optimizer), settings
         self.has_gradient, self.count = False, 0
         self._start: dict[Tensor, Tensor] = {}  # parameter -> x_start, this rank's part
-        # Parameter group -> the product of (1 - lr * decay) over the steps of the round. It is
-        # alike on all ranks, so decay need not be sent, and stays out of v.
+        # Parameter group -> the product of (1 - lr * decay) over the steps of the round. All ranks
+        # go by rank 0's, so decay need not be sent, and stays out of v.
         self._kept: list[float] = []
         self._inner_at_start: dict[Tensor, Any] = {}  # with nonfinite="skip"
         self._aside: dict[Tensor, Tensor] = {}  # parameter -> this rank's own, within averaged()
@@ -207,15 +207,22 @@ class Rounds:
         self.count, self._start, self._inner_at_start = 0, {}, {}
 
     def _compare(self) -> None:
-        """Refuses a round of ranks that have taken different numbers of steps since the last one."""
-        own = torch.tensor([self.count], device=next(iter(self.engine.listed)).device)
-        gathered = self._settings.transport.start(Collective("all_gather", own), "dgc.round")()
-        counts = gathered.flatten().tolist()
+        """Refuses a round of ranks that have taken different numbers of steps since the last one,
+        and takes rank 0's product of decays: a rank whose step a scaler has left out counts it
+        later, when its learning rate may be the next step's.
+        """
+        kept = self._kept or [1.0] * len(self._inner.param_groups)
+        own = torch.tensor([self.count, *kept], dtype=torch.float64)
+        device = next(iter(self.engine.listed)).device
+        gather = Collective("all_gather", own.to(device))
+        gathered = self._settings.transport.start(gather, "dgc.round")().view(-1, len(own))
+        counts = gathered[:, 0].tolist()
+        self._kept = gathered[0, 1:].tolist()
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise ValueError(
-                f"all ranks must have taken the same number of steps since the last round, got {counts[0]} on "
-                f"rank 0 and {counts[other]} on rank {other} (call flush() on all ranks after the same step; "
+                f"all ranks must have taken the same number of steps since the last round, got {counts[0]:g} on "
+                f"rank 0 and {counts[other]:g} on rank {other} (call flush() on all ranks after the same step; "
                 "and optimizer.zero_grad(), not the model's, where step() may be left out)"
             )
 

@@ -108,7 +108,7 @@ def _register_local(
         raise RuntimeError(
             "register_comm_hook() must be called once for an optimizer with local_steps, got a second call"
         )
-    model.register_comm_hook(None, keep)
+    model.register_comm_hook(ref(model), keep)
     names = list(model.module.named_parameters())
     group = model.process_group
     settings = Settings(config, find(group), names, process_set=group, in_ddp=True)
@@ -123,6 +123,11 @@ def _register_local(
 @uncompiled
 def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
     """The hook of local steps: each rank keeps its own gradients."""
+    if state()._join_config.enable:
+        raise ValueError(
+            "join() must not be used with local_steps, got a backward pass within it (give all ranks the "
+            "same number of batches)"
+        )
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

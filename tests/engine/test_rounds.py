@@ -238,6 +238,8 @@ def test_a_step_that_a_scaler_leaves_out_counts():
     def worker():
         rank, model = find().world.rank, network(torch.float32)
         optimizer, scaler = made("adamw", model), torch.amp.GradScaler("cpu", init_scale=4.0)
+        # A rank counts the step that its scaler leaves out in zero_grad(), at the next step's rate.
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for step in range(3):
             optimizer.zero_grad()
             scaler.scale(loss(model, step, rank)).backward()
@@ -245,6 +247,7 @@ def test_a_step_that_a_scaler_leaves_out_counts():
                 next(model.parameters()).grad.fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
+            scheduler.step()
         optimizer.zero_grad()
         return flat(model), scaler.get_scale()
 
