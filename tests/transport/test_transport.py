@@ -103,7 +103,7 @@ def test_lockstep_tells_a_deadlock():
             dgc.broadcast_parameters([(f"p{find().world.rank}", torch.zeros(1))])
 
     waiting = (
-        r"waiting are rank 0 for 'dgc\.share\.p0', rank 1 for 'dgc\.share\.p1'; \[2\] returned"
+        r"waiting are rank 0 for 'dgc\.broadcast\.p0', rank 1 for 'dgc\.broadcast\.p1'; \[2\] returned"
     )
     with pytest.raises(RuntimeError, match=waiting):
         dgc.lockstep.run(worker, 3)
@@ -116,7 +116,7 @@ def test_lockstep_ranks_run_their_own_backward_passes():
 
 
 def test_lockstep_refuses_tensors_that_do_not_fit():
-    with pytest.raises(RuntimeError, match=r"different tensors up for 'dgc\.share\.0'"):
+    with pytest.raises(RuntimeError, match=r"different tensors up for 'dgc\.broadcast\.0'"):
         dgc.lockstep.run(lambda: dgc.broadcast_parameters([torch.zeros(1 + find().world.rank)]), 2)
     with pytest.raises(ValueError, match="size must be an integer >= 1, got 0"):
         dgc.lockstep.run(lambda: None, 0)
