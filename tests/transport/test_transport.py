@@ -102,9 +102,7 @@ def test_lockstep_tells_a_deadlock():
         if find().world.rank < 2:
             dgc.broadcast_parameters([(f"p{find().world.rank}", torch.zeros(1))])
 
-    waiting = (
-        r"waiting are rank 0 for 'dgc\.broadcast\.p0', rank 1 for 'dgc\.broadcast\.p1'; \[2\] returned"
-    )
+    waiting = r"waiting are rank 0 for 'dgc\.broadcast\.p0', rank 1 for 'dgc\.broadcast\.p1'; \[2\] returned"
     with pytest.raises(RuntimeError, match=waiting):
         dgc.lockstep.run(worker, 3)
 
