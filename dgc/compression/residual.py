@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate as accumulated
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,10 @@ class Residual:
         # int32 (P + 1,), where the kernels do not ask the device: whose last gradient was not
         # finite, and whether any.
         self.flags: Tensor | None = None
+        # What exchanges make once for it, as it holds tables; and the layout of the last step.
+        self.layouts: dict[Any, Any] = {}
+        self.last_layout: Any = None
+        self.reduce_plan: Any = None
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat tensor of ``numel`` entries, by parameter, in the parameter's shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,6 @@ from dgc.config import Config
 from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import local_verdict, verdict_of_rows
 from dgc.trace import stage
-
-Key = tuple[float, int]
-_layouts: WeakKeyDictionary[Residual, dict[bool, tuple[Key, Layout]]] = WeakKeyDictionary()
-# The layout of a bucket's last step.
-last_layout: WeakKeyDictionary[Residual, Layout] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,8 @@ def layout_of(residual: Residual, sparsity: float, config: Config, wide: bool = 
     Args:
         wide: with as many entries as the reduce exchange sends (``dgc.compression.sizes.wide``).
     """
-    key, known = (sparsity, config.value_bits), _layouts.setdefault(residual, {})
+    key = sparsity, config.value_bits
+    known: dict[bool, tuple[Any, Layout]] = residual.layouts
     if wide not in known or known[wide][0] != key:
         counts = [select.count(sparsity, numel) for numel in residual.numels]
         if wide:
@@ -177,9 +173,8 @@ def layout_of(residual: Residual, sparsity: float, config: Config, wide: bool = 
 
 def chosen(residual: Residual, name: str) -> int:
     """Entries of a parameter that each rank has chosen in the last step: all, if there was none."""
-    return (
-        last_layout[residual].chosen[name] if residual in last_layout else residual.numel_of[name]
-    )
+    last: Layout | None = residual.last_layout
+    return residual.numel_of[name] if last is None else last.chosen[name]
 
 
 def clip_factors(

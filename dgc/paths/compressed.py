@@ -18,7 +18,6 @@ from dgc.paths.bucket_step import (
     UndoLog,
     clip_factors,
     finish_update,
-    last_layout,
     layout_of,
     nonfinite_flag,
 )
@@ -106,7 +105,7 @@ def exchange_bucket(
     dense = sends_dense(config.exchange, layout.sizes, world.nodes)
     if sparsity and config.exchange == "reduce":
         layout = layout_of(residual, sparsity, config, wide=True)
-    last_layout[residual] = layout
+    residual.last_layout = layout
     bucket_step = BucketStep(residual, gradients, clip, layout, config, step, world)
     if sparsity == 0.0:
         return (yield from _sum_all(bucket_step, hands_back))

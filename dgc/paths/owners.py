@@ -22,18 +22,13 @@ gone, and keeps no slot.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from dgc.collective import Path
 from dgc.compression import kernels
 from dgc.compression.regions import ReducePlan
-from dgc.compression.residual import Residual
 from dgc.paths.averaged import Update
 from dgc.paths.bucket_step import BucketStep, UndoLog, finish_update, nonfinite_flag
 from dgc.paths.nodes import among_nodes
 from dgc.trace import stage
-
-_reduce_plans: WeakKeyDictionary[Residual, ReducePlan] = WeakKeyDictionary()
 
 
 def plan_of(bucket_step: BucketStep) -> ReducePlan:
@@ -41,9 +36,10 @@ def plan_of(bucket_step: BucketStep) -> ReducePlan:
     contributors changes.
     """
     layout, n, own = bucket_step.layout, bucket_step.world.nodes, bucket_step.world.node
-    plan = _reduce_plans.get(bucket_step.residual)
+    residual = bucket_step.residual
+    plan: ReducePlan | None = residual.reduce_plan
     if plan is None or (plan.layout, plan.regions.owners, plan.own) != (layout, n, own):
-        plan = _reduce_plans[bucket_step.residual] = ReducePlan(layout, n, own)
+        plan = residual.reduce_plan = ReducePlan(layout, n, own)
     return plan
 
 
