@@ -134,7 +134,7 @@ class Denominators:
         return False
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def momentum_into_u(self) -> None:
         """Moves AdamW's momentum into u. All ranks have the same: under Sum each adds 1/N of it."""
         step = self._parameters.step
         self._warn_of_unseen(step)
@@ -158,7 +158,7 @@ class Denominators:
                     u[name].add_(to_local(state["exp_avg"]), alpha=rate * sign(group) * rank_weight / (1 - b1**steps))
 
     @torch.no_grad()
-    def taken_over(self) -> None:
+    def clear_momentum(self) -> None:
         """The first compressed step is taken: its momentum is in u from now on."""
         for p in self._compressed():
             self._parameters.optimizer.state[p]["exp_avg"].zero_()

@@ -431,7 +431,7 @@ class Engine:
         self._steps += 1
         if counts:
             if step.hands_back:
-                self._progress.hand_back(step)
+                self._progress.momentum_out_of_u(step)
             self._residuals.follow_step()
         if step.exchanged:
             self._next_step()
@@ -469,7 +469,7 @@ class Engine:
         for received in [*step.earlier, *step.unapplied]:
             self._applier.undo_exchange(received, received.parameters)
         self._applier.restore_v(step.direct, step)
-        self._parameters.handed_over.difference_update(
+        self._parameters.emptied.difference_update(
             p for received in step.direct for p in received.parameters
         )
 

@@ -36,10 +36,10 @@ from dgc.warn import warn
 
 def has_residual(parameters: Parameters, parameter: Tensor) -> bool:
     """Whether this rank's u or v of a parameter is not 0. A host-device synchronisation, but not
-    after :func:`hand_over`.
+    after :func:`empty_for_sparse`.
     """
     residual, name = parameters.bucket_of[parameter].residual, parameters.names[parameter]
-    if residual is None or parameter in parameters.handed_over:
+    if residual is None or parameter in parameters.emptied:
         return False
     return any(
         bool(residual.views(flat)[name].any())
@@ -48,7 +48,9 @@ def has_residual(parameters: Parameters, parameter: Tensor) -> bool:
     )
 
 
-def hand_over(parameters: Parameters, flight: InFlight, update: SparseUpdate, step: Step) -> None:
+def empty_for_sparse(
+    parameters: Parameters, flight: InFlight, update: SparseUpdate, step: Step
+) -> None:
     """Empties u and v of a parameter at its first sparse gradient. u becomes SGD's momentum, which
     is sparse from now on: Nesterov's cannot be dense with sparse gradients. step() adds v itself,
     which has been clipped and has momentum in it; without momentum correction v holds gradients,
@@ -63,7 +65,7 @@ def hand_over(parameters: Parameters, flight: InFlight, update: SparseUpdate, st
     momentum = all_state[parameter].get("momentum_buffer") if parameter in all_state else None
     if momentum is not None and not momentum.is_sparse:
         all_state[parameter]["momentum_buffer"] = momentum.to_sparse(dimensions).coalesce()
-    parameters.handed_over.add(parameter)
+    parameters.emptied.add(parameter)
     # The last case is AdamW, whose step() refuses a sparse gradient.
     if update.v is None or residual is None or (update.u is not None and "momentum" not in group):
         return
@@ -418,7 +420,7 @@ def finish_exchange(
                 continue
             all_received.append(ReceivedUpdate(flight.bucket, flight.parameters, update))
             with stage("dgc::write_update"):
-                applier.write_gradients(all_received[-1], step)
+                applier.write_update(all_received[-1], step)
             if isinstance(update, DenseUpdate) and update.verdict is not None:
                 nonfinite.expect(flight.bucket.name, update.verdict)
     except (FloatingPointError, ValueError):
@@ -431,7 +433,7 @@ def finish_exchange(
         return blame
     nonfinite.warn_if_applied(blame)
     for flight, update in sparse:
-        hand_over(parameters, flight, update, step)
+        empty_for_sparse(parameters, flight, update, step)
     if not step.stock:
         step.unapplied += [received for received in all_received if received.bucket.compressed]
     return ""

@@ -67,12 +67,12 @@ class Applier:
                     _default(state, "momentum_buffer", parameter if remembers else None)
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def momentum_into_u(self) -> None:
         """Adds the wrapped optimizer's momentum to u of compressed parameters. All ranks have the
         same: under Sum each adds 1/N of it.
         """
         if self.adam.is_active:
-            return self.adam.take_over()
+            return self.adam.momentum_into_u()
         group_of, all_state = self._parameters.group_of(), self._parameters.optimizer.state
         rank_weight = 1 / (1 if self._settings.average else self._settings.world.size)
         for bucket in self._parameters.buckets:
@@ -86,12 +86,12 @@ class Applier:
                 u[name].add_(to_local(momentum), alpha=sign(group) * rank_weight)
 
     @torch.no_grad()
-    def taken_over(self) -> None:
+    def clear_momentum(self) -> None:
         """The first compressed step is taken: from now on SGD's buffer has the momentum of weight
         decay alone.
         """
         if self.adam.is_active:
-            return self.adam.taken_over()
+            return self.adam.clear_momentum()
         for bucket in self._parameters.buckets:
             if bucket.compressed and bucket.residual is not None and bucket.residual.u is not None:
                 for p in bucket.parameters:
@@ -101,7 +101,7 @@ class Applier:
         self._decayed.clear()
 
     @torch.no_grad()
-    def hand_back(self, step: Step) -> set[Tensor]:
+    def momentum_out_of_u(self, step: Step) -> set[Tensor]:
         """Moves u, which all ranks have averaged, into SGD's momentum. Returns the parameters of
         which nothing is left in u and v.
         """
@@ -145,7 +145,7 @@ class Applier:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def write_gradients(self, received: ReceivedUpdate, step: Step) -> None:
+    def write_update(self, received: ReceivedUpdate, step: Step) -> None:
         """Writes an update into ``p.grad`` of those that took part."""
         bucket, parameters, update = received.bucket, received.parameters, received.update
         targets, others = _targets(

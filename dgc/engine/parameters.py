@@ -191,7 +191,7 @@ class Parameters:
         self.bucket_of: dict[Tensor, ParameterBucket] = {}
         # Parameter that had a sparse gradient -> its sparse dimensions.
         self.sparse: dict[Tensor, int] = {}
-        self.handed_over: set[Tensor] = set()  # of these, those whose u and v have been emptied
+        self.emptied: set[Tensor] = set()  # of these, those whose u and v have been emptied
         self.numels: dict[Tensor, int] = {}  # entries of this rank's part
         self.listed: dict[Tensor, None] = {}  # in order
         # Exchanged also where a rank has no gradient for them.
@@ -373,7 +373,7 @@ class Parameters:
     def forget_sparse(self) -> None:
         """Forgets which parameters are sparse. The state of the training that is loaded tells."""
         self.sparse.clear()
-        self.handed_over.clear()
+        self.emptied.clear()
 
     def sparse_names(self) -> dict[str, int]:
         """The names of parameters that had a sparse gradient, with its sparse dimensions."""

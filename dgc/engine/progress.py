@@ -163,7 +163,7 @@ class Progress:
             and self._scheduled().sparsity_at(parameters.step) > 0
             and (not adam.is_active or adam.ready(self._scheduled()))
         ):
-            self._applier.take_over()
+            self._applier.momentum_into_u()
             self._group[BEGAN] = parameters.step
         step.stock = parameters.stock
         step.hands_back = (
@@ -210,17 +210,17 @@ class Progress:
     def advance(self) -> None:
         """Counts a step that is taken."""
         if self._group[BEGAN] == self._group[STEP]:
-            self._applier.taken_over()
+            self._applier.clear_momentum()
         self._group[STEP] += self._settings.steps_of_round
         # Dense steps say nothing about a sparsity.
         if self._adaptive is not None and not self._parameters.stock:
             self._adaptive.step_ends(self._group, self._group[STEP])
 
-    def hand_back(self, step: Step) -> None:
+    def momentum_out_of_u(self, step: Step) -> None:
         """Gives the wrapped optimizer its momentum back. Steps are stock's once every parameter has
         taken part in such a step. Until then they stay at density 1, which is momentum SGD too.
         """
-        done = self._applier.hand_back(step)
+        done = self._applier.momentum_out_of_u(step)
         if all(
             p in done or (p in self._parameters.frozen and not p.requires_grad)
             for bucket in self._parameters.buckets

@@ -99,7 +99,7 @@ class ResidualState:
         """Loads what :meth:`state` gave."""
         self._missing, self._step, self.world_size = False, None, state["size"]
         self._gradients.residuals_may_differ = True
-        self._parameters.handed_over.clear()
+        self._parameters.emptied.clear()
         for letter, views in self.views().items():
             for name, view in views.items():
                 view.copy_(state[letter][name])

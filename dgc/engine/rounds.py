@@ -93,15 +93,15 @@ class Rounds:
         self._aside: dict[Tensor, Tensor] = {}  # parameter -> this rank's own, within averaged()
         self._loaded = False
         self.skipped = self._skipped_before = 0  # the second: when the round began
-        outer: Any = torch.optim.SGD(list(names), lr=1.0)
-        outer._inner = torch.optim.SGD  # as an engine's optimizer has it
-        self._outer = outer
-        self.engine = Engine(self._outer, names, settings, Drifts(self))
-        if settings.exchanges:  # no round is stock's: all that is sent passes through v
-            self._outer.param_groups[0][BEGAN] = 0
+        round_optimizer: Any = torch.optim.SGD(list(names), lr=1.0)
+        round_optimizer._inner = torch.optim.SGD  # as an engine's optimizer has it
+        self._round_optimizer = round_optimizer
+        self.engine = Engine(self._round_optimizer, names, settings, Drifts(self))
+        if settings.exchanges:  # no round is stock's: all that is compressed passes through v
+            self._round_optimizer.param_groups[0][BEGAN] = 0
 
     @property
-    def _inner(self) -> Any:
+    def _user_optimizer(self) -> Any:
         return self._optimizer()
 
     @property
@@ -112,19 +112,19 @@ class Rounds:
 
     def take_step(self, closure: Any) -> Any:
         """A step of the wrapped optimizer, with this rank's own gradients."""
-        inner, loss = self._inner, None
-        step = unhooked(inner._inner.step)
+        optimizer, loss = self._user_optimizer, None
+        step = unhooked(optimizer._inner.step)
         if self._settings.exchanges:
             self.begin()
         if closure is None:
-            loss = step(inner) if self._finite() else None
+            loss = step(optimizer) if self._finite() else None
         elif self._settings.config.nonfinite == "skip":
             with torch.enable_grad():
                 loss = closure()
             if self._finite():
-                step(inner)
+                step(optimizer)
         else:
-            loss = step(inner, closure)
+            loss = step(optimizer, closure)
         self.counted()
         return loss
 
@@ -145,10 +145,10 @@ class Rounds:
         self._loaded = False
         if not self._start:
             self._skipped_before = self.skipped
-            self._kept = [1.0] * len(self._inner.param_groups)
+            self._kept = [1.0] * len(self._user_optimizer.param_groups)
             if self._settings.config.nonfinite == "skip":
                 self._inner_at_start = {
-                    p: copy.deepcopy(own) for p, own in self._inner.state.items()
+                    p: copy.deepcopy(own) for p, own in self._user_optimizer.state.items()
                 }
         for p in self._trained:
             if p not in self._start:  # also those that thaw within a round
@@ -161,9 +161,11 @@ class Rounds:
         self.begin()
         self.has_gradient = False
         self.count += 1
-        for i, group in enumerate(self._inner.param_groups):
-            self._kept[i] *= 1 - decay_of(type(self._inner), group)
-        if self.count >= self._settings.config.local_steps_at(self._outer.param_groups[0][STEP]):
+        for i, group in enumerate(self._user_optimizer.param_groups):
+            self._kept[i] *= 1 - decay_of(type(self._user_optimizer), group)
+        if self.count >= self._settings.config.local_steps_at(
+            self._round_optimizer.param_groups[0][STEP]
+        ):
             self.exchange()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Rounds:
 
     def _kept_of_start(self) -> Iterator[tuple[Tensor, float]]:
         """The parameters of the round, and what weight decay has left of their start."""
-        for group, kept in zip(self._inner.param_groups, self._kept, strict=True):
+        for group, kept in zip(self._user_optimizer.param_groups, self._kept, strict=True):
             yield from ((p, kept) for p in group["params"] if p in self._start)
 
     def forget(self) -> None:
@@ -211,7 +213,7 @@ class Rounds:
         and takes rank 0's product of decays: a rank whose step a scaler has left out counts it
         later, when its learning rate may be the next step's.
         """
-        kept = self._kept or [1.0] * len(self._inner.param_groups)
+        kept = self._kept or [1.0] * len(self._user_optimizer.param_groups)
         own = torch.tensor([self.count, *kept], dtype=torch.float64)
         device = next(iter(self.engine.listed)).device
         gather = Collective("all_gather", own.to(device))
@@ -231,8 +233,8 @@ class Rounds:
         if all(bool(to_local(p).isfinite().all()) for p in self._trained):
             return
         self.skipped = self._skipped_before + self.count
-        self._inner.state.clear()
-        self._inner.state.update(self._inner_at_start)
+        self._user_optimizer.state.clear()
+        self._user_optimizer.state.update(self._inner_at_start)
         for p, kept in self._kept_of_start():
             to_local(p).copy_(self._start[p] * kept)
 
@@ -251,13 +253,13 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """What is this rank's own between rounds, beside v: a copy."""
-        names, inner = self.engine.names, self._inner
+        names, optimizer = self.engine.names, self._user_optimizer
         return {
             "count": self.count,
-            "step": self._outer.param_groups[0].get(STEP, 0),
+            "step": self._round_optimizer.param_groups[0].get(STEP, 0),
             "kept": list(self._kept),
             "start": {names[p]: x.clone() for p, x in self._start.items()},
-            "inner": copy.deepcopy(inner._inner.state_dict(inner)),
+            "inner": copy.deepcopy(optimizer._inner.state_dict(optimizer)),
         }
 
     def own(self) -> dict[str, Any]:
@@ -281,15 +283,16 @@ class Rounds:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state` gave. The model has this rank's own parameters by then."""
-        inner, parameter_of = self._inner, {name: p for p, name in self.engine.names.items()}
-        inner._inner.load_state_dict(inner, copy.deepcopy(state["inner"]))
+        optimizer, names = self._user_optimizer, self.engine.names
+        parameter_of = {name: p for p, name in names.items()}
+        optimizer._inner.load_state_dict(optimizer, copy.deepcopy(state["inner"]))
         self.count, self._kept = state["count"], list(state["kept"])
         self._start = {
             parameter_of[name]: x.to(to_local(parameter_of[name]), copy=True)
             for name, x in state["start"].items()
         }
         if self._settings.exchanges:
-            self._outer.param_groups[0][STEP] = state["step"]
+            self._round_optimizer.param_groups[0][STEP] = state["step"]
         self.engine.resume()
         self.has_gradient, self._loaded = False, True
 
@@ -303,8 +306,8 @@ class Rounds:
         """Exchanges the drift of one more param group."""
         for parameter, name in names.items():
             self.engine.names.setdefault(parameter, name)
-        self._outer.add_param_group({"params": list(group["params"])})
-        self.engine.register_groups(self._outer.param_groups[-1:])
+        self._round_optimizer.add_param_group({"params": list(group["params"])})
+        self.engine.register_groups(self._round_optimizer.param_groups[-1:])
 
 
 def check_local_steps(config: Config) -> None:
