@@ -45,10 +45,7 @@ def mean_round(rounds: list[Tree]) -> Tree:
         As :meth:`dgc.engine.rounds.Rounds.own`, at the end of a round.
     """
     first = rounds[0]
-    x = {
-        name: sum(own["x"][name].double() for own in rounds).div_(len(rounds)).to(first["x"][name])
-        for name in first["x"]
-    }
+    x = {name: _mean([own["x"][name] for own in rounds]) for name in first["x"]}
     states = [own["inner"]["state"] for own in rounds]
     state = {
         index: {key: _mean([one[index][key] for one in states]) for key in buffers}

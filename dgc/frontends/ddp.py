@@ -77,8 +77,10 @@ def register_comm_hook(
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
     else:
         config, grad_scaler = _checked_again(known.settings, config, grad_scaler)
-    if config.local_steps is not None:
-        _register_local(ddp_model, optimizer, config, known)
+    names, group = list(ddp_model.module.named_parameters()), ddp_model.process_group
+    if config.local_steps is not None:  # an optimizer that is known has none: that is refused above
+        ddp_model.register_comm_hook(ref(ddp_model), keep)
+        _change(optimizer, names, config, group, None, None)
         return
     _check_shared(ddp_model, optimizer, known)
     buckets = _registered.get(ddp_model)
@@ -87,37 +89,10 @@ def register_comm_hook(
         ddp_model.register_comm_hook(buckets, exchange)  # first of all, as it may refuse
         _registered[ddp_model] = buckets
     if known is None:
-        _change(
-            optimizer,
-            list(ddp_model.module.named_parameters()),
-            config,
-            ddp_model.process_group,
-            grad_scaler,
-            DDPGradients(buckets),
-        )
+        _change(optimizer, names, config, group, grad_scaler, DDPGradients(buckets))
     else:
         _add_model(known, ddp_model, buckets, config, grad_scaler)
     buckets.take(optimizer)
-
-
-def _register_local(
-    model: DistributedDataParallel, optimizer: Any, config: Config, known: Engine | None
-) -> None:
-    """Has DDP leave gradients on their rank, and the optimizer exchange how far parameters came."""
-    if known is not None:
-        raise RuntimeError(
-            "register_comm_hook() must be called once for an optimizer with local_steps, got a second call"
-        )
-    model.register_comm_hook(ref(model), keep)
-    names = list(model.module.named_parameters())
-    group = model.process_group
-    settings = Settings(config, find(group), names, process_set=group, in_ddp=True)
-    scheduled = optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _LocalInDDP)
-    optimizer._patch_step_function()
-    connect_rounds(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings)
-    if scheduled is not None:
-        _follow(optimizer)
 
 
 @uncompiled
@@ -216,17 +191,24 @@ def _change(
     config: Config,
     group: Any,
     grad_scaler: Any,
-    source: DDPGradients,
+    source: DDPGradients | None,
 ) -> None:
-    """Makes an optimizer one that DDP's hook drives, in place."""
+    """Makes an optimizer one that DDP's hook drives, in place; without a source, one that takes
+    local steps.
+    """
     settings = Settings(
         config, find(group), names, process_set=group, grad_scaler=grad_scaler, in_ddp=True
     )
     # A scheduler's, which knows torch's step alone.
     scheduled = optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _InDDP)
+    methods = _LocalInDDP if source is None else _InDDP
+    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", methods)
     optimizer._patch_step_function()
-    connect(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings, source)
+    name_of = checks.named(optimizer.param_groups, names, generate=True)
+    if source is None:
+        connect_rounds(optimizer, name_of, settings)
+    else:
+        connect(optimizer, name_of, settings, source)
     if scheduled is not None:
         _follow(optimizer)
 
@@ -342,10 +324,7 @@ class _LocalInDDP(Local):
 
 
 def _connect_local_again(optimizer: Any, names: list[tuple[str, Tensor]], config: Config) -> Any:
-    settings = Settings(config, find(None), names, in_ddp=True)
-    optimizer.__class__ = distributed_class(type(optimizer), "dgc.frontends.ddp", _LocalInDDP)
-    optimizer._patch_step_function()
-    connect_rounds(optimizer, checks.named(optimizer.param_groups, names, generate=True), settings)
+    _change(optimizer, names, config, None, None, None)
     return optimizer
 
 
