@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dgc.checkpoint.files import Tree
-from dgc.checkpoint.fits import by_index, check_same, names_of, rounds_or_none
+from dgc.checkpoint.fits import by_index, names_of, rounds_or_none
 from dgc.engine.parameters import BEGAN
+from dgc.engine.residual_state import check_views
 from dgc.engine.wrapped import is_sgd
 
 
@@ -89,7 +90,7 @@ def accumulate(total: Tree, residuals: Tree, weight: float, single_weight: bool)
     """
     for letter in "uv":
         if total[letter]:
-            check_same(letter, residuals[letter], total[letter])
+            check_views(letter, residuals[letter], total[letter])
         for name, tensor in residuals[letter].items():
             if single_weight and weight == 1:
                 total[letter][name] = tensor

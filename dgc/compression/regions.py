@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,6 +138,7 @@ class ReducePlan:
 
     def __init__(self, layout: Layout, owners: int, own: int):
         self.layout, self.own = layout, own
+        self.tables: dict[Any, Any] = {}  # of plain.tables_of
         self.regions = Regions(layout.numel, owners, layout.device)
         self.to_owners = self._rows(sizes.row_slots(layout.slots, owners))
         self.to_all = self._rows(sizes.kept_slots(layout.numel, layout.slots, owners))

@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Layout:
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
         self.dtype, self.device = residual.v.dtype, residual.v.device
+        self.tables: dict[Any, Any] = {}  # of plain.tables_of
 
     @cached_property
     def chosen(self) -> dict[str, int]:

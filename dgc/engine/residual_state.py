@@ -15,6 +15,36 @@ from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters, shard
 from dgc.warn import warn
 
+OTHER_CONFIG = (
+    " (was it saved with another Config, such as another min_numel or momentum_correction?)"
+)
+
+
+def check_views(letter: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    """Refuses u or v of other parameters, of other shapes, or with an infinity or NaN.
+
+    Raises:
+        ValueError: it names what is wrong.
+    """
+    if given.keys() != expected.keys():
+        raise ValueError(
+            f"{letter} must have the same names, got none for "
+            f"{sorted(expected.keys() - given.keys())} and unknown "
+            f"{sorted(given.keys() - expected.keys())}{OTHER_CONFIG}"
+        )
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{letter} of {name} must be a tensor of float32 or float64, got another"
+            )
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{letter} of {name} must have shape {tuple(expected[name].shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{letter} of {name} must be finite, got an infinity or NaN")
+
 
 class ResidualState:
     """This rank's residuals.
@@ -76,19 +106,10 @@ class ResidualState:
                     f"residual_state_dict: {key} must be {own.get(key)!r}, got {state.get(key)!r}"
                 )
         for letter, expected in self.views().items():
-            given = state[letter]
-            if given.keys() != expected.keys():
-                raise ValueError(
-                    f"residual_state_dict: {letter} must have the same names, got none for "
-                    f"{sorted(expected.keys() - given.keys())} and unknown "
-                    f"{sorted(given.keys() - expected.keys())}"
-                )
-            for name, tensor in given.items():
-                if tensor.shape != expected[name].shape:
-                    raise ValueError(
-                        f"residual_state_dict: {letter} of {name} must have shape "
-                        f"{tuple(expected[name].shape)}, got {tuple(tensor.shape)}"
-                    )
+            try:
+                check_views(letter, state[letter], expected)
+            except ValueError as error:
+                raise ValueError(f"residual_state_dict: {error}") from None
 
     def is_of_another_rank(self, state: Mapping[str, Any]) -> bool:
         """Whether another rank gave a state, in a world of the same size."""

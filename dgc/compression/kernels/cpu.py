@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numba
 import numpy as np
@@ -23,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import rows_cpu
+from dgc.compression.kernels import plain, rows_cpu
 from dgc.compression.kernels.jit import jit
 from dgc.compression.kernels.numba_tools import (
     PREFETCH_DISTANCE,
@@ -603,15 +602,8 @@ class _Tables:
         self.blocks = [(a * BLOCK, min(layout.numel, b * BLOCK)) for a, b in thread_ranges(blocks, parts)]
 
 
-_tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
-
-
 def _table(layout: Layout) -> _Tables:
-    threads = torch.get_num_threads()
-    table = _tables.get(layout)
-    if table is None or table.threads != threads:
-        table = _tables[layout] = _Tables(layout, threads)
-    return table
+    return plain.tables_of(layout, _Tables, torch.get_num_threads())
 
 
 class _Gradients:

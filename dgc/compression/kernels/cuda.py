@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -488,14 +487,8 @@ def _ranks(numel: int, k: int) -> tuple[int, int]:
     return (max(1, math.floor(hits - DEVIATIONS * math.sqrt(hits))), math.ceil(hits + DEVIATIONS * math.sqrt(hits)))
 
 
-_tables: WeakKeyDictionary[Layout, _Tables] = WeakKeyDictionary()
-
-
 def _table(layout: Layout) -> _Tables:
-    table = _tables.get(layout)
-    if table is None:
-        table = _tables[layout] = _Tables(layout)
-    return table
+    return plain.tables_of(layout, _Tables)
 
 
 def _doubles(numbers: Sequence[float]) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import cpu, rows_cpu
+from dgc.compression.kernels import cpu, plain, rows_cpu
 from dgc.compression.kernels.cpu import (
     LANES,
     PANEL,
@@ -332,14 +331,8 @@ class _Tables:
         return thread_ranges(len(self.of), min(threads, len(self.of) // PIECES_PER_THREAD))
 
 
-_tables: WeakKeyDictionary[ReducePlan, _Tables] = WeakKeyDictionary()
-
-
 def _table(plan: ReducePlan) -> _Tables:
-    table = _tables.get(plan)
-    if table is None:
-        table = _tables[plan] = _Tables(plan)
-    return table
+    return plain.tables_of(plan, _Tables)
 
 
 def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
