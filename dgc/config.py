@@ -11,9 +11,7 @@ from typing import Any, Literal
 Average, Sum = 0, 1  # the values of horovod.torch.Average and Sum, which are accepted alike
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> sparsity
 ExchangeName = Literal["allgather", "reduce"]
-UNMASKED = (
-    0.99  # the largest sparsity for which no momentum factor masking is advised (docs/tuning.md)
-)
+UNMASKED = 0.95  # below it no momentum factor masking is advised (docs/tuning.md)
 NonFinite = Literal["error", "skip"]
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "value_bits": (1, 2, 4, 8, 16, 32),

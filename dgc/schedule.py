@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 from dgc.config import check_sparsity
 
 FIRST = 0.75  # where a warm-up begins
+WARMUP = (
+    0.08  # of a training whose number of steps is known: as long as was measured at 90 to 99.9 %
+)
+LONG = 10_000  # steps, from which on a training bears 99.9 %: an entry waits for a tenth of them at most
 MAX_PARTS = 10_000  # parts of a warm-up, each of which is written down
 ROUNDED_PARTS = (
     10  # with a rounded factor; of more, its error would add up => 0.995 as 1 never warms up
@@ -105,44 +109,61 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
     return piecewise({0: 0.0, step: then})
 
 
-def warmup(
-    epochs: float = 4,
+def usual_end(steps: int | None) -> float:
+    """The sparsity after the warm-up of a training of so many steps, if nothing else is said."""
+    return 0.999 if steps is None or steps >= LONG else 0.99
+
+
+def warmup(  # noqa: PLR0913
+    epochs: float | None = None,
     *,
-    steps_per_epoch: int,
+    steps_per_epoch: int | None = None,
+    steps: int | None = None,
     start: float | None = None,
-    end: float = 0.999,
+    end: float | None = None,
     stages: int | None = None,
     per_step: bool = False,
 ) -> Piecewise | Ramp:
     """The paper's warm-up (section 3.3): the density falls by a constant factor, epoch by epoch.
 
-    The defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is ((1 - end)
-    / (1 - start)) ** (1 / epochs); up to ten epochs or stages it is rounded to two digits: the
-    paper's is 1/4. ``stages=4`` gives a training that is shorter than the paper's 164 epochs the
-    same warm-up in proportion.
+    ``warmup(steps=N)`` is the schedule for a training of N steps: the warm-up takes its first 8 %,
+    in four stages, and ends at 99.9 % from 10,000 steps on, at 99 % in a shorter training.
+
+    The other defaults are the paper's 75, 93.75, 98.4375, 99.6 and then 99.9 %. The factor is ((1 -
+    end) / (1 - start)) ** (1 / epochs). Up to ten epochs or stages it is rounded to two digits, as
+    the paper's 1/4 is.
 
     Args:
-        epochs: length of the warm-up; 0 for none.
+        epochs: length of the warm-up; 0 for none. None: 4.
         steps_per_epoch: optimizer steps in one epoch (not batches, if gradients are accumulated).
+        steps: optimizer steps of the whole training, in place of ``epochs`` and
+            ``steps_per_epoch``.
         start: sparsity of the first epoch. None: 0.75, or ``end`` where that is less.
-        end: sparsity after the warm-up.
-        stages: equal parts of the warm-up, in place of epochs, from one to the next of which the
-            density falls.
-        per_step: fall by a smaller factor at each step (unrounded), instead of at each epoch.
+        end: sparsity after the warm-up. None: 0.999, or as said above with ``steps``.
+        stages: equal parts of the warm-up, in place of epochs. The density falls from each part to
+            the next. None: one each epoch, or 4 with ``steps``.
+        per_step: the density falls by a smaller factor (unrounded) at each step.
 
     Raises:
-        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1,
-            both ``stages`` and ``per_step``, more than 10,000 parts, or a sparsity that is no
-            number in [0, 1).
+        TypeError, ValueError: neither or both of ``steps`` and ``steps_per_epoch``, one of these or
+            ``stages`` < 1, ``epochs`` < 0 or not finite, both ``stages`` and ``per_step``, more
+            than 10,000 parts, or a sparsity that is no number in [0, 1).
     """
-    end = check_sparsity(end, "warmup: end")
-    start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
+    if steps is not None:
+        if epochs is not None or steps_per_epoch is not None:
+            raise ValueError(
+                "warmup: epochs and steps_per_epoch must be left out where steps is given, got "
+                f"epochs={epochs!r}, steps_per_epoch={steps_per_epoch!r}"
+            )
+        epochs, steps_per_epoch = WARMUP, steps
+        stages = 4 if stages is None and not per_step else stages
+    epochs = 4 if epochs is None else epochs
     parts = epochs if stages is None else stages
     if not isinstance(epochs, Real) or not 0 <= epochs < math.inf:
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
         raise ValueError(
-            f"warmup: steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}"
+            f"warmup: steps, or steps_per_epoch, must be an integer >= 1, got {steps_per_epoch!r}"
         )
     if stages is not None and (per_step or not isinstance(stages, Integral) or stages < 1):
         raise ValueError(
@@ -153,7 +174,16 @@ def warmup(
             f"warmup: epochs, or stages, must be at most {MAX_PARTS:,}, got {parts:,g} (per_step=True "
             "falls at each step)"
         )
-    length = round(epochs * steps_per_epoch)
+    end = check_sparsity(usual_end(steps) if end is None else end, "warmup: end")
+    start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
+    return _falling(epochs * steps_per_epoch, parts, start, end, per_step)
+
+
+def _falling(
+    steps: float, parts: float, start: float, end: float, per_step: bool
+) -> Piecewise | Ramp:
+    """A warm-up of so many steps, in so many parts."""
+    length = round(steps)
     if length == 0:
         return constant(end)
     if per_step:
@@ -164,9 +194,7 @@ def warmup(
         factor = float(f"{factor:.2g}")
     furthest = min if end >= start else max  # rounding the factor must not carry us past the end
     points = {
-        round(part * epochs * steps_per_epoch / parts): furthest(
-            end, 1 - (1 - start) * factor**part
-        )
+        round(part * steps / parts): furthest(end, 1 - (1 - start) * factor**part)
         for part in range(math.ceil(parts))
     }
     return piecewise({**points, length: end})
@@ -343,6 +371,7 @@ def parse(
         0.999, constant:0.999
         warmup:epochs=4,start=0.75,end=0.999,per_step=true
         warmup:epochs=0.6,stages=4
+        warmup:steps=20000
         warmup
         piecewise:0=0.75,1000=0.999
         dense_until:1000,then=0.999
@@ -367,7 +396,7 @@ def parse(
         if name == "piecewise":
             positional.append({int(step): sparsity for step, sparsity in named.items()})
             named = {}
-        if name == "warmup":
+        if name == "warmup" and "steps" not in named:
             named["steps_per_epoch"] = steps_per_epoch
         return BY_NAME[name](*positional, **named)
     except (KeyError, TypeError, ValueError) as error:

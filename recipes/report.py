@@ -184,16 +184,18 @@ def table(results: list[Result]) -> Table:
     """Bytes and step time are means over all of training, warm-up included; the ratio is also given for its end."""
     recipe, groups = RECIPES[results[0]["recipe"]], by_settings(results)
     name = {id(run): name for name, runs in zip(names(groups), groups, strict=True) for run in runs}
-    out = Table(
-        "",
+    out = Table(box=None, pad_edge=False)
+    out.add_column("method", overflow="fold")
+    for column in (
         "seed",
         "epochs",
-        recipe.title,
-        "bytes sent / worker / step",
-        "compression",
-        "after warm-up",
-        "step time",
-    )
+        recipe.title.replace(" ", "\n"),
+        "bytes\na step",
+        "fewer\nbytes",
+        "after\nwarm-up",
+        "a step",
+    ):
+        out.add_column(column, justify="right", overflow="fold")
     for result in results:
         sent, seconds = (
             np.mean([epoch[key] for epoch in result["history"]])
@@ -533,10 +535,12 @@ def main(
             raise typer.BadParameter(
                 f"the results must be of one {key}, got {', '.join(sorted(values))}"
             )
-    Console(width=120).print(table(results))
+    Console().print(table(results))
     picture(results, out)
     print(f"Curves: {out}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(main)
+    app()

@@ -132,7 +132,9 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
         if (at_a_time := min(jobs, len(expected))) > 1:
             caption += f", {total / at_a_time:.1f} with {at_a_time} at a time"
         caption += f", and {unknown} of which none like it has been timed" if unknown else ""
-    out = Table(Column("run", overflow="fold"), "", "hours", caption=caption)
+    out = Table(
+        Column("run", overflow="fold"), "", "hours", box=None, pad_edge=False, caption=caption
+    )
     for run in runs:
         if run.name in done:
             out.add_row(run.name, report.shown(done[run.name]), f"{hours(done[run.name]):.2f}")
@@ -339,7 +341,7 @@ def main(
     runs, done = chosen(budget, only or []), finished(budget)
     jobs = jobs or len(gpus()) or len(os.sched_getaffinity(0))
     if show:
-        Console(width=120).print(listing(budget, runs, done, jobs))
+        Console().print(listing(budget, runs, done, jobs))
         return
     failed: list[str] = []
     if not report_only:
@@ -359,6 +361,6 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     app()

@@ -98,7 +98,7 @@ def draw(budget: Budget, done: Mapping[str, Result]) -> None:
             ]
         path = budget.results / f"{study.name}.md"
         path.write_text("\n".join(filter(None, texts)))
-        Console(width=140).print(Markdown(path.read_text()))
+        Console().print(Markdown(path.read_text()))
         print(f"{path}, and figures in {budget.figures}/{study.name}*.png", flush=True)
 
 

@@ -325,6 +325,6 @@ def main(
 
 if __name__ == "__main__":
     # Several ranks' framed tracebacks cannot be read.
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     app()

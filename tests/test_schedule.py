@@ -122,6 +122,17 @@ def test_they_compare_and_pickle():
 
 
 @pytest.mark.parametrize(
+    ("steps", "end"), [(500, 0.99), (9_999, 0.99), (10_000, 0.999), (100_000, 0.999)]
+)
+def test_the_number_of_steps_is_enough(steps, end):
+    """Four stages over the first 8 %; a tenth of the longest wait at 99.9 % is 10,000 steps."""
+    chosen = dgc.warmup(steps=steps)
+    assert chosen == dgc.warmup(0.08, stages=4, steps_per_epoch=steps, end=end)
+    assert chosen == dgc.schedule.parse(f"warmup:steps={steps}", steps_per_epoch=7)
+    assert dgc.warmup(steps=steps, end=0.9)(steps) == 0.9
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: dgc.warmup(-1, steps_per_epoch=10), r"epochs must be a number >= 0, got -1"),
@@ -129,7 +140,7 @@ def test_they_compare_and_pickle():
         (lambda: dgc.warmup("4", steps_per_epoch=10), r"epochs must be a number >= 0, got '4'"),
         (
             lambda: dgc.warmup(4, steps_per_epoch=0),
-            r"steps_per_epoch must be an integer >= 1, got 0",
+            r"steps_per_epoch, must be an integer >= 1, got 0",
         ),
         (
             lambda: dgc.warmup(4, steps_per_epoch=10, start=1.0),
@@ -236,7 +247,7 @@ def test_a_number_of_a_configuration_file_is_a_constant():
 
 def test_a_warm_up_needs_to_know_an_epoch():
     with pytest.raises(
-        ValueError, match=r"'warmup:epochs=2' .*steps_per_epoch must be an integer >= 1, got None"
+        ValueError, match=r"'warmup:epochs=2' .*steps_per_epoch, must be an integer >= 1, got None"
     ):
         dgc.schedule.parse("warmup:epochs=2")
     assert dgc.schedule.parse("0.9") == dgc.constant(0.9)

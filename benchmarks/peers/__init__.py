@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dgc
 from dgc.config import ExchangeName, Schedule
-from dgc.plan.advise import WARMUP
+from dgc.schedule import WARMUP
 from dgc.transport import lockstep
 
 from .atomo import Atomo

@@ -288,7 +288,7 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert told.dgc in told.here and told.dense in told.here
         assert ("Saves" in notes(told)) == told.pays == ("does not" not in verdict(told))
         made = config(told)
-        assert made.factor_masking == (told.sparsity > 0.99)
+        assert made.factor_masking == (told.sparsity > 0.95)
         assert made.exchange == told.dgc.method.exchange.exchange
         assert made.hierarchical == told.dgc.method.exchange.hierarchical
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
@@ -340,7 +340,7 @@ def test_a_short_training_is_advised_to_send_more(steps, sparsity):
         plan.advise(RESNET50, cluster(4), 0.01, dgc.Config(0.999), FREE, steps=steps).sparsity
         == 0.999
     )
-    assert ("without masking" in notes(told)["Accuracy"]) == (sparsity < 0.999)
+    assert ("without masking" in notes(told)["Accuracy"]) == (sparsity < 0.99)
     assert fits(told) == (f"{steps:,} steps" if steps else "10,000 steps or more")
 
 
@@ -376,7 +376,7 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     on = cluster(4)
     told = plan.advise(RESNET50, on, 0.25, given, GPU, steps=steps, optimizer=optimizer)
     line = config(told)
-    assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.99)
+    assert line.factor_masking == (optimizer == "sgd" and told.sparsity > 0.95)
     of = {
         s: plan.predict(RESNET50, on, told.dgc.method, 0.25, dgc.Config(s), GPU).step_seconds
         for s in {line.sparsity_at(step) for step in range(steps)}
