@@ -206,9 +206,7 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
         return f"{sparsity:.15g}", piecewise({0: sparsity})
     end = "" if sparsity == usual_end(steps) else f", end={sparsity:.15g}"
     schedule = warmup(steps=steps or 1, end=sparsity)
-    if steps is None:
-        return f"dgc.warmup(epochs=4, steps_per_epoch=len(loader){end})", schedule
-    return f"dgc.warmup(steps={steps}{end})", schedule
+    return f"dgc.warmup(steps={steps or 'steps'}{end})", schedule
 
 
 def _line(schedule: str, config: Config, method: Method, optimizer: Optimizer) -> str:

@@ -244,7 +244,7 @@ GPU = plan.LOCAL["gpu"]
 
 def config(advice):
     """Of the line to paste."""
-    return eval(advice.line, {"dgc": dgc, "torch": torch, "loader": [0] * 100})
+    return eval(advice.line, {"dgc": dgc, "torch": torch, "steps": 10_000})
 
 
 def test_advice_turns_at_the_bandwidth_that_it_names():
