@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -359,6 +360,27 @@ def test_with_adamw_no_more_is_advised_than_was_measured(steps, schedule):
     assert told.sparsity <= 0.99 and config(told).sparsity_at(10**6) == told.sparsity
     assert "ResNet-20" not in notes(told)["Accuracy"]
     assert fits(told) == (f"{steps:,} steps" if steps else "about 10,000 steps")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "row"),
+    [
+        ("sgd", 20_000, 0),
+        ("sgd", 10_000, 0),
+        ("sgd", 9_999, 0),
+        ("sgd", 1_000, 0),
+        ("sgd", 999, 1),
+        ("adamw", 20_000, 2),
+        ("adamw", 1_000, 2),
+        ("adamw", 999, 3),
+    ],
+)
+def test_the_guide_has_the_line_that_is_advised(optimizer, steps, row):
+    """Where the network asks for the highest sparsity that the training bears."""
+    page = (ROOT / "docs" / "guides" / "schedules.md").read_text()
+    lines = re.findall(r"^\|.*\| `(dgc\.Config\(.*\))` \|$", page, re.MULTILINE)
+    told = plan.advise(RESNET50, cluster(4), 0.01, local=FREE, steps=steps, optimizer=optimizer)
+    assert eval(lines[row], {"dgc": dgc, "steps": steps}) == config(told)
 
 
 def test_with_adamw_a_sparsity_that_was_given_is_kept():
