@@ -77,12 +77,12 @@ def register_comm_hook(
         grad_scaler = checks.check_all(optimizer, config, Average, grad_scaler)
     else:
         config, grad_scaler = _checked_again(known.settings, config, grad_scaler)
+    _check_shared(ddp_model, optimizer, known)
     names, group = list(ddp_model.module.named_parameters()), ddp_model.process_group
     if config.local_steps is not None:  # an optimizer that is known has none: that is refused above
         ddp_model.register_comm_hook(ref(ddp_model), keep)
         _change(optimizer, names, config, group, None, None)
         return
-    _check_shared(ddp_model, optimizer, known)
     buckets = _registered.get(ddp_model)
     if buckets is None:
         buckets = ModelBuckets(ddp_model)
