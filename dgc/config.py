@@ -31,9 +31,9 @@ class Config:
     Args:
         sparsity: the share of a parameter's entries that is kept back in each step, in [0, 1). Or a
             schedule: a function of the optimizer's step (int, from 0) that returns such a number,
-            for example :func:`dgc.warmup`; or :func:`dgc.adaptive`, which follows the speed of the
-            network. 0 is dense. Until a step has been compressed, ``p.grad`` is the averaged
-            gradient and the wrapped optimizer takes its own step.
+            for example :func:`dgc.warmup`. :func:`dgc.adaptive` follows the speed of the network. 0
+            is dense. Until a step has been compressed, ``p.grad`` is the averaged gradient and the
+            wrapped optimizer takes its own step.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2,
             equation 4). It needs ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay.
             Gradients of AdamW travel dense until its denominator is known (docs/method.md). False:

@@ -131,9 +131,9 @@ def warmup(
         per_step: the density falls by a smaller factor at each step (unrounded), not at each epoch.
 
     Raises:
-        TypeError, ValueError: ``epochs`` < 0 or not finite, ``steps_per_epoch`` or ``stages`` < 1,
-            both ``stages`` and ``per_step``, more than 10,000 parts, or a sparsity that is not a
-            number in [0, 1).
+        TypeError, ValueError: ``epochs`` is below 0 or not finite, ``steps_per_epoch`` or
+            ``stages`` is below 1, or a sparsity is not in [0, 1). Also with both ``stages`` and
+            ``per_step``, and with more than 10,000 parts.
     """
     end = check_sparsity(end, "warmup: end")
     start = min(FIRST, end) if start is None else check_sparsity(start, "warmup: start")
@@ -263,9 +263,9 @@ def adaptive(
     """Moves the sparsity within bounds, as the network's speed changes, so that communication just
     hides behind computation.
 
-    In each step each rank measures how long computing waits for the exchange (exposed), and how
-    long the step takes, from one ``synchronize()`` to the next. Every ``every`` steps the ranks
-    gather these times, 16 bytes for each step. All compute the same ::
+    Each rank measures two times in each step, from one ``synchronize()`` to the next. They are the
+    whole step, and how long computing waits for the exchange (exposed). Every ``every`` steps the
+    ranks gather these times, 16 bytes for each step. All compute the same ::
 
         share = median over these steps of (least exposed of all ranks) / (longest computing of all ranks)
 
