@@ -27,63 +27,62 @@ class Config:
     :func:`dgc.DistributedOptimizer`.
 
     Args:
-        sparsity: share of a parameter's entries kept back at each step, in [0, 1). 0 is dense: as
-            long as nothing has been compressed, ``p.grad`` is the averaged gradient and the wrapped
-            optimizer takes its own step. Or a schedule: any function of the optimizer's step (int,
-            from 0) alone that gives such a number, say :func:`dgc.warmup`; or :func:`dgc.adaptive`,
-            which goes by how fast the network is.
+        sparsity: the share of a parameter's entries that is kept back in each step, in [0, 1). Or a
+            schedule: a function of the optimizer's step (int, from 0) that returns such a number,
+            for example :func:`dgc.warmup`. :func:`dgc.adaptive` follows the speed of the network. 0
+            is dense. Until a step has been compressed, ``p.grad`` is the averaged gradient and the
+            wrapped optimizer takes its own step.
         momentum_correction: accumulate the velocity u instead of the gradient (paper, section 3.2,
-            equation 4). Needs ``torch.optim.SGD``, or ``AdamW``, whose gradients then travel dense
-            until its denominator is known (docs/method.md). Off: plain accumulation, for SGD and
-            any optimizer but AdamW (and Adam without weight decay), which then sees the averaged
-            sparse gradient and applies its own momentum to it.
-        factor_masking: set u to zero where an entry was sent (paper, section 3.3). Made for 99.9 %:
-            the denser what is sent, the more of the momentum that takes away, at 90 % and momentum
-            0.9 three quarters of a step. Off: u is left as it is, and goes on a whole wait too late
-            (docs/tuning.md).
+            equation 4). It needs ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay.
+            Gradients of AdamW travel dense until its denominator is known (docs/method.md). False:
+            accumulate the gradient. The optimizer then sees the averaged sparse gradient, and
+            applies its own momentum to it. AdamW, and Adam without weight decay, cannot have False.
+        factor_masking: set u to zero where an entry was sent (paper, section 3.3). It is made for
+            99.9 %. At a lower sparsity it takes more of the momentum: at 90 % and momentum 0.9,
+            three quarters of a step. False: u stays, and what it still adds comes a whole wait
+            later (docs/method.md).
         clip_norm: local gradient clipping (paper, section 3.2): a bound on the norm of the gradient
-            that the optimizer would have seen. Each rank clips its own to clip_norm * sqrt(N) under
-            Average, and to clip_norm / sqrt(N) under Sum, before accumulating it. None, or
-            infinity: no clipping.
-        clip_per_tensor: bound each parameter's gradient on its own. The global norm is only known
-            when the backward pass has ended; this one lets messages leave during it.
+            that the optimizer would have seen. Each rank clips its own gradient before it
+            accumulates it, to clip_norm * sqrt(N) under Average, and to clip_norm / sqrt(N) under
+            Sum. None, or infinity: no clipping.
+        clip_per_tensor: bound each parameter's gradient on its own. Then messages can leave during
+            the backward pass; the norm of all gradients is known only after it.
         value_bits: bits of a value in a message: 32 (float32), 16 (float16), or 8, 4, 2, 1 (a sign
-            and a level; docs/concepts/wire-format.md). What rounding drops stays in v, to be sent
+            and a level; docs/concepts/wire-format.md). What rounding drops stays in v and is sent
             later. With 8 bits or fewer, dense sums travel in 8 bits from the first compressed step
-            on: those of small parameters, and those of all where a step is dense or a dense sum is
-            fewer bytes. Each entry is rounded, added up by one rank, and the sum is rounded; what
-            rounding drops is sent with the next gradient. Sums of a few entries a rank, what
-            ``flush()`` sends, and the first dense step after compressed ones are not rounded.
-        min_numel: parameters with fewer entries, and all with fewer than two dimensions, travel
-            dense.
-        exchange: what ranks send of compressed parameters. ``"allgather"``: each its own largest
-            entries, to all; the bytes that a rank sends grow with the number of ranks.
-            ``"reduce"``: every entry has an owner, a rank that adds it up. A rank chooses three
-            times as many entries, and sends each to its owner; the owners send the largest sums, as
-            many in all, to all ranks. For ResNet-50 at 0.999 that is 5 to 10 times one message of
-            an all-gather, with 4 to 1,024 ranks, and one more round. It applies fewer entries in a
-            step than an all-gather, and may learn less (docs/tuning.md).
-        hierarchical: average gradients within each machine first, uncompressed, and exchange
-            compressed ones among the machines, each rank sending a part of what its machine has to
-            say: for several ranks on each machine, and a network between these that is slower than
-            what is within. u and v are then alike on all ranks of a machine. On a single machine
-            nothing is compressed. ``"auto"``: True where there are several machines with the same
-            number of ranks, at least two, and the transport can group them; else False. With
-            Horovod it needs process sets; what to give ``hvd.init`` is said in the error.
-        nonfinite: what to do about a gradient that is not finite, on any rank; it enters u and v
-            nowhere. ``"error"``: ``step()`` raises a FloatingPointError on all ranks, which names
-            rank and parameter. ``"skip"``: no rank takes this step, and :meth:`report` counts it.
-            To agree on it, nothing leaves before the backward pass has ended. With both, ``p.grad``
-            is not finite until ``step()``.
+            on. These are the sums of small parameters, of dense steps, and where a dense sum is
+            fewer bytes than messages. Exceptions are sums of a few entries a rank, ``flush()``, and
+            the first dense step after compressed ones: they are not rounded.
+        min_numel: parameters with fewer entries travel dense. So do all parameters with fewer than
+            two dimensions.
+        exchange: how compressed parameters travel. ``"allgather"``: each rank sends its largest
+            entries to all; the bytes that a rank sends grow with the number of ranks. ``"reduce"``:
+            every entry has an owner, a rank that adds it up. A rank chooses three times as many
+            entries, and sends each to its owner. Then the owners send the largest sums to all
+            ranks, as many in all. For ResNet-50 at 0.999 and 4 to 1,024 ranks, a rank sends the
+            bytes of 5 to 10 messages of an all-gather. A step applies fewer entries than with an
+            all-gather, and may learn less (docs/concepts/exchanges.md).
+        hierarchical: average gradients within each machine first, uncompressed. Then the machines
+            exchange compressed gradients, and each rank sends a part of its machine's message. It
+            is for several ranks on each machine, and a network that is slower between machines than
+            within them. u and v are alike on all ranks of a machine. On a single machine nothing is
+            compressed. ``"auto"``: True where there are several machines with the same number of
+            ranks, at least two, and the transport can group them; else False. Horovod needs process
+            sets for it: the error says what to give ``hvd.init``.
+        nonfinite: what to do when a gradient is not finite on any rank. Such a gradient never
+            enters u and v. ``"error"``: ``step()`` raises a FloatingPointError on all ranks, which
+            names rank and parameter. ``"skip"``: no rank takes this step, and :meth:`report` counts
+            it. The ranks must agree on it, so no message leaves before the backward pass has ended.
+            With both, ``p.grad`` is not finite until ``step()``.
         local_steps: H. Each rank takes H steps of its own optimizer, any of torch's, with its own
             gradients. Then all ranks exchange how far their parameters have come, compressed as
-            gradients are, and go on from the same parameters: 1/H of the bytes, and few of these
-            (docs/guides/local-steps.md). ``sparsity=0.0`` then sends all entries, in ``value_bits``.
-            Or a function of the step (int, from 0) that a round begins with, which gives H.
+            gradients are, and go on from the same parameters (docs/guides/local-steps.md).
+            ``sparsity=0.0`` then sends all entries, in ``value_bits``. A function may give H: its
+            argument is the step (int, from 0) that a round begins with. None: ranks exchange
+            gradients in every step.
 
     Raises:
-        TypeError, ValueError: an argument outside what is said above; the message names it and its
-            value.
+        TypeError, ValueError: an argument is not as said above; the message names it and its value.
     """
 
     sparsity: float | Schedule = 0.999  # more sparse => fewer bytes, older gradients
@@ -160,7 +159,7 @@ class Config:
         """H of the round that begins with an optimizer step (int, from 0).
 
         Raises:
-            ValueError: it is no integer >= 1; the message names where it came from.
+            ValueError: H is not an integer >= 1; the message names where it came from.
         """
         given = self.local_steps
         steps = given(step) if callable(given) else given
@@ -190,7 +189,7 @@ class Config:
         """The sparsity in [0, 1) of an optimizer step (int, from 0).
 
         Raises:
-            TypeError, ValueError: the schedule gave something else; the message names the step.
+            TypeError, ValueError: the schedule returned something else; the message names the step.
         """
         if not callable(self.sparsity):
             return float(self.sparsity)

@@ -15,21 +15,23 @@ from dgc.engine.engine import engine_of
 
 
 class TorchState(hvd.elastic.TorchState):
-    """``hvd.elastic.TorchState``, which also commits, restores and regroups what
-    DistributedOptimizers have pending.
+    """``hvd.elastic.TorchState`` that also commits, restores and regroups the residuals of
+    DistributedOptimizers.
 
     ::
 
         state = dgc.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)  # and scaler=scaler
 
-    A ``GradScaler`` stays the object that the optimizer was given, and a learning-rate scheduler the one that drives
-    it; their state dicts are committed, restored and synchronized. The schedule of the sparsity stays rank 0's,
-    whatever the number of workers: that of a worker that joins may have another number of steps in an epoch.
+    A ``GradScaler`` stays the object that the optimizer was given, and a learning-rate scheduler
+    stays the one that drives it. Their state dicts are committed, restored and synchronized. The
+    schedule of the sparsity is always rank 0's: a worker that joins may count another number of
+    steps in an epoch.
 
-    A worker goes back to its own residuals of the last commit. When the number of workers changes from N to N', those
-    that remain scale theirs by N'/N (under Average), so that what they had pending is worth the same in the new
-    average; new workers begin with none. What a lost worker had pending is lost: ``report().lost_residuals`` counts
-    them, and a warning estimates how much it was.
+    A worker goes back to its own residuals of the last commit. When the number of workers changes
+    from N to N', the remaining workers scale theirs by N'/N (under Average). So the residuals are
+    worth the same in the new average. New workers begin without residuals. The residuals of a lost
+    worker are lost: ``report().lost_residuals`` counts them, and a warning estimates how much it
+    was.
     """
 
     def __init__(

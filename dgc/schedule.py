@@ -66,7 +66,7 @@ def constant(sparsity: float) -> Piecewise:
         sparsity: in [0, 1).
 
     Raises:
-        TypeError, ValueError: it is no number, or outside [0, 1).
+        TypeError, ValueError: it is not a number in [0, 1).
     """
     return Piecewise((0,), (check_sparsity(sparsity, "constant: sparsity"),))
 
@@ -78,7 +78,8 @@ def piecewise(points: Mapping[int, float]) -> Piecewise:
         points: first step (int >= 0) -> sparsity in [0, 1). One of the steps is 0.
 
     Raises:
-        ValueError: no dict, no point at step 0, a negative step, or a sparsity outside [0, 1).
+        ValueError: ``points`` is not a dict, has no step 0, a negative step, or a sparsity outside
+            [0, 1).
     """
     if not isinstance(points, Mapping):
         raise ValueError(
@@ -104,7 +105,7 @@ def dense_until(step: int, then: float = 0.999) -> Piecewise:
         then: sparsity in [0, 1).
 
     Raises:
-        TypeError, ValueError: ``step`` is no int >= 0, or ``then`` no number in [0, 1).
+        TypeError, ValueError: ``step`` is not an int >= 0, or ``then`` is not a number in [0, 1).
     """
     return piecewise({0: 0.0, step: then})
 
@@ -288,41 +289,51 @@ class Adaptive:
 def adaptive(
     least: float = 0.99, most: float = 0.9999, *, start: float | None = None, every: int = 10
 ) -> Adaptive:
-    """Moves the sparsity within bounds so that communication just hides behind computation, as
-    bandwidth changes.
+    """Moves the sparsity within bounds, as the network's speed changes, so that communication just
+    hides behind computation.
 
-    Each rank measures, in each step, for how long computing stands still for the exchange
-    (exposed), and how long the whole step takes, from one ``synchronize()`` to the next. Every
-    ``every`` steps the ranks gather these times (16 bytes for each step) and decide, from the same
-    numbers and so alike, on ::
+    Each rank measures two times in each step, from one ``synchronize()`` to the next. They are the
+    whole step, and how long computing waits for the exchange (exposed). Every ``every`` steps the
+    ranks gather these times, 16 bytes for each step. All compute the same ::
 
         share = median over these steps of (least exposed of all ranks) / (longest computing of all ranks)
 
-    with computing = step - exposed. Exposed is the waiting, and the work of compression as far as nothing computes
-    beside it, which on a CPU is all of it: denser messages also take longer to make. A rank that arrives early waits
-    for the others, too, which no sparsity would change; hence the least. Above a share of 9 % the density falls; below
-    6 % it rises, until it was seen to go above 9 %, and at most 16 decisions later once more; between the two it rises
-    every 16 decisions only. :meth:`Adaptive.after` has the law. As far as the bounds allow it, a step so takes at most
-    9 % longer than computing alone, but for those in which it looks for the limit, or the network has just changed.
-    Time that no sparsity saves (latency, parameters that travel dense, accumulating) counts, and may drive the sparsity
-    to ``most``.
+    with computing = step - exposed, and decide alike:
 
-    What is found lies in ``optimizer.param_groups[0]`` (``dgc_sparsity``, and what is known of its neighbours), so it
-    is saved, loaded and broadcast with the learning rate; ``optimizer.report().sparsity`` tells it. A training that
-    goes on with other bounds goes on within them. As a function of the step it gives ``start``, as nobody can know more
-    beforehand. As clocks decide, two runs need not be alike.
+    | share | the density |
+    |---|---|
+    | above 9 % | falls |
+    | below 6 % | rises, until it was seen to go above 9 % |
+    | in between | stays; rises once in 16 decisions, as the network may have become faster |
 
-    With one process nothing is exchanged or decided. In ``dgc.lockstep``, where ranks take turns, the times mean
-    nothing. Where parameters are sharded, the ranks that hold the same shard decide among themselves.
+    :meth:`Adaptive.after` has the law. So, within its bounds, a step takes at most 9 % longer than
+    computing alone. Exceptions are steps that look for the limit, and steps just after the network
+    has changed.
 
-    On a GPU the times are those of CUDA events, which the host reads at a decision only, and waits for then.
+    - Exposed includes the work of compression that nothing hides. On a CPU that is all of it.
+    - A rank that arrives early waits for the others, which no sparsity changes. So the least
+      exposed time counts.
+    - Time that no sparsity saves also counts: latency, parameters that travel dense, accumulating.
+      It may drive the sparsity to ``most``.
+    - On a GPU the times are those of CUDA events. The host reads them, and waits for them, only at
+      a decision.
+    - With one process nothing is decided. In ``dgc.lockstep`` ranks take turns, so the times mean
+      nothing. With sharded parameters, the ranks that hold the same shard decide among themselves.
+    - Two runs need not be alike, as clocks decide.
+
+    The sparsity in force is in ``optimizer.param_groups[0]`` (``dgc_sparsity``), so it is saved,
+    loaded and broadcast with the learning rate. ``optimizer.report().sparsity`` shows it. A
+    training that goes on with other bounds goes on within them. Called with a step, the schedule
+    returns ``start``: nobody can know more beforehand.
 
     Args:
-        least: the lowest sparsity, in [0, 1). Where messages are more bytes than a dense sum, that is what is sent.
-        most: the highest; greater than ``least`` and below 1. What is kept back is applied the later the sparser, so
-            this bounds what it may cost in accuracy; the paper goes to 0.999.
-        start: where to begin, within these bounds. Default: 0.999, or the bound that is nearest to it.
-        every: optimizer steps between two decisions; at least 3, for a median to mean something.
+        least: the lowest sparsity, in [0, 1). Where messages would be more bytes than a dense sum,
+            the dense sum is sent.
+        most: the highest sparsity; above ``least`` and below 1. It bounds what compression may cost
+            in accuracy. The paper goes to 0.999.
+        start: the first sparsity, within these bounds. Default: 0.999, or the bound that is nearest
+            to it.
+        every: optimizer steps between two decisions; at least 3, so that a median means something.
 
     Raises:
         TypeError, ValueError: an argument is not as said above.
@@ -365,8 +376,8 @@ def parse(
 ) -> Piecewise | Ramp | Adaptive:
     """Reads a schedule that was written in a shell or a configuration file.
 
-    These are accepted, without spaces; arguments are those of the functions here, and may be left
-    out as there:
+    It accepts these forms, without spaces. Arguments are those of the functions here, with the same
+    defaults:
 
         0.999, constant:0.999
         warmup:epochs=4,start=0.75,end=0.999,per_step=true
@@ -379,7 +390,7 @@ def parse(
         adaptive
 
     Args:
-        expression: the schedule. A number, as YAML and JSON have it, is a constant sparsity.
+        expression: the schedule. A number, as in YAML and JSON, is a constant sparsity.
         steps_per_epoch: optimizer steps in one epoch; only ``warmup`` needs it.
 
     Raises:

@@ -33,49 +33,52 @@ from dgc.engine.engine import Engine
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Takes up what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an
-    optimizer made as before.
+    """Loads what :func:`save_checkpoint` saved. Call it on all ranks, with a model and an optimizer
+    that are made as before.
 
-    With as many ranks as before, training goes on as if it had never stopped, to the bit. With
-    ``exchange="reduce"`` or ``value_bits`` of 8 or fewer, the param groups and what is frozen must
-    be as they were when the optimizer was made. Otherwise entries have other owners and buckets,
-    and what is pending is sent in other steps, or rounded otherwise.
+    With as many ranks as before, training continues as if it had never stopped, to the bit. With
+    ``exchange="reduce"`` or ``value_bits`` of 8 or fewer, the param groups and the frozen
+    parameters must be as when the optimizer was made. Else entries have other owners and buckets,
+    and the residuals are sent in other steps or rounded differently.
 
-    With N' ranks in place of N, what was pending is conserved. A residual counts for f in the
-    update: 1/N under Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an
-    interval, and rank r' of N' get ::
+    With N' ranks in place of N, the residuals are conserved. A residual counts for f in the update:
+    1/N under Average, 1 under Sum. Let rank r of N have the part [r/N, (r+1)/N] of an interval.
+    Then rank r' of N' gets ::
 
         v'(r') = (sum over r) w(r', r) v(r),    w(r', r) = |the part of r  and  the part of r'| * N f / f'
 
-    computed in float64 and rounded once. As the new parts cover each old one, of length 1/N, the weights of a v(r) add
-    up to f / f', so f' (sum v') = f (sum v): what would be applied, if all were, is the same. The same holds for u,
-    since momentum is linear. Under Average each new residual is a mean of old ones: on half as many ranks it is the
-    mean of two, on twice as many each old one is there twice. Buffers and extras are then those of rank 0, and random
-    states are left as the script has set them.
+    computed in float64 and rounded once. The weights of each v(r) add up to f / f', so f' (sum v')
+    = f (sum v). Together, the residuals are worth the same as before. The same holds for u, since
+    momentum is linear. Under Average each new residual is a mean of old ones. On half as many ranks
+    it is the mean of two. On twice as many ranks each old one is there twice. Buffers and extras
+    are then those of rank 0, and random states stay as the script has set them.
 
-    An optimizer that keeps no residuals (with one process, or Horovod's own) gets the sum f (sum u) in its momentum,
-    together with the weight decay's, which is exact; and f (sum v), for which it has no place, is applied to the
-    parameters at the saved learning rate, as ``flush()`` does; not to frozen ones. Steps with one process do not count
-    in the schedule of the sparsity. The other way round, an optimizer's momentum moves into u.
+    An optimizer without residuals (one process, or Horovod's own) gets the sum f (sum u) in its
+    momentum, with the weight decay's, which is exact. It has no place for f (sum v). This is
+    applied to the parameters that are not frozen, at the saved learning rate, as by ``flush()``.
+    Steps with one process do not count in the schedule of the sparsity. From one process to
+    several, the optimizer's momentum moves into u.
 
     Args:
         path: as given to :func:`save_checkpoint`.
-        model: with the parameters and buffers of the one that was saved.
-        optimizer: with the same param groups; of the same class and settings.
+        model: with the parameters and buffers of the saved one.
+        optimizer: with the same param groups, class and settings.
 
     Returns:
-        The extras that this rank saved (rank 0's, if the number of ranks is another), with tensors on the CPU.
+        The extras that this rank saved, with tensors on the CPU. With another number of ranks: rank
+        0's.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or a file of it is gone.
-        ValueError: a file is damaged, cut short, from elsewhere or of another version, or does not fit the model or
-            the optimizer; the message names it and what is wrong. Nothing is loaded then, on any rank.
+        FileNotFoundError: there is no checkpoint, or one of its files is gone.
+        ValueError: a file is damaged, cut short, from elsewhere, of another version, or does not
+            fit the model or the optimizer. The message names the file and what is wrong. Nothing is
+            loaded then, on any rank.
         TypeError: the parameters are sharded.
         RuntimeError: called outside the process set.
 
-    A step under way is dropped, also if loading fails. Nothing in a file is ever executed
-    (``torch.load(weights_only=True)``). The checksums guard against accidents, not against somebody who can write into
-    the folder.
+    A step under way is dropped, even if loading fails. Nothing in a file is executed
+    (``torch.load(weights_only=True)``). The checksums guard against accidents, not against someone
+    who can write into the folder.
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     if engine is not None and engine.settings.exchanges:

@@ -10,13 +10,13 @@ from dgc.checkpoint.files import Tree
 
 
 class Residuals:
-    """An optimizer's residuals of this rank, for ``torch.distributed.checkpoint``: beside
-    ``optimizer.state_dict()`` in the dict that is saved and loaded, say as ``{"model": ...,
-    "optimizer": ..., "residuals": Residuals(optimizer)}``.
+    """The residuals of this rank, for ``torch.distributed.checkpoint``. Put it beside
+    ``optimizer.state_dict()`` in the dict that is saved and loaded: ``{"model": ..., "optimizer":
+    ..., "residuals": Residuals(optimizer)}``.
 
-    That takes entries of one name for copies and writes one of them, so each rank's have a name of
-    their own. It loads with the same number of ranks only, and is as safe as its files: their index
-    is a pickle, without a checksum.
+    ``torch.distributed.checkpoint`` takes entries of one name for copies and writes one of them. So
+    the residuals of each rank have a name of their own. They load only with the same number of
+    ranks. They are as safe as their files, whose index is a pickle without a checksum.
 
     Args:
         optimizer: a :func:`DistributedOptimizer`.

@@ -35,32 +35,34 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves a training, between two steps, so that :func:`load_checkpoint` goes on with it to the
-    bit. Call it on all ranks (of the optimizer's process set).
+    """Saves a training between two steps, so that :func:`load_checkpoint` continues it to the bit.
+    Call it on all ranks (of the optimizer's process set).
 
-    Saved are the model's parameters and each rank's own buffers; the optimizer's state, with the
-    step of the schedule; each rank's residuals u and v; each rank's random states (torch on the CPU
-    and on the model's GPUs, ``random``, and NumPy if it is imported); and each rank's ``extras``.
+    It saves the model's parameters, and the optimizer's state with the step of the schedule. For
+    each rank it saves the buffers, the residuals u and v, the ``extras``, and the random states.
+    These are torch's on the CPU and on the model's GPUs, ``random``'s, and NumPy's if it is
+    imported.
 
     Args:
-        path: a folder, which is made where needed. A checkpoint that is there already is replaced
-            by the new one once that is complete, and loadable until then, also when the job is
+        path: a folder; it is made where needed. A new checkpoint replaces the one in the folder
+            when the new one is complete. Until then the old one can be loaded, also if the job is
             killed. Other files are left alone.
         model: whose parameters the optimizer trains; they are alike on all ranks.
-        optimizer: a :func:`DistributedOptimizer`, or Horovod's own, which has no residuals.
+        optimizer: a :func:`DistributedOptimizer`, an optimizer given to
+            :func:`dgc.register_comm_hook`, or Horovod's own, which has no residuals.
         extras: anything more, as plain data (numbers, strings, None, tensors, and dicts, lists and
-            tuples of such): a scheduler's or a loss scaler's ``state_dict()``, the epoch.
+            tuples of these): a scheduler's or a loss scaler's ``state_dict()``, the epoch.
 
     Raises:
-        OSError: a file could not be written on some rank, named in the message.
-        TypeError: something is not plain data, so that it could not be loaded without running code;
-            or the parameters are sharded (``fully_shard``), for which there is :class:`Residuals`.
+        OSError: a file could not be written on some rank, which the message names.
+        TypeError: something is not plain data, so it could not be loaded without running code; or
+            the parameters are sharded (``fully_shard``): use :class:`Residuals` for these.
         ValueError: a parameter or the optimizer's state differs between ranks, a residual has
             overflowed, or the optimizer has parameters that the model lacks.
         RuntimeError: called between ``backward()`` and ``step()``, or outside the process set.
 
-    All ranks raise what one of them meets. The checkpoint that was at ``path`` before is then still
-    there.
+    An error on one rank is raised on all ranks. The checkpoint that was at ``path`` before is then
+    still there.
     """
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     rounds = rounds_or_none(optimizer)

@@ -7,30 +7,32 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """What compression did, on this rank, in the last step and in total. Bytes are those on the
-    wire, by the formulas of ring all-gather and ring allreduce; messages' headers and the
-    transport's negotiation come on top.
+    """What compression did on this rank, in the last step and in total. Bytes are those on the
+    wire, by the formulas of ring all-gather and ring allreduce. Headers and negotiation of the
+    transport come on top.
 
     Attributes:
-        steps: that were exchanged, since the optimizer was made.
-        bytes_sent: in the last step that was taken; where it is hierarchical, to other nodes.
-        node_bytes: and those within the node.
-        dense_bytes: that a ring allreduce of all gradients in float32 would have sent in the last
-            step.
-        message_bytes: that this rank contributed to the last step, whatever the number of ranks:
-            what the paper counts.
-        sparsity: that the schedule gave for the last step; of an adaptive one, for the next.
+        steps: exchanged steps, since the optimizer was made.
+        bytes_sent: bytes that were sent in the last step that was taken; under ``hierarchical``, to
+            other nodes.
+        node_bytes: bytes that were sent within the node in that step.
+        dense_bytes: bytes that a ring allreduce of all gradients in float32 would have sent in the
+            last step.
+        message_bytes: bytes that this rank contributed to the last step, whatever the number of
+            ranks. The paper counts these.
+        sparsity: the schedule's sparsity for the last step; of an adaptive one, for the next step.
         density: entries sent in the last step / entries of all parameters.
-        gradient_norm: of the local gradients of compressed parameters, after clipping; of AdamW as
-            accumulated.
-        residual_norm: of v, what is pending.
-        total_bytes_sent, total_dense_bytes, total_density: the same of all steps.
-        skipped: steps that no rank took, as a gradient was not finite.
-        lost_residuals: of ranks that an elastic job has lost.
-        overflow_entries: of ``exchange="reduce"``, in the last step: chosen for other ranks and not
-            sent, without a slot in a row, or too small for its float16. They stay in v.
-        held_entries: of the same: that came to this rank to be added up, one from each rank that
-            sent it, and were not passed on. They stay in v.
+        gradient_norm: norm of the local gradients of compressed parameters, after clipping; of
+            AdamW, as accumulated.
+        residual_norm: norm of v, which is still to be sent.
+        total_bytes_sent, total_dense_bytes, total_density: the same, of all steps.
+        skipped: steps that no rank took, because a gradient was not finite.
+        lost_residuals: residuals of ranks that an elastic job has lost.
+        overflow_entries: with ``exchange="reduce"``, in the last step: entries that were chosen for
+            other ranks and not sent. A row had no slot for them, or they rounded to 0. They stay in
+            v.
+        held_entries: with ``exchange="reduce"``, in the last step: entries that other ranks sent to
+            this rank, and that it did not pass on. Each sender counts. They stay in v.
     """
 
     steps: int
@@ -51,12 +53,13 @@ class Report:
     held_entries: int
 
     def as_dict(self) -> dict[str, float]:
-        """All of it by name, as plain numbers, for a logger: ``writer.add_scalar(f"dgc/{name}",
-        value, step)`` of each with TensorBoard, or ``wandb.log({"dgc": report.as_dict()})``.
+        """All values by name, as plain numbers, for a logger. TensorBoard:
+        ``writer.add_scalar(f"dgc/{name}", value, step)`` for each. Weights & Biases:
+        ``wandb.log({"dgc": report.as_dict()})``.
 
-        ``compression`` and ``total_compression`` are added, how many times fewer bytes were sent
-        than by a dense ring allreduce in float32, of the last step and in total; each is left out
-        where nothing was sent, as by one process.
+        ``compression`` and ``total_compression`` are added: the bytes of a dense ring allreduce in
+        float32 over the bytes that were sent. They are left out where nothing was sent, as by one
+        process.
         """
         numbers: dict[str, float] = asdict(self)
         for name, dense, sent in (

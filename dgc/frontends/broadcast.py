@@ -16,17 +16,17 @@ from dgc.transport import ProcessSet, find
 def broadcast_parameters(
     params: Mapping[str, Any] | list[Any], root_rank: int = 0, process_set: ProcessSet = None
 ) -> None:
-    """Copies the parameters of one rank to all others, as ``hvd.broadcast_parameters``, over
-    whatever is initialised.
+    """Copies the parameters of one rank to all others, like ``hvd.broadcast_parameters``, over
+    Horovod or torch.distributed, whichever is initialised.
 
     Args:
         params: ``model.state_dict()``, a list of ``model.named_parameters()``, or a list of
             tensors.
-        root_rank: whose; a rank within the process set.
+        root_rank: the rank that is copied, within the process set.
         process_set: as for :func:`dgc.DistributedOptimizer`.
 
     Raises:
-        ValueError: ``params`` is of another type, or holds no tensors, or ``root_rank`` is not in
+        ValueError: ``params`` is of another type or holds no tensors, or ``root_rank`` is not in
             the world.
     """
     if isinstance(params, Mapping):

@@ -43,30 +43,34 @@ def register_comm_hook(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         dgc.register_comm_hook(model, optimizer, dgc.Config(dgc.warmup(epochs=4, steps_per_epoch=len(loader))))
 
-    The script stays as it is. The optimizer is changed in place: it has ``residual_state_dict``, ``flush`` and
-    ``report`` from then on, and momentum and weight decay go as in :func:`dgc.DistributedOptimizer`. After
-    ``backward()``, ``p.grad`` is the averaged gradient; in compressed steps, the averaged update. ``no_sync()``,
-    ``join()``, ``find_unused_parameters``, ``static_graph`` and ``gradient_as_bucket_view`` work as ever. A joined rank
-    goes on sending what it has kept. A gradient that is not finite is a ``FloatingPointError`` of ``step()``, on all
-    ranks.
+    The rest of the script stays as it is. The optimizer is changed in place: it gets
+    ``residual_state_dict``, ``flush`` and ``report``, and handles momentum and weight decay as
+    :func:`dgc.DistributedOptimizer` does. After ``backward()``, ``p.grad`` is the averaged
+    gradient; in compressed steps it is the averaged update.
 
-    A model and an optimizer that were pickled come back unconnected: register them again.
-
-    Several optimizers may share a model, and an optimizer may have several models: register each pair. Parameters of
-    the model that no registered optimizer has travel dense. Parameters of the optimizer that are in no such model are
-    stepped with the gradients that they have. If ``backward()`` is called twice before ``step()``, the gradients add
-    up, as in torch.
+    - ``no_sync()``, ``join()``, ``find_unused_parameters``, ``static_graph`` and
+      ``gradient_as_bucket_view`` work as without the hook. A joined rank goes on sending what it
+      has kept.
+    - A gradient that is not finite raises ``FloatingPointError`` in ``step()``, on all ranks.
+    - If ``backward()`` is called twice before ``step()``, the gradients add up, as in torch.
+    - A pickled model and its pickled optimizer come back unconnected: register them again.
+    - Several optimizers may share a model, and an optimizer may have several models: register each
+      pair.
+    - Parameters of the model that no registered optimizer has travel dense.
+    - Parameters of the optimizer that are in no such model are stepped with the gradients that they
+      have.
 
     Args:
-        ddp_model: wraps the model; no hook of another kind may be registered with it yet.
-        optimizer: of parameters of the model: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any
-            other, but LBFGS, with ``momentum_correction=False`` or ``sparsity=0.0``. The one whose ``step()`` is
-            called.
+        ddp_model: wraps the model. It must not have a hook of another kind.
+        optimizer: the one whose ``step()`` is called. It has parameters of the model.
+            ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS,
+            with ``momentum_correction=False`` or ``sparsity=0.0``. With ``local_steps``: any of
+            torch's.
         config: None means ``Config()``, 99.9 % without warm-up.
         grad_scaler: as for :func:`dgc.DistributedOptimizer`.
 
     Raises:
-        TypeError, ValueError: an argument that is not as said above.
+        TypeError, ValueError: an argument is not as said above.
         RuntimeError: by torch, if there is a hook already.
     """
     _check_model(ddp_model)

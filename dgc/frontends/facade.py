@@ -99,8 +99,8 @@ class Distributed(torch.optim.Optimizer):
             engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many backward passes add up to one step: from the next step on, if a gradient of
-        this one is complete.
+        """Sets how many backward passes add up to one step. If a gradient of this step is complete,
+        it holds from the next step on.
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
@@ -136,17 +136,17 @@ class Distributed(torch.optim.Optimizer):
     # -- DGC's -----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Sends what is pending in v, on all ranks, and applies it: at the current learning rate,
-        or with AdamW at that of the gradients' own steps. Call it on all of them, before evaluating
-        or at the end of training.
+        """Sends everything in v and applies it. Call it on all ranks, before evaluating or at the
+        end of training.
 
-        Nothing is accumulated, u and the weights' decay are left alone, and the schedule does not
-        move. With nothing pending it changes nothing. Frozen parameters stay as they are, and keep
-        what they have pending.
+        It applies v at the current learning rate; with AdamW, at the rates of the gradients' own
+        steps. No gradient is accumulated, u is left alone, weights do not decay, and the schedule
+        does not move. If v is zero it changes nothing. Frozen parameters stay as they are, and keep
+        their v.
 
         Raises:
-            TypeError: the optimizer is not SGD, nor AdamW with momentum correction: a pending
-                gradient times the rate means nothing to it.
+            TypeError: the optimizer is neither SGD nor AdamW with momentum correction: it cannot
+                apply v times the learning rate.
             RuntimeError: called between ``backward()`` and ``step()``.
         """
         engine = engine_of(self)
@@ -165,25 +165,27 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the parameters are alike on all ranks, to evaluate or to save a model. They
-        always are, but between the rounds of ``Config(local_steps=...)``, where it shows those of
-        the last round. Nothing is exchanged.
+        """Within it the parameters are alike on all ranks, to evaluate or to save a model.
+
+        Without ``Config(local_steps=...)`` they are alike anyway. With local steps, ranks differ
+        between rounds: within this context the parameters are those of the last round. Nothing is
+        exchanged.
         """
         yield
 
     def report(self) -> Report:
-        """Bytes, density and norms of the last step, and totals since construction. Norms are
+        """Bytes, density and norms of the last step, and totals since construction. The norms are
         computed here.
         """
         return engine_of(self).report()
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """This rank's u and v, by parameter name, in the residual's dtype. To be saved and loaded
+        """This rank's u and v, by parameter name, in the dtype of the residuals. Save and load it
         on every rank.
 
         Raises:
-            RuntimeError: called between ``backward()`` and ``step()``, when they lack what is on
-                its way.
+            RuntimeError: called between ``backward()`` and ``step()``, when a part is on its way to
+                other ranks.
         """
         engine = engine_of(self)
         if engine.settings.exchanges:
@@ -191,8 +193,8 @@ class Distributed(torch.optim.Optimizer):
         return engine.residuals()
 
     def load_residual_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the u and v that :meth:`residual_state_dict` gave on this rank. Aborts a step
-        between ``backward()`` and ``step()``: what is on its way belongs to another v.
+        """Loads the u and v of :meth:`residual_state_dict` on this rank. A step between
+        ``backward()`` and ``step()`` is aborted, because its messages belong to another v.
 
         Raises:
             ValueError: they are of another version, rank, world size or model; nothing is loaded

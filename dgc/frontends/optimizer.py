@@ -53,44 +53,45 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
     """Wraps an optimizer so that ranks exchange compressed gradients, in place of
     ``hvd.DistributedOptimizer``.
 
-    The exchange begins while ``loss.backward()`` runs; ``step()`` waits for it and applies the
+    The exchange begins while ``loss.backward()`` runs. ``step()`` waits for it and applies the
     averaged update. With a single process, or outside the process set, it is the plain optimizer.
 
     Args:
         optimizer: ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but
-            LBFGS, with ``momentum_correction=False``.
-        named_parameters: usually ``model.named_parameters()``. Names key the residuals; without
-            them they are made up from the order of the parameters.
+            LBFGS, with ``momentum_correction=False``. With ``local_steps``: any of torch's.
+        named_parameters: usually ``model.named_parameters()``. The residuals are kept by these
+            names. Without them, names are made from the order of the parameters.
         compression: a :class:`dgc.Config`; None means ``Config()``, 99.9 % without warm-up. With
             ``hvd.Compression.none`` or ``fp16`` this is Horovod's own optimizer.
         backward_passes_per_step: how many backward passes add up to one step.
         op: ``Average`` or ``Sum``, of this package or of Horovod.
-        gradient_predivide_factor: with Average, divides before the sum and multiplies after it.
-            What travels sparse is added up in float32 or wider, where it cancels out.
+        gradient_predivide_factor: with Average, divides before the sum and multiplies after it. It
+            changes nothing for gradients that travel sparse, as these are added up in float32 or
+            wider.
         num_groups: Horovod's deprecated name for an integer ``groups``.
         groups: how to bucket the gradients: a number of groups, or a list of lists of parameters.
             None: by size.
         sparse_as_dense: treat sparse gradients as dense ones (and so compress them).
         process_set: a ``hvd.ProcessSet`` or a ``torch.distributed.ProcessGroup``; None means all
-            processes. With parameters that ``fully_shard`` has split over the ranks of a node: the
-            ranks that hold the same shard, one in each node. A rank then takes part with the
-            gradient that its node has averaged, and has the residuals of its shard;
+            processes. For parameters that ``fully_shard`` has split over the ranks of a node, give
+            the ranks that hold the same shard, one in each node. Then ``fully_shard`` averages
+            gradients within a node, and a rank exchanges and keeps the residuals of its shard.
             ``FloatingPointError`` is raised where the shard has the bad gradient.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss. Gradients are accumulated
-            without its scale, and an overflow on any rank makes every rank skip the step. The
-            exchange then ends with ``backward()``, after which ``p.grad`` is the averaged update
-            times the scale, as the scaler expects it.
+            without its scale. An overflow on any rank makes every rank skip the step. The exchange
+            then ends with ``backward()``, and ``p.grad`` is the averaged update times the scale, as
+            the scaler expects it.
 
     Returns:
-        An optimizer of the same class, with ``synchronize``, ``skip_synchronize``,
-        ``set_backward_passes_per_step`` as Horovod's, and ``residual_state_dict``,
-        ``load_residual_state_dict``, ``flush`` and ``report``.
+        An optimizer of the same class. It has ``synchronize``, ``skip_synchronize`` and
+        ``set_backward_passes_per_step``, as Horovod's, and ``flush``, ``report``,
+        ``residual_state_dict`` and ``load_residual_state_dict``.
 
     Raises:
-        ValueError, TypeError: an argument that is not as said above.
+        ValueError, TypeError: an argument is not as said above.
         RuntimeError: neither Horovod nor torch.distributed is initialised.
-        ValueError: at the first step, on all ranks, if these do not train the same: the error says
-            in what they differ.
+        ValueError: at the first step, on all ranks, if the ranks do not train the same; the error
+            names the first difference.
     """
     _check_as_horovod(gradient_predivide_factor, op, backward_passes_per_step)
     if num_groups != 0:

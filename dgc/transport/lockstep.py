@@ -22,26 +22,25 @@ _here = threading.local()
 
 
 def current() -> Lockstep | None:
-    """The rank that this thread is, if :func:`run` started it."""
+    """The rank of this thread, if :func:`run` started it; else None."""
     return getattr(_here, "rank", None)
 
 
 def run(worker: Callable[[], T], size: int, node_size: int = 1) -> list[T]:
-    """Runs ``worker`` as each of ``size`` ranks, in lockstep, and returns what they returned, in
-    rank order.
+    """Runs ``worker`` as each of ``size`` ranks, in lockstep. Returns their results in rank order.
 
-    Inside, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and :func:`current` tells
-    the rank.
+    Within ``worker``, ``dgc.DistributedOptimizer`` exchanges with the other ranks, and
+    :func:`current` returns the rank.
 
     Args:
         worker: takes no arguments.
-        size: how many ranks, at least 1.
-        node_size: how many of them count as being on one machine, for
-            ``Config(hierarchical=True)``; divides ``size``.
+        size: the number of ranks, at least 1.
+        node_size: the number of ranks that count as one machine, for ``Config(hierarchical=True)``.
+            It divides ``size``.
 
     Raises:
         ValueError: ``size`` < 1, or ``node_size`` does not divide it.
-        Exception: what a rank raised; the others are ended.
+        Exception: what a rank raised; the other ranks are ended.
         RuntimeError: the ranks wait for different things, or one returned while others wait for it.
     """
     _check_sizes(size, node_size)

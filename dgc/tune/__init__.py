@@ -21,16 +21,15 @@ def report(epoch: int, metric: float, bytes_sent: float) -> None:
     """Tells ``dgc tune`` how far training is. Call it after each epoch. Without a search it does
     nothing.
 
-    Every rank may call it. Only rank 0 of Horovod, torch.distributed or :mod:`dgc.lockstep` is
-    heard.
+    Every rank may call it. Only rank 0 of Horovod, torch.distributed or :mod:`dgc.lockstep` counts.
 
     Args:
-        epoch: from 1.
-        metric: the number that is searched for: an accuracy, a loss.
+        epoch: the number of the finished epoch, from 1.
+        metric: the number that the search improves: an accuracy, a loss.
         bytes_sent: by this worker since training began; ``optimizer.report().total_bytes_sent``.
 
     Raises:
-        ValueError: a search runs, and the metric is not finite. This ends the trial.
+        ValueError: during a search, if the metric is not finite. This ends the trial.
     """
     if REPORTS not in os.environ:
         return
