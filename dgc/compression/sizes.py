@@ -133,6 +133,13 @@ def chunk_bytes(numel: int, n: int, bits: int) -> int:
     return row_bytes(chunk(numel, n), chunk(numel, n), bits, all_entries=True)
 
 
+def returned_bits(bits: int) -> int:
+    """Bits of a value in the sums that owners return, where a value has so many on its way to them:
+    twice as many, at most 8, as no average over ranks makes their rounding smaller.
+    """
+    return min(2 * bits, SUM_BITS)
+
+
 def is_rounded(sizes: Sizes, n: int) -> bool:
     """Whether a dense sum of N contributors is rounded: if that is asked for, and is fewer bytes."""
     return (

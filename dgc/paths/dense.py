@@ -10,7 +10,7 @@ from torch import Tensor
 from dgc.collective import Collective, Path, World
 from dgc.compression import device, kernels
 from dgc.compression.residual import Gradient, Residual
-from dgc.compression.sizes import Sizes, chunk, is_rounded
+from dgc.compression.sizes import Sizes, chunk, is_rounded, returned_bits
 from dgc.compression.wire import Rows, worst
 from dgc.paths.averaged import DenseUpdate
 from dgc.paths.finite import (
@@ -174,29 +174,34 @@ def summed(
     return DenseUpdate(total if divisor == 1 else total.div_(divisor), residual.numels, deferred)
 
 
-def _rows(residual: Residual, bits: int, world: World) -> Rows | None:
-    """The format in which a bucket's sum travels, a row for each contributor; None: it is not
-    rounded.
+def _rows(residual: Residual, bits: int, world: World) -> tuple[Rows, Rows] | None:
+    """The format in which a bucket's parts travel to those that add them up, a row for each, and
+    that of their sums; None: the sum is not rounded.
     """
     sizes = Sizes(residual.v.itemsize * residual.numel, residual.numel, bits=bits)
     if not bits or not is_rounded(sizes, world.nodes):
         return None
     size = chunk(residual.numel, world.nodes)
-    return Rows(size, size, bits, residual.v.dtype, residual.v.device, all_entries=True)
+    dtype, device = residual.v.dtype, residual.v.device
+    return (
+        Rows(size, size, bits, dtype, device, all_entries=True),
+        Rows(size, size, returned_bits(bits), dtype, device, all_entries=True),
+    )
 
 
 def _sum_rounded(
     residual: Residual,
     flat: Tensor,
-    rows: Rows,
+    formats: tuple[Rows, Rows],
     world: World,
     verdict: LocalVerdict,
     own: Tensor | None,
 ) -> Path[tuple[Tensor, DeferredVerdict | None]]:
     """A sum in two rounds: to each contributor its part of all others' entries, rounded; then its
-    sums to all, rounded again. What the first drops goes into v of its sender, and what the second
-    drops into v of the part's owner.
+    sums to all, rounded again, to more bits. What the first drops goes into v of its sender, and
+    what the second drops into v of the part's owner.
     """
+    rows, sums = formats
     kernel = kernels.current(residual.v.device.type, residual.v.dtype)
     short = world.nodes * rows.size - residual.numel
     mine = torch.nn.functional.pad(flat, (0, short)).view(world.nodes, rows.size)
@@ -211,11 +216,11 @@ def _sum_rounded(
     with stage("dgc::take"):
         worst_status = worst(status)
         message = torch.where(
-            worst_status == 0, kernel.encode_all(rows, total), rows.status_message(1, worst_status)
+            worst_status == 0, kernel.encode_all(sums, total), sums.status_message(1, worst_status)
         )
     messages = yield from among_nodes("all_gather", message.view(-1), world)
     with stage("dgc::read"):
-        status, values = kernel.decode_all(rows, messages)
+        status, values = kernel.decode_all(sums, messages)
     deferred = yield from verdict_of_rows(residual, verdict.names, status, world.node_size, own)
     mine[world.node] = total
     if deferred is not None:

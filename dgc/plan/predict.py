@@ -22,6 +22,7 @@ from dgc.compression.sizes import (
     Sizes,
     chunk_bytes,
     is_rounded,
+    returned_bits,
     sends_dense,
     summed_bytes,
 )
@@ -236,7 +237,8 @@ def _part(
         added = local.round * numel * rounded
         if sizes is not None and rounded:  # all entries are what a round of local steps sends
             part = chunk_bytes(numel, n * g, config.value_bits)
-            rounds, own = cost.by_owners(n, g, part, part), (n * g + 1) * part
+            total = chunk_bytes(numel, n * g, returned_bits(config.value_bits))
+            rounds, own = cost.by_owners(n, g, part, total), n * g * part + total
     else:
         exchange, peers = method.exchange, method.exchange.contributors(n, g)
         rounds = cost.exchange(method.name, sizes, n, g)

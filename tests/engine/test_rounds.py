@@ -342,6 +342,21 @@ def test_bytes_are_those_of_a_step_over_a_round():
     assert report.as_dict()["compression"] == pytest.approx(3, rel=0.01)
 
 
+@pytest.mark.parametrize(("bits", "returned"), [(1, 2), (2, 4), (4, 8), (8, 8)])
+def test_owners_return_sums_in_twice_the_bits(bits, returned):
+    """Their rounding is not averaged over ranks. A rank sends (N - 1) / N of all entries twice."""
+
+    def worker():
+        model = nn.Linear(256, 256, bias=False)
+        optimizer = made("adamw", model, sparsity=0.0, value_bits=bits, local_steps=1)
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        return optimizer.report().bytes_sent
+
+    sent = dgc.lockstep.run(worker, 4)[0]
+    assert sent == pytest.approx(0.75 * 256 * 256 * (bits + returned) / 8, rel=0.06)  # headers
+
+
 def in_processes():
     """Two trainings over a real transport, and what is the same with DistributedDataParallel."""
     exact = trained("adamw", 9, torch.float32, sparsity=0.75, value_bits=2)[0]
