@@ -86,6 +86,10 @@ def test_fsdp2(tmp_path):
     learns([*TORCHRUN, "2", FOLDER / "with_fsdp2.py", "1"], tmp_path)
 
 
+def test_local_steps(tmp_path):
+    learns([*TORCHRUN, "2", FOLDER / "with_local_steps.py"], tmp_path)
+
+
 def test_elastic_when_a_worker_is_killed(tmp_path):
     needs("horovod")
     command = [
