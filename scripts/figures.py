@@ -29,6 +29,7 @@ import report
 import reproduce
 import tables
 import wire
+from crowd import table as crowd_table
 from peers import clock, hidden, predict
 from peers import steps as peers_steps
 from peers import table as peers_table
@@ -144,6 +145,10 @@ def compare(rows: list[report.Row]) -> str:
             for row in rows
         ],
     )
+
+
+def short(number: float) -> str:
+    return f"{number:,.1f}" if number < 10 else f"{number:,.0f}"
 
 
 def percent(share: float) -> str:
@@ -264,47 +269,74 @@ def many_workers() -> str:
 # -- what was timed: benchmarks/results --------------------------------------------------------------------------------
 
 
-def timed(file: str, model: str) -> dict[str, str]:
-    """Method of benchmarks/network.py -> its median, and how many times as fast as Horovod's dense exchange it is."""
-    seconds = {
-        case["method"]: case["median_seconds"]
+def medians(file: str, model: str) -> dict[str, float]:
+    """Method of benchmarks/network.py -> milliseconds."""
+    return {
+        case["method"]: 1e3 * case["median_seconds"]
         for case in read(file)["cases"]
         if case["model"] == model
-    }
-    dense = seconds["horovod-fp32"]
-    return {
-        method: f"{1e3 * own:,.0f} ms" + (f", {dense / own:.1f} x" if own != dense else "")
-        for method, own in seconds.items()
     }
 
 
 @table
 def speed() -> str:
-    """Of the README."""
-    exchange, step = timed("network-1gbit", "resnet50"), timed("network-1gbit", "resnet110-wide")
-    methods = "horovod-fp32", "torch-fp16", "powersgd", "dgc-horovod", "dgc-torch"
-    return markdown(
-        ["", "exchange of ResNet-50's gradient", "training step of a wide ResNet-110"],
-        [[SHOWN[method], exchange[method], step[method]] for method in methods],
-    )
+    """Of the README: a column for each method."""
+    methods = {
+        "horovod-fp32": "Horovod",
+        "torch-fp16": "DDP, float16",
+        "powersgd": "PowerSGD",
+        "dgc-horovod": "DGC over Horovod",
+        "dgc-torch": "DGC over `torch.distributed`",
+    }
+    models = {
+        "resnet50": "exchange of ResNet-50's gradient",
+        "resnet110-wide": "training step of a wide ResNet-110",
+    }
+    lines = []
+    for model, title in models.items():
+        own = medians("network-1gbit", model)
+        lines.append([title, *(f"{own[method]:,.0f} ms" for method in methods)])
+    return markdown(["four hosts at 1 Gbit/s", *methods.values()], lines)
 
 
 @table
 def exchange() -> str:
+    """By method; "x" is how many times as fast as Horovod's dense exchange."""
     columns = [
-        timed("network-1gbit", "resnet50"),
-        timed("network-100mbit", "resnet50"),
-        timed("network-1gbit", "resnet110-wide"),
+        medians("network-1gbit", "resnet50"),
+        medians("network-100mbit", "resnet50"),
+        medians("network-1gbit", "resnet110-wide"),
     ]
     sent = {case["method"]: case["median_link_bytes"] for case in read("network-100mbit")["cases"]}
+
+    def cell(column: Mapping[str, float], method: str) -> str:
+        ratio = column["horovod-fp32"] / column[method]
+        return f"{column[method]:,.0f} ms" + (f", {ratio:.1f} x" if ratio != 1 else "")
+
     heads = "exchange at 1 Gbit/s", "exchange at 100 Mbit/s", "training step at 1 Gbit/s"
     return markdown(
         ["", *heads, "bytes that leave a host"],
         [
-            [title, *(column[method] for column in columns), f"{sent[method] / 1e6:,.1f} MB"]
+            [title, *(cell(column, method) for column in columns), f"{sent[method] / 1e6:,.1f} MB"]
             for method, title in SHOWN.items()
         ],
     )
+
+
+@table
+def two_rounds() -> str:
+    """Milliseconds of an exchange of ResNet-50's gradient, by the number of hosts."""
+    names = {
+        "horovod-fp32": "Horovod, dense float32",
+        "dgc-torch": "all-gather",
+        "dgc-torch-reduce": "reduce",
+    }
+    columns = [medians(file, "resnet50") for file in ("network-reduce", "network-reduce-8hosts")]
+    lines = [
+        [title, *(f"{column[method]:,.0f}" for column in columns)]
+        for method, title in names.items()
+    ]
+    return markdown(["1 Gbit/s", "4 hosts", "8 hosts"], lines)
 
 
 def to_target(folder: str) -> str:
@@ -350,6 +382,34 @@ def learned() -> str:
         for row in peers_table.rows(runs)
     ]
     return markdown(["", "compression", "test accuracy", "points to dense"], lines)
+
+
+@table
+def crowd() -> str:
+    """Accuracy of exchanges among 4, 16 and 64 workers, and the messages that one of 64 workers sends."""
+    runs: dict[tuple[str, int], dict[int, dict[int, float]]] = {}
+    for run in read_all("crowd"):
+        told, name = run["settings"], crowd_table.row_of(run)
+        if told["epochs"] == 10:  # the longer trainings have other batches
+            line = runs.setdefault((name.exchange, name.wide), {})
+            line.setdefault(told["workers"], {})[told["seed"]] = run["accuracy"]
+    base = runs["allgather", 0]
+    ways = {f"reduce, {n} k" if n > 1 else "reduce, k": ("reduce", n) for n in (1, 2, 3, 4)}
+    lines = []
+    for title, way in {"all-gather": ("allgather", 0), **ways, "dense": ("dense", 0)}.items():
+        cells = []
+        for n, accuracies in sorted(base.items()):
+            pairs = report.paired(runs[way].get(n, {}), accuracies)
+            apart = f"{statistics.mean(pairs):+.2f}" if pairs else ""
+            cells.append(
+                f"{statistics.mean(accuracies.values()):.1f} %"
+                if way == ("allgather", 0)
+                else apart
+            )
+        row = crowd_table.Row(*way, sparsity=0.999, masked=True)
+        sent = "" if title == "dense" else crowd_table.messages(row, 64)
+        lines.append([title, *cells, sent])
+    return markdown(["", *(f"{n} workers" for n in sorted(base)), "messages, of 64"], lines)
 
 
 @table
@@ -421,16 +481,33 @@ def step_length() -> str:
 
 
 @table
+def messages() -> str:
+    """What a worker sends of ResNet-50's gradient, in messages of an all-gather, by formula."""
+    names = {
+        "allgather": "all-gather",
+        "reduce": "reduce",
+        "hierarchical": "all-gather, machines of 4 workers",
+        "hierarchical reduce": "reduce, machines of 4 workers",
+        "dense": "dense ring in float32",
+    }
+    columns = [x for x in read("scaling")["resnet50_in_messages"] if x["workers"] <= 1024]
+    lines = [
+        [title, *(short(column[name]) if name in column else "" for column in columns)]
+        for name, title in names.items()
+    ]
+    return markdown(["workers", *(f"{column['workers']:,}" for column in columns)], lines)
+
+
+@table
 def bits() -> str:
     """Bits of an entry of ResNet-50, of 4 bits a value."""
     shapes, value_bits = wire.models()["ResNet-50"], 4
     keys = "places", "values", "headers", "sum", "information"
     lines = []
-    for sparsity in wire.SPARSITIES:
+    for sparsity in (0.75, 0.99, 0.999):
         own = wire.bits_of_entry(shapes, sparsity, value_bits)
-        numbers = [f"{own[key]:.2f}" for key in keys]
-        lines.append([percent(sparsity), *numbers, f"{100 * own['excess']:.1f} %"])
-    return markdown(["sparsity", *keys[:-1], f"entropy + {value_bits}", "excess"], lines)
+        lines.append([percent(sparsity), *(f"{own[key]:.2f}" for key in keys)])
+    return markdown(["sparsity", *keys[:-1], f"entropy + {value_bits}"], lines)
 
 
 @table
