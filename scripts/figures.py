@@ -212,13 +212,10 @@ def length() -> str:
     ]
     lines = []
     for batch, dense, dgc in cells:
-        run = dgc.results[0]
-        n = run["settings"]["epochs"] * run["steps_per_epoch"]
-        wait = f"{1 / (1 - usual) / n:.2f}"
-        told = f"{run['workers']}, {batch}"
-        lines.append(
-            [f"{n:,}", told, wait, f"{len(dgc.results)}", f"{compared(dgc, dense).split()[0]}"]
-        )
+        n = count_steps(dgc)
+        wait, told = f"{1 / (1 - usual) / n:.2f}", f"{dgc.results[0]['workers']}, {batch}"
+        seeds, apart = str(len(dgc.results)), compared(dgc, dense).partition(" ")[0]
+        lines.append([f"{n:,}", told, wait, seeds, apart])
     return markdown(["steps", "workers", "mean wait / steps", "seeds", "points to dense"], lines)
 
 
@@ -233,6 +230,36 @@ def masking() -> str:
     }
     named = {names[key]: line for key, line in lines.items()}
     return report.differences("", named, lambda x: percent(x) if x else "", RECIPES["cifar10"])
+
+
+@table
+def lost() -> str:
+    """Points lost by SGD on CIFAR-10, by steps and sparsity."""
+    dense, dgc = parts("cifar10")[0], parts("cifar10")[-1]
+    short = experiments.by_momentum(BUDGET)[BUDGET.lengths[0]]
+    base = row("", short["dense"][0.0])
+    cells = [
+        row("", short["masked"][0.999]),
+        row("", short["masked"][0.99]),
+        row("", short["kept"][0.9]),
+    ]
+    return markdown(
+        ["steps", "99.9 %", "99 %", "90 %, no masking"],
+        [
+            [f"{count_steps(dgc):,}", points(dgc, dense), "", ""],
+            [f"{count_steps(base):,}", *(points(cell, base) for cell in cells)],
+        ],
+    )
+
+
+def points(row: report.Row, dense: report.Row) -> str:
+    """How much lower than dense training."""
+    return f"{-report.difference(scores(row), scores(dense))[0]:.1f}"
+
+
+def count_steps(row: report.Row) -> int:
+    result = row.results[0]
+    return result["settings"]["epochs"] * result["steps_per_epoch"]
 
 
 @table
@@ -264,6 +291,19 @@ def many_workers() -> str:
             for name, line in experiments.by_bytes(BUDGET).items()
         }
     )
+
+
+@table
+def averaged_first() -> str:
+    """Accuracy where machines average first, beside an all-gather and reduce."""
+    lines = tables.by_seed(experiments.by_exchange(BUDGET), trained())
+    names = {
+        "all-gather": "all-gather",
+        "hierarchical": "averaged first, machines of 4 (of 2 in the first column)",
+        "reduce": "reduce",
+    }
+    chosen = {title: lines[name] for name, title in names.items()}
+    return report.differences("", chosen, lambda n: f"{n} workers", RECIPES["cifar10"])
 
 
 # -- what was timed: benchmarks/results --------------------------------------------------------------------------------
@@ -393,23 +433,30 @@ def crowd() -> str:
         if told["epochs"] == 10:  # the longer trainings have other batches
             line = runs.setdefault((name.exchange, name.wide), {})
             line.setdefault(told["workers"], {})[told["seed"]] = run["accuracy"]
-    base = runs["allgather", 0]
-    ways = {f"reduce, {n} k" if n > 1 else "reduce, k": ("reduce", n) for n in (1, 2, 3, 4)}
-    lines = []
-    for title, way in {"all-gather": ("allgather", 0), **ways, "dense": ("dense", 0)}.items():
-        cells = []
-        for n, accuracies in sorted(base.items()):
-            pairs = report.paired(runs[way].get(n, {}), accuracies)
-            apart = f"{statistics.mean(pairs):+.2f}" if pairs else ""
-            cells.append(
-                f"{statistics.mean(accuracies.values()):.1f} %"
-                if way == ("allgather", 0)
-                else apart
-            )
-        row = crowd_table.Row(*way, sparsity=0.999, masked=True)
-        sent = "" if title == "dense" else crowd_table.messages(row, 64)
-        lines.append([title, *cells, sent])
-    return markdown(["", *(f"{n} workers" for n in sorted(base)), "messages, of 64"], lines)
+    base = runs.pop(("allgather", 0))
+    columns = sorted(base)
+    pairs = {
+        way: {n: report.paired(line.get(n, {}), base[n]) for n in columns}
+        for way, line in runs.items()
+    }
+    means = [f"{statistics.mean(base[n].values()):.1f} %" for n in columns]
+    lines = [["all-gather", *means, messages_of("allgather", 0)]]
+    for title, way in {
+        "reduce, k": ("reduce", 1),
+        "reduce, 2 k": ("reduce", 2),
+        "**reduce, 3 k, as in dgc**": ("reduce", 3),
+        "reduce, 4 k": ("reduce", 4),
+        "dense": ("dense", 0),
+    }.items():
+        apart = [f"{statistics.mean(pairs[way][n]):+.2f}" if pairs[way][n] else "" for n in columns]
+        lines.append([title, *apart, "" if title == "dense" else messages_of(*way)])
+    half = [report.half_width((line[n] for line in pairs.values()), 0.9)(2) for n in columns]
+    lines.append(["uncertain by (90 %)", *(f"{width:.1f}" for width in half), ""])
+    return markdown(["", *(f"{n} workers" for n in columns), "messages, of 64"], lines)
+
+
+def messages_of(exchange: str, wide: int) -> str:
+    return crowd_table.messages(crowd_table.Row(exchange, wide, sparsity=0.999, masked=True), 64)
 
 
 @table
@@ -471,13 +518,10 @@ def host() -> str:
 
 @table
 def step_length() -> str:
-    """How far parameters go with masking, over plain SGD, and how long an entry waits."""
-    lines = [
-        [percent(x["sparsity"]), f"{1 / (1 - x['sparsity']):,.0f} steps", f"{x['masking']:.2f}"]
-        for x in read("noise")["way"]
-        if x["sparsity"] in (0.75, 0.9, 0.99, 0.999)
-    ]
-    return markdown(["sparsity", "mean wait", "step with masking, over SGD's"], lines)
+    """How far a step goes with masking, over plain SGD's."""
+    ways = {x["sparsity"]: x["masking"] for x in read("noise")["way"]}
+    chosen = (0.75, 0.9, 0.99, 0.999)
+    return markdown(list(map(percent, chosen)), [[f"{ways[x]:.2f}" for x in chosen]])
 
 
 @table
