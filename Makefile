@@ -1,6 +1,7 @@
 # make setup       a .venv with pinned dependencies, Horovod built from source, and this package
 # make demo        the main job: ResNet-20, two Horovod workers, dense and DGC (DATA=dir with cifar-10-batches-bin)
 # make reproduce   the paper's experiments, tables and figures (DATA as above, PTB=dir with ptb.{train,valid,test}.txt)
+# make figures     tables in README and docs, from the committed results (recipes/results, benchmarks/results)
 # make test        all tests but the long ones; with make long and make lint it is what CI runs
 # make long        the long ones: examples, recipes, benchmarks, and more cases of the same laws
 # make examples    installs PyTorch Lightning, Accelerate, transformers and Ray Train, and runs each example and their tests
@@ -17,7 +18,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce test long examples dist launch soak lint docs clean
+.PHONY: setup demo reproduce figures test long examples dist launch soak lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -104,6 +105,9 @@ demo: setup
 
 reproduce: setup
 	$(VENV)/bin/python recipes/reproduce.py $(if $(DATA),--data "$(DATA)") $(if $(PTB),--ptb "$(PTB)")
+
+figures: setup
+	$(VENV)/bin/python scripts/figures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -3,7 +3,7 @@
     python benchmarks/ideas.py --data DIR --idea cap --sparsity 0.9 --seed 0 --out cap-90-0.json
 
 They run in plain torch operations, which agree with the compiled loops to the bit. What they gave:
-docs/results/accuracy.md, "Sparsity, masking and length".
+recipes/results/NOTES.md, "Tried, and not built".
 """
 
 from __future__ import annotations

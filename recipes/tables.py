@@ -337,36 +337,32 @@ def draw_bytes(budget: Budget, done: Mapping[str, Result]) -> str:
         budget.figures / f"{study.name}.png",
         "A dot is a sparsity, with one seed",
     )
+    return (
+        f"**Many workers, and few steps.** {study.title}, {study.options['virtual_workers']} workers of batch "
+        f"{study.options['batch_size']}, {study.options['epochs'] * dense['steps_per_epoch']:,} steps, warm-up of "
+        f"{study.options['warmup_epochs']:g} epochs, held-out training images, seed 0. "
+        f"{sum(map(len, lines.values()))} of {sum(map(len, runs.values()))} runs.\n\n"
+        + bytes_table(lines)
+    )
+
+
+def bytes_table(lines: Mapping[str, Mapping[float, Result]]) -> str:
+    """Dense, or an exchange -> sparsity -> result, as a table."""
+    dense = report.measured(lines["dense"][0.0])
     rows = [
         [
             name,
             f"{100 * sparsity:.5g} %" if sparsity else "",
             report.shown(result),
-            f"{report.measured(result) - report.measured(dense):+.2f}" if sparsity else "",
+            f"{report.measured(result) - dense:+.2f}" if sparsity else "",
             f"{report.mean_bytes(result):,.0f}",
             *map(report.times, report.ratios(result)),
         ]
         for name, line in lines.items()
         for sparsity, result in line.items()
     ]
-    return (
-        f"**Many workers, and few steps.** {study.title}, {study.options['virtual_workers']} workers of batch "
-        f"{study.options['batch_size']}, {study.options['epochs'] * dense['steps_per_epoch']:,} steps, warm-up of "
-        f"{study.options['warmup_epochs']:g} epochs, held-out training images, seed 0. "
-        f"{sum(map(len, lines.values()))} of {sum(map(len, runs.values()))} runs.\n\n"
-        + report.markdown(
-            [
-                "",
-                "sparsity",
-                recipe.title,
-                "to dense",
-                "bytes a step",
-                "compression",
-                "after warm-up",
-            ],
-            rows,
-        )
-    )
+    heads = "sparsity", "validation accuracy", "to dense", "bytes a step", "compression"
+    return report.markdown(["", *heads, "after warm-up"], rows)
 
 
 def adds(budget: Budget, lines: Iterable[Mapping[Any, Run]], done: Mapping[str, Result]) -> bool:

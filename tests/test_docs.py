@@ -1,6 +1,7 @@
 """What the documentation says of the code, held to it: links, commands, figures that are computed, texts of errors."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,7 +17,11 @@ from dgc.plan.cost import Cluster
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md", "*/results/*.md")
+    for page in ROOT.glob(pattern)
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 LIMIT = 120  # seconds of a launch
 
@@ -41,6 +46,31 @@ def test_links_lead_somewhere(page):
             anchor and target.suffix == ".md" and "reference" not in target.parts
         ):  # there they are of docstrings
             assert anchor in anchors(target), link
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """scripts/figures.py, under another name than that of recipes/figures.py."""
+    spec = importlib.util.spec_from_file_location("tables_of_pages", ROOT / "scripts/figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_what_the_results_say(figures):
+    pages = {page: page.read_text() for page in figures.pages()}
+    assert ROOT / "docs" / "results.md" in pages
+    for page, text in pages.items():
+        assert figures.fill(text) == text, f"{page.name}: run make figures"
+
+
+def test_a_table_is_written_between_its_markers(figures, monkeypatch):
+    monkeypatch.setitem(figures.TABLES, "some", lambda: "| a |\n| --- |\n| 1 |\n")
+    empty = "Before.\n    <!-- figures: some -->\n    <!-- end -->\nAfter.\n"
+    filled = figures.fill(empty)
+    assert "\n    | 1 |\n\n    <!-- end -->\nAfter.\n" in filled and figures.fill(filled) == filled
+    with pytest.raises(SystemExit, match="got 'other'"):
+        figures.fill(empty.replace("some", "other"))
 
 
 def test_the_readme_is_short():

@@ -1,6 +1,6 @@
 """DGC beside the other ways to exchange gradients: each method by name, with its settings.
 
-Which of the settings are the paper's, and which are ours, is in docs/peers-setup.md.
+Which of the settings are the paper's, and which are ours, is in benchmarks/results/NOTES.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ HOSTS, CROWD = (
 GIGABIT = 0.125e9  # bytes a second: the fastest network that was measured
 
 # Waits as a share of all steps, and what the nearest that was measured cost at 99.9 %
-# (docs/results/accuracy.md).
+# (docs/results.md).
 LOST = (
     (0.02, "Where it was such a share, the paper lost nothing."),
     (0.11, "Where it was a tenth, ResNet-20 lost 0.4 points of accuracy on CIFAR-10."),
@@ -63,7 +63,7 @@ LOST_UNMASKED = (
 )
 LOST_ADAMW = (
     "With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity at "
-    f"{100 * ADAMW:g} % (docs/results/accuracy.md)."
+    f"{100 * ADAMW:g} % (docs/results.md)."
 )
 SMALLER_RATE = (
     "If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "

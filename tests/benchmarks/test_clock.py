@@ -122,17 +122,6 @@ def test_the_table_and_the_figure(tmp_path):
     assert (tmp_path / "clock.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("folder", ["peers-clock", "peers-ptb-clock"])
-def test_the_documentation_has_what_was_timed(folder):
-    files = sorted((ROOT / "benchmarks" / "results" / folder).glob("*.json"))
-    lines = clock.markdown([json.loads(file.read_text()) for file in files]).splitlines()
-    documented = (ROOT / "docs" / "peers.md").read_text().splitlines()
-    assert (
-        len(lines) == 2 + len(files) > 2
-        and [line for line in lines if line not in documented] == []
-    )
-
-
 def test_links_are_deep_where_half_a_dense_exchange_or_more_is_sent():
     """By the bytes that were counted when the steps were timed."""
     seconds = json.loads((ROOT / "benchmarks" / "results" / "peers-measured.json").read_text())[

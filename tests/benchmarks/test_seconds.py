@@ -353,21 +353,6 @@ def test_a_step_is_told_without_a_training(tmp_path, capsys):
         )
 
 
-def test_the_documentation_has_what_was_measured(capsys):
-    steps.main(ROOT / "benchmarks" / "results" / "peers-measured.json")
-    documented = (ROOT / "docs" / "peers.md").read_text().splitlines()
-    assert [
-        line for line in capsys.readouterr().out.splitlines()[2:] if line not in documented
-    ] == []
-
-
-def test_the_documentation_has_what_was_learned(capsys):
-    results = ROOT / "benchmarks" / "results"
-    table.main(sorted((results / "peers").glob("*.json")), results / "peers-measured.json", 80)
-    documented = (ROOT / "docs" / "peers.md").read_text().splitlines()
-    assert [line for line in capsys.readouterr().out.splitlines() if line not in documented] == []
-
-
 def test_a_part_that_takes_too_long_is_ended_and_not_noted(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         measure.main("dense", "none", 2, 2, 0.001, tmp_path / "m.json")
