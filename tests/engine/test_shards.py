@@ -277,6 +277,38 @@ def fsdp_conservation():
     return results
 
 
+def fsdp_local_steps():
+    """What a node is: its parameters after rounds of three steps, and those that the equations give."""
+    config = dgc.Config(0.0, min_numel=1, value_bits=32, local_steps=3)
+    network, _ = steps_in_shards(*in_shards(config, make=adamw), range(6))
+    common = whole(network)
+    sparse = dgc.Config(0.75, min_numel=1, value_bits=4, local_steps=3)
+    other, again = steps_in_shards(*in_shards(sparse, make=adamw), range(3))
+    again.flush()
+    return common, whole(other)
+
+
+def averaged_every_third_step(steps):
+    """Two nodes with optimizers of their own, on the mean of their ranks' gradients, in one process."""
+    networks = [uneven(), uneven()]
+    optimizers = [adamw(network.parameters()) for network in networks]
+    for step in steps:
+        for node, (network, optimizer) in enumerate(zip(networks, optimizers, strict=True)):
+            optimizer.zero_grad()
+            sum(uneven_loss(network, 2 * node + rank, step) / 2 for rank in range(2)).backward()
+            optimizer.step()
+        if step % 3 == 2:
+            mean = [
+                torch.stack(ps).mean(0)
+                for ps in zip(*(n.parameters() for n in networks), strict=True)
+            ]
+            with torch.no_grad():
+                for network in networks:
+                    for p, x in zip(network.parameters(), mean, strict=True):
+                        p.copy_(x)
+    return flat(networks[0])
+
+
 def fsdp_resumed():
     """Saved and loaded between two steps, to the bit; the state's keys; what the other shard's residuals are told."""
     # Between the sizes of the two shards of the first weight.
@@ -417,6 +449,7 @@ CASES = (
     fsdp_dense,
     fsdp_sparse,
     fsdp_conservation,
+    fsdp_local_steps,
     fsdp_resumed,
     fsdp_skipped,
     fsdp_refusals,
@@ -462,6 +495,16 @@ def test_conservation():
         for added, accounted, _ in results.values():
             torch.testing.assert_close(added, accounted, rtol=1e-5, atol=1e-6)
         assert results["0.weight"][2] > 0
+
+
+def test_local_steps_average_the_nodes_shards():
+    expected = averaged_every_third_step(range(6))
+    results = ran("torch", 4, CASES)[fsdp_local_steps]
+    for common, flushed in results:
+        assert difference(common, expected) < 1e-6
+        assert torch.equal(flushed, results[0][1]) and flushed.isfinite().all()
+    sent = averaged_every_third_step(range(3))
+    assert difference(results[0][1], sent) < 1e-6  # a flush leaves nothing in v
 
 
 def test_stopped_and_resumed():
