@@ -70,30 +70,36 @@ def tune(
             "{out} (a file in the trial's folder).",
         ),
     ],
-    epochs: Annotated[int, typer.Option(min=1, help="That a trial trains for.")],
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of one trial.")],
     maximize: Annotated[
         bool,
         typer.Option(
             "--maximize/--minimize",
-            help="Whether more of the metric is better.",
+            help="Whether a larger metric is better, or a smaller one.",
             show_default=False,
         ),
     ],
-    trials: Annotated[int, typer.Option(min=2, help="Of the study, in all.")] = 20,
+    trials: Annotated[int, typer.Option(min=2, help="Number of trials in all.")] = 20,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Trials at a time; they share GPUs and cores.")
+        int, typer.Option(min=1, help="Trials at a time. They share GPUs and cores.")
     ] = 1,
     study: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder of the search; an unfinished one goes on.")
+        Path,
+        typer.Option(file_okay=False, help="Folder of the search. An unfinished search continues."),
     ] = Path("tune"),
-    metric: Annotated[str, typer.Option(help="Its name.")] = "metric",
+    metric: Annotated[str, typer.Option(help="Name of the metric.")] = "metric",
     clip_norm: Annotated[
         float | None,
-        typer.Option(min=0, help="Bound on the gradient's norm today, 0 for none: search it."),
+        typer.Option(
+            min=0,
+            help="Search the bound on the gradient's norm. Give today's bound, or 0 for none.",
+        ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(min=0, help="How much worse than the paper's the recommended metric may be."),
+        typer.Option(
+            min=0, help="How much worse than the paper's trial the recommended one may be."
+        ),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
@@ -114,11 +120,11 @@ def tune(
     After each epoch the script calls dgc.tune.report(epoch, metric,
     optimizer.report().total_bytes_sent).
 
-    The first trial is the paper's schedule, the second is dense. Recommended
-    are the fewest bytes with which the metric is no worse than the paper's.
+    The first trial has the paper's schedule, and the second is dense. The answer recommends the
+    trial with the fewest bytes whose metric is no worse than the first trial's.
 
-    Whatever ends a search (Ctrl-C, a kill), the same line again goes on with
-    it. In the end, front.png and trials.json are in the study's folder.
+    The same command continues a search that was ended (Ctrl-C, a kill). At the end, front.png and
+    trials.json are in the study's folder.
 
     Status 0: there is a recommendation. 1: the script fails, or does not
     report. 2: the command line or the study is wrong. 130: stopped.
@@ -190,8 +196,7 @@ def doctor(
     ] = health.SELF_TEST_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
-    """Tells what is installed and built, which kernels will run, and tries it between two local
-    processes.
+    """Tells what is installed and built and which kernels will run, and trains between two local processes.
 
     Ends with status 1 where something that is installed does not work.
 

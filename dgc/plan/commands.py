@@ -80,14 +80,18 @@ def plan(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=10_000_000, help="Of your training: the line is then for so many."),
+        typer.Option(
+            min=1,
+            max=10_000_000,
+            help="Optimizer steps of your training. The line is then for this number.",
+        ),
     ] = None,
-    optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Of your training.")] = "sgd",
+    optimizer: Annotated[Literal["sgd", "adamw"], typer.Option(help="Your optimizer.")] = "sgd",
     sparsity: Annotated[
         float | None,
         typer.Option(
-            help=f"Share of entries kept back. Default: the best of {', '.join(map(str, SPARSITIES))} that your "
-            "training bears."
+            help=f"Share of entries kept back. Default: the best of {', '.join(map(str, SPARSITIES))} for your "
+            "number of steps."
         ),
     ] = None,
     clips: Annotated[
@@ -101,15 +105,16 @@ def plan(
         ),
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="The table has all methods, not five.")
+        bool, typer.Option("--all", help="The table also has the hierarchical exchanges.")
     ] = False,
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also a table by the number of workers.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Says whether DGC pays for a model on a cluster, and the line of code to use. It predicts and
-    measures nothing.
+    """Says whether DGC pays for a model on a cluster, and which line of code to use.
+
+    It predicts, and measures nothing.
 
     [bold]ResNet-50 on 4 machines and Gigabit Ethernet, at 0.25 s a step:[/bold]
 
@@ -117,10 +122,9 @@ def plan(
 
     [bold]64 machines of 4 GPUs:[/bold]
 
-      dgc plan bert-large --nodes 64 --gpus 4 --worker gpu --network 10gbit --compute 0.36
+      dgc plan bert-large --nodes 64 --gpus 4 --network 10gbit --compute 0.36
 
-    [bold]Your own model, timed on this machine (resnet.py has def build(): return model,
-    (batch,)):[/bold]
+    [bold]Your own model, timed here (build() in resnet.py returns model, (batch,)):[/bold]
 
       dgc plan resnet:build --measure --network 40gbit,15us
 
@@ -273,11 +277,18 @@ def schedule(
     ] = 100,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help=f"To look at. Default: {EPOCHS}, or more if it changes later."),
+        typer.Option(
+            min=1, help=f"Epochs to show. Default: {EPOCHS}, or until the schedule has ended."
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Whose bytes; as for dgc plan.")] = "resnet50",
+    model: Annotated[
+        str, typer.Option(help="The model whose bytes are counted, as for dgc plan.")
+    ] = "resnet50",
     workers: Annotated[
-        int, typer.Option(min=2, help="Early in a warm-up, many of them send less if dense.")
+        int,
+        typer.Option(
+            min=2, help="Number of workers. With many, dense is fewer bytes early in a warm-up."
+        ),
     ] = 4,
     as_json: Json = False,
 ) -> None:
@@ -289,6 +300,8 @@ def schedule(
 
     [bold]Others:[/bold]
 
+      dgc schedule warmup:steps=20000 --steps-per-epoch 391 --epochs 51
+
       dgc schedule 0.999
 
       dgc schedule warmup:epochs=4,per_step=true
@@ -299,8 +312,8 @@ def schedule(
 
       dgc schedule dense_until:1000,then=0.99
 
-    Bytes are those of one worker over all-gather, as optimizer.report() counts them. What an
-    adaptive schedule sends the network decides; those of its bounds can be shown.
+    Bytes are those of one worker over all-gather, as optimizer.report() counts them. The network decides
+    what an adaptive schedule sends: show one of its bounds.
     """
     with usage("EXPR"):
         chosen = schedules.parse(expression, steps_per_epoch)

@@ -237,7 +237,7 @@ def test_with_adamw_local_steps_are_named_where_they_make_the_training_faster():
     for link, named in ((Link(5e-5, 125e6), True), (Link(0, 1e13), False)):
         on = Cluster(8, 1, link, link)
         told = plan.advise(bert, on, 0.4, None, GPU, steps=20_000, optimizer="adamw")
-        assert ("With local steps" in notes(told).get("Saves", "")) == named
+        assert ("Local steps have" in notes(told).get("Saves", "")) == named
 
 
 GPU = plan.LOCAL["gpu"]
