@@ -388,8 +388,8 @@ def _accuracy(advice: Advice) -> str:
         )
     if advice.dgc.method.exchange.exchange == "reduce":
         sentences.append(
-            'exchange="reduce" applies fewer entries a step than an all-gather of many workers. In a short '
-            "training send three times as many: 97 % in place of 99 % (docs/tuning.md)."
+            'exchange="reduce" applies fewer entries a step than an all-gather of many workers, and '
+            "may learn less. In a short training send three times as many: 97 % in place of 99 % (docs/tuning.md)."
         )
     return " ".join(sentences)
 
