@@ -23,7 +23,7 @@ PAGES = [
     for page in ROOT.glob(pattern)
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-LIMIT = 120  # seconds of a launch
+LIMIT = 240  # seconds of a launch
 
 
 def anchors(page):
@@ -107,6 +107,7 @@ def run(command, folder):
     return re.findall(r"(step +\d+): loss ([\d.]+), (.*)", output)
 
 
+@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "first", "command"),
