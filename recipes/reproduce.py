@@ -132,15 +132,13 @@ def listing(budget: Budget, runs: list[Run], done: Mapping[str, Result], jobs: i
         if (at_a_time := min(jobs, len(expected))) > 1:
             caption += f", {total / at_a_time:.1f} with {at_a_time} at a time"
         caption += f", and {unknown} of which none like it has been timed" if unknown else ""
-    out = Table(
-        Column("run", overflow="fold"), "", "hours", box=None, pad_edge=False, caption=caption
-    )
+    out = Table(Column("run", no_wrap=True), "", "hours", box=None, pad_edge=False, caption=caption)
     for run in runs:
         if run.name in done:
             out.add_row(run.name, report.shown(done[run.name]), f"{hours(done[run.name]):.2f}")
         else:
             guess = expected[run.name]
-            out.add_row(run.name, "missing", "?" if guess is None else f"about {guess:.2f}")
+            out.add_row(run.name, "missing", "?" if guess is None else f"~{guess:.2f}")
     return out
 
 

@@ -130,7 +130,7 @@ METHODS = {
         )
         for name, collective in COLLECTIVES.items()
     },
-    # The line that `dgc plan` recommends for a training of 1,000 to 9,999 steps.
+    # The schedule that `dgc plan` recommends for a training of 1,000 to 9,999 steps, without masking.
     "dgc-99": Entry(
         "DGC, 99 %, no masking",
         "DGC",

@@ -321,7 +321,7 @@ def test_the_report_compares_perplexities(language_model, tmp_path):
     console.print(report.table(results))
     shown = console.export_text()
     assert (
-        "test perplexity" in shown
+        "perplexity" in shown
         and "accuracy" not in shown
         and f"{results[1]['perplexity']:.2f} " in shown
     )

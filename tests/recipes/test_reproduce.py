@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -492,7 +493,7 @@ def test_the_list_gives_names_whole(tmp_path):
     """As --only takes them."""
     status, output = ended(started(tmp_path, "--list"), 60)
     assert status == 0 and {
-        line.split()[1] for line in output.splitlines() if line.startswith("│")
+        line.split()[0] for line in output.splitlines() if re.match(r"[a-z0-9]+-", line)
     } == {run.name for run in experiments.chosen(experiments.BUDGETS["cpu"], [])}
 
 
