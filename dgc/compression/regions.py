@@ -138,7 +138,7 @@ class ReducePlan:
 
     def __init__(self, layout: Layout, owners: int, own: int):
         self.layout, self.own = layout, own
-        self.tables: dict[Any, Any] = {}  # of plain.tables_of
+        self.tables: dict[Any, Any] = {}  # of wire.tables_of
         self.regions = Regions(layout.numel, owners, layout.device)
         self.to_owners = self._rows(sizes.row_slots(layout.slots, owners))
         self.to_all = self._rows(sizes.kept_slots(layout.numel, layout.slots, owners))

@@ -36,10 +36,10 @@ Of x only the nearest float32 counts, or the largest. Means are those of floor(2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,17 @@ NONFINITE = -1  # status of a row: a gradient was not finite. 1 + r: the row of 
 TOP = 15  # the largest value of a group of float16 is scaled to [2^(TOP - 1), 2^TOP)
 EXACT = 24  # bits of a magnitude over the largest of its group, when means are computed: their sums are exact
 SLICE, LONG_SLICE = 1 << 19, 1 << 25  # entries that are worked on at a time, on a CPU and elsewhere
+T = TypeVar("T")
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
+
+
+def tables_of(owner: Any, kind: Callable[..., T], *arguments: int) -> T:
+    """A layout's or plan's numbers as arrays, ``kind(owner, *arguments)``, which are made once and kept with it."""
+    key = (kind, *arguments)
+    if key not in owner.tables:
+        owner.tables[key] = kind(owner, *arguments)
+    tables: T = owner.tables[key]
+    return tables
 
 
 class Layout:
@@ -70,7 +80,7 @@ class Layout:
         self.starts = tuple(accumulate(counts, initial=0))[:-1]  # the first slot of each parameter
         self.slots = sum(counts)
         self.dtype, self.device = residual.v.dtype, residual.v.device
-        self.tables: dict[Any, Any] = {}  # of plain.tables_of
+        self.tables: dict[Any, Any] = {}  # of tables_of
 
     @cached_property
     def chosen(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import plain, rows_cpu
+from dgc.compression.kernels import rows_cpu
 from dgc.compression.kernels.jit import jit
 from dgc.compression.kernels.numba_tools import (
     PREFETCH_DISTANCE,
@@ -36,7 +36,7 @@ from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
-from dgc.compression.wire import MIXER, NONFINITE, Layout, Rows
+from dgc.compression.wire import MIXER, NONFINITE, Layout, Rows, tables_of
 from dgc.trace import stage
 
 ABSENT, PLAIN, HEAVY, NESTEROV = range(4)  # what happens to a parameter: no gradient, no momentum, and the two kinds
@@ -603,7 +603,7 @@ class _Tables:
 
 
 def _table(layout: Layout) -> _Tables:
-    return plain.tables_of(layout, _Tables, torch.get_num_threads())
+    return tables_of(layout, _Tables, torch.get_num_threads())
 
 
 class _Gradients:

@@ -36,7 +36,7 @@ from dgc.compression.kernels import plain
 from dgc.compression.kernels.plain import Received, decode_all, encode, encode_all  # noqa: F401  # as they are
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS
-from dgc.compression.wire import Layout
+from dgc.compression.wire import Layout, tables_of
 from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
@@ -488,7 +488,7 @@ def _ranks(numel: int, k: int) -> tuple[int, int]:
 
 
 def _table(layout: Layout) -> _Tables:
-    return plain.tables_of(layout, _Tables)
+    return tables_of(layout, _Tables)
 
 
 def _doubles(numbers: Sequence[float]) -> list[int]:

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import cpu, plain, rows_cpu
+from dgc.compression.kernels import cpu, rows_cpu
 from dgc.compression.kernels.cpu import (
     LANES,
     PANEL,
@@ -41,7 +41,7 @@ from dgc.compression.regions import STRETCH, Arrived, ReducePlan, Taken
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS, stride
 from dgc.compression.sizes import LINE
-from dgc.compression.wire import NONFINITE, Rows, worst
+from dgc.compression.wire import NONFINITE, Rows, tables_of, worst
 
 PIECES_PER_THREAD = 4  # of a region, that are worth another thread
 ROOM = 1 - 2.0**-16  # what a product and a quotient may be off by, and more
@@ -332,7 +332,7 @@ class _Tables:
 
 
 def _table(plan: ReducePlan) -> _Tables:
-    return plain.tables_of(plan, _Tables)
+    return tables_of(plan, _Tables)
 
 
 def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],

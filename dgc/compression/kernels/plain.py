@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,17 +12,6 @@ from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.wire import NONFINITE, Layout, Rows
 from dgc.trace import stage
-
-T = TypeVar("T")
-
-
-def tables_of(owner: Any, kind: Callable[..., T], *arguments: int) -> T:
-    """A layout's or plan's numbers as arrays, ``kind(owner, *arguments)``, which are made once and kept with it."""
-    key = (kind, *arguments)
-    if key not in owner.tables:
-        owner.tables[key] = kind(owner, *arguments)
-    tables: T = owner.tables[key]
-    return tables
 
 
 def accumulate(residual: Residual, gradients: Mapping[str, Gradient],
