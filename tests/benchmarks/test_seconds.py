@@ -394,7 +394,7 @@ def made(tmp_path, *words):
 
 
 def test_a_run_that_is_missing_is_made_once(tmp_path):
-    words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1", "--bf16")
+    words = ("--data", "digits", "--methods", "dense", "--seeds", "0", "--epochs", "1")
     file, seen = tmp_path / "results" / "dense-0.json", []
     for _ in range(2):
         done = made(tmp_path, *words)
@@ -404,9 +404,9 @@ def test_a_run_that_is_missing_is_made_once(tmp_path):
         seen.append(file.stat().st_mtime_ns)
     assert seen[0] == seen[1] and not (tmp_path / "work" / "dense-0").exists()
     settings = json.loads(file.read_text())["settings"]
-    assert settings["bf16"] is True and settings["epochs"] == 1 and settings["workers"] == 4
-    done = made(tmp_path, *words[:-1])
-    assert done.returncode == 1 and "its bf16 is True, asked is False (move it away" in done.stderr
+    assert settings["bf16"] is False and settings["epochs"] == 1 and settings["workers"] == 4
+    done = made(tmp_path, *words, "--bf16")
+    assert done.returncode == 1 and "its bf16 is False, asked is True (move it away" in done.stderr
 
 
 def test_all_methods_of_a_seed_come_first_and_failures_are_told(tmp_path):

@@ -137,6 +137,7 @@ def test_where_nothing_can_be_written_the_loops_are_compiled_here(empty):
 def test_until_then_plain_operations_are_at_hand(empty, monkeypatch):
     monkeypatch.setattr(fill, "_locked", lambda file: False)
     monkeypatch.setattr(fill, "filling", lambda dtype: empty)
+    monkeypatch.setattr(kernels, "_compiled", set())
     assert kernels.current("cpu", torch.float32) is plain
     empty.mark()
     empty.wait()

@@ -107,15 +107,19 @@ def module_for(kind: str, dtype: torch.dtype) -> Kernel:
     return cast(Kernel, import_module("dgc.compression.kernels.plain"))
 
 
+_compiled: set[torch.dtype] = set()  # dtypes of loops that are in the cache, for good
+
+
 def current(kind: str, dtype: torch.dtype) -> Kernel:
     """The module to call now: that of :func:`module_for`, or plain torch operations while numba compiles it in a
     process of its own. They agree to the bit.
     """
     module = module_for(kind, dtype)
-    if module.__name__ == "dgc.compression.kernels.cpu":
+    if module.__name__ == "dgc.compression.kernels.cpu" and dtype not in _compiled:
         from dgc.compression.kernels import fill
         if not fill.filling(dtype).done():
             return cast(Kernel, import_module("dgc.compression.kernels.plain"))
+        _compiled.add(dtype)
     return module
 
 
