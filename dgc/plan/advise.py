@@ -98,6 +98,8 @@ class Advice:
     here: tuple[Prediction, ...]  # all methods on this cluster
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
     whole: float | None  # times as fast as dense, over all steps; None: their number is not known
+    dense_steps: int  # of all steps, where their number is known
+    dense_seconds: float  # that they take
     memory: int  # bytes that DGC keeps on each worker
     line: str  # of Python to paste
 
@@ -161,14 +163,16 @@ def advise(
         return dense.step_seconds >= MIN_SPEEDUP * dgc.step_seconds
 
     dense, dgc, sparsity = best(cluster)
-    chosen, whole = replace(base, sparsity=sparsity), None
+    chosen, whole, dense_steps, dense_seconds = replace(base, sparsity=sparsity), None, 0, 0.0
     text, schedule = _schedule(sparsity, steps, optimizer)
     if steps:
-        total = sum(
-            times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
-            for s, times in Counter(map(schedule, range(steps))).items()
-        )
-        whole = dense.step_seconds * steps / total
+        counts = Counter(map(schedule, range(steps)))
+        seconds = {
+            s: times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
+            for s, times in counts.items()
+        }
+        whole = dense.step_seconds * steps / sum(seconds.values())
+        dense_steps, dense_seconds = counts[0.0], seconds.get(0.0, 0.0)
     return Advice(
         cluster,
         compute,
@@ -183,6 +187,8 @@ def advise(
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
         whole=whole,
+        dense_steps=dense_steps,
+        dense_seconds=dense_seconds,
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
         line=_line(text, chosen, dgc.method, optimizer),
     )
@@ -319,15 +325,13 @@ def _saves(advice: Advice) -> str:
 
 
 def _dense_steps(advice: Advice) -> str:
-    """How long AdamW's dense steps take, of the whole training."""
-    if advice.optimizer != "adamw" or advice.steps is None or advice.whole is None:
+    """How long the dense steps, with which AdamW begins, take of the whole training."""
+    if not advice.dense_steps or advice.steps is None or advice.whole is None:
         return ""
-    dense = max(1, advice.steps // 10)
     whole = advice.steps * advice.dense.step_seconds / advice.whole
-    float32 = next(p for p in advice.here if p.method.kind == "float32")
     return (
-        f" The first {dense:,} steps are dense, in float32, and take "
-        f"{duration(dense * float32.step_seconds)} of the {duration(whole)} that are left."
+        f" The first {advice.dense_steps:,} steps are dense, in float32, and take "
+        f"{duration(advice.dense_seconds)} of the {duration(whole)} that are left."
     )
 
 
