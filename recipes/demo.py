@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 import typer
 from cifar10 import resnet
 from data import CACHE, find_data, load
+from job import run_command
 from report import picture, table
 from rich.console import Console
 
@@ -120,6 +121,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(main)
-    app()
+    run_command(main)

@@ -162,6 +162,15 @@ NO_SETTINGS = (
 )
 
 
+def run_command(main: Callable[..., None]) -> None:
+    """Runs a script's ``main`` with the options of the command line. The help is plain, as a framed
+    one cuts names of options, and so are tracebacks, as several ranks' framed ones cannot be read.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(main)
+    app()
+
+
 def run(train: Callable[[], dict[str, Any]], a: Any) -> dict[str, Any]:
     """Trains as one of the launched ranks, or as all of ``--virtual-workers``; what rank 0, or this rank, returned."""
     if a.resume and a.checkpoints is None:

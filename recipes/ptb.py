@@ -408,7 +408,4 @@ def main(
 
 
 if __name__ == "__main__":
-    # Several ranks' framed tracebacks cannot be read.
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(main)
-    app()
+    job.run_command(main)

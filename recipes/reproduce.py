@@ -31,6 +31,7 @@ import report
 import torch
 import typer
 from experiments import BUDGETS, Budget, Run, chosen
+from job import run_command
 from report import CONFIG, RECIPES, Result
 from rich.console import Console
 from rich.table import Column, Table
@@ -359,6 +360,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(main)
-    app()
+    run_command(main)
