@@ -72,8 +72,10 @@ def trained(make: Made, config: dgc.Config | None, seed: int) -> tuple[float, fl
     begun = [[group["lr"] for group in each.param_groups] for each in optimizers]
     for step in range(EPOCHS * steps):
         epoch, at = divmod(step, steps)
-        order = torch.randperm(steps, generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        window = int(order[at])
+        if at == 0:
+            draws = torch.Generator().manual_seed(1000 * seed + epoch)
+            order = torch.randperm(steps, generator=draws).tolist()
+        window = order[at]
         torch.manual_seed((1_000_000 * seed + step) * size + rank)  # dropout's draws
         words = text[window * LENGTH : (window + 1) * LENGTH + 1].t()
         for each, rates in zip(optimizers, begun, strict=True):

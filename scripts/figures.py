@@ -158,27 +158,6 @@ def percent(share: float) -> str:
 # -- what was trained: recipes/results ---------------------------------------------------------------------------------
 
 
-@table
-def accuracy() -> str:
-    """Of the README: both of the paper's tasks."""
-    (dense, naive, *_), ptb = parts("cifar10"), parts("ptb")
-    pairs = {
-        "dense": (dense, ptb[0]),
-        "**DGC**": (longer_warmup(), ptb[-1]),
-        "naive top-k: the rest is dropped": (naive, ptb[1]),
-    }
-    lines = []
-    for title, (left, right) in pairs.items():
-        line = [title]
-        for row, base in ((left, dense), (right, ptb[0])):
-            line.append(", ".join(filter(None, (mean(row), compared(row, base)))))
-            line.append(fewer_bytes(row)[0])
-        lines.append(line)
-    return markdown(
-        ["", "CIFAR-10, accuracy", "fewer bytes", "Penn Treebank, perplexity", "fewer bytes"], lines
-    )
-
-
 def longer_warmup() -> report.Row:
     return row("DGC, warm-up of 4 epochs", experiments.by_warmup(BUDGET)[4.0])
 
@@ -309,13 +288,14 @@ def averaged_first() -> str:
 # -- what was timed: benchmarks/results --------------------------------------------------------------------------------
 
 
+def cases(file: str, model: str) -> dict[str, Any]:
+    """Method of benchmarks/network.py -> its case."""
+    return {case["method"]: case for case in read(file)["cases"] if case["model"] == model}
+
+
 def medians(file: str, model: str) -> dict[str, float]:
     """Method of benchmarks/network.py -> milliseconds."""
-    return {
-        case["method"]: 1e3 * case["median_seconds"]
-        for case in read(file)["cases"]
-        if case["model"] == model
-    }
+    return {method: 1e3 * case["median_seconds"] for method, case in cases(file, model).items()}
 
 
 @table
@@ -348,9 +328,8 @@ def exchange() -> str:
         medians("network-1gbit", "resnet110-wide"),
     ]
     sent = {
-        case["method"]: case["median_link_bytes"]
-        for case in read("network-1gbit")["cases"]
-        if case["model"] == "resnet50"
+        method: case["median_link_bytes"]
+        for method, case in cases("network-1gbit", "resnet50").items()
     }
 
     def cell(column: Mapping[str, float], method: str) -> str:
