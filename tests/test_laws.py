@@ -336,12 +336,15 @@ everywhere = pytest.mark.parametrize("place", PLACES, ids=by_place)
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        *itertools.product([("lockstep", 2), ("lockstep", 3), ("horovod", 2), ("torch", 3)], NAMES),
+        *itertools.product([("lockstep", 2), ("horovod", 2), ("torch", 3)], NAMES),
         *(
             pytest.param(("lockstep", 8), name, marks=() if name in OF_EIGHT else pytest.mark.long)
             for name in NAMES
         ),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product(MORE, NAMES)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in itertools.product((("lockstep", 3), *MORE), NAMES)
+        ),
     ],
     ids=by_place,
 )
