@@ -251,7 +251,9 @@ def test_a_message_that_was_changed_is_refused():
         assert both.received([message, changed], 2)[0].status.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize(("sparsity", "bits"), [(0.3, 32), (0.95, 16)])
+@pytest.mark.parametrize(
+    ("sparsity", "bits"), [pytest.param(0.3, 32, marks=pytest.mark.long), (0.95, 16)]
+)
 def test_whole_steps_of_four_ranks(sparsity, bits, monkeypatch):
     """Also where a sum of dense tensors is cheaper, and where a rank's gradient is not finite."""
     shapes, results = {"a": (30, 41), "b": (7, 9)}, []

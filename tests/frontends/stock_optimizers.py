@@ -145,9 +145,13 @@ def compared(ours, stock):
     return worst
 
 
+def one_in_float64():
+    """The last case of each optimizer."""
+    return beside_stock(torch.float64, one_each=True)
+
+
 def in_float64():
-    """Over Horovod the last case of each optimizer; :func:`in_float32` has all of them."""
-    return beside_stock(torch.float64, one_each=transport() == "horovod")
+    return beside_stock(torch.float64)
 
 
 def in_float32():

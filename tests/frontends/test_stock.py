@@ -20,15 +20,19 @@ from torch import nn
 
 import dgc
 
-ROUNDING = {stock_optimizers.in_float64: 1e-12, stock_optimizers.in_float32: 1e-5}
+ROUNDING = {
+    stock_optimizers.one_in_float64: 1e-12,
+    stock_optimizers.in_float64: 1e-12,
+    stock_optimizers.in_float32: 1e-5,
+}
 KINDS = {
     name
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 }
 OPTIMIZERS = sorted(KINDS - {"Optimizer", "LBFGS"})
-LAUNCHED = (stock.observed, stock_kept.kept, stock_optimizers.in_float64)
-LONG = (stock_optimizers.in_float32,)
+LAUNCHED = (stock.observed, stock_kept.kept, stock_optimizers.one_in_float64)
+LONG = (stock_optimizers.in_float64, stock_optimizers.in_float32)
 
 
 def results(over, function):
@@ -52,8 +56,8 @@ def same(a, b):
 @pytest.mark.parametrize(
     "trained",
     [
-        stock_optimizers.in_float64,
-        pytest.param(stock_optimizers.in_float32, marks=pytest.mark.long),
+        stock_optimizers.one_in_float64,
+        *(pytest.param(all_cases, marks=pytest.mark.long) for all_cases in LONG),
     ],
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
