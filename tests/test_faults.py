@@ -97,7 +97,7 @@ REASONS = {
 }
 
 
-QUICK = {(killed, "torch"), (killed_between_phases, "horovod")}
+QUICK = {(killed_between_phases, "horovod")}
 
 
 @pytest.mark.parametrize(

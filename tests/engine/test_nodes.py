@@ -500,7 +500,7 @@ def test_what_is_refused(monkeypatch):
         dgc.lockstep.run(lambda: train(range(1), dgc.Config(hierarchical=True)), 2)
 
 
-@pytest.mark.parametrize("launcher", ["horovod", "torch"])
+@pytest.mark.parametrize("launcher", [pytest.param("horovod", marks=pytest.mark.long), "torch"])
 def test_transports_give_the_same(launcher):
     """Law 7: two machines of two processes each, beside lockstep; Horovod as its error says how to begin it."""
     results = ran(launcher, 4, [hierarchical], node_size=2)[hierarchical]

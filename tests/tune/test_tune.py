@@ -181,7 +181,9 @@ def kept(place):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_study_that_is_killed_goes_on(place, number):
     """Nothing finished is lost or repeated, and what was running is run again with its setting. Ctrl-C leaves no
     process; what the search could not end itself runs on to its own end.
