@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -136,6 +136,7 @@ class Agreement:
             ),
             "the step": [line for line, ours in self._of_groups() if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
+            "the local steps": _local_steps(config, table.groups[0][STEP]),
             "the dense steps in which AdamW's denominator is found": _dense_steps(
                 config, table.groups
             ),
@@ -152,7 +153,11 @@ class Agreement:
     def _arguments(self) -> list[str]:
         given, scaler = self._settings, self._settings.grad_scaler
         settings = {
-            **{key: value for key, value in vars(given.config).items() if key != "sparsity"},
+            **{
+                key: value
+                for key, value in vars(given.config).items()
+                if key not in ("sparsity", "local_steps")  # which may be functions
+            },
             "op": given.op,
             "gradient_predivide_factor": given.gradient_predivide_factor,
             "sparse_as_dense": given.sparse_as_dense,
@@ -244,17 +249,31 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _schedule(config: Config, step: int) -> list[str]:
-    """Lines about the sparsities to come: of a user's own function, its next values, and some
-    beyond.
-    """
+    """Lines about the sparsities to come."""
     if isinstance(config.sparsity, Adaptive):
         return [str(config.sparsity)]
-    ahead = 1 if (known := is_known(config.sparsity)) else STEPS_AHEAD
-    steps = (*range(step, step + ahead), *(step + 2**i for i in range(20) if 2**i >= ahead))
+    known = is_known(config.sparsity)
     return [
-        *(f"step {at}: {_sparsity(config, at)}" for at in steps),
+        *(
+            f"step {at}: {_sparsity(config, at)}"
+            for at in _to_come(step, 1 if known else STEPS_AHEAD)
+        ),
         *([str(config.sparsity)] if known else []),
     ]
+
+
+def _local_steps(config: Config, step: int) -> list[str]:
+    """Lines about H of the rounds to come."""
+    if not callable(config.local_steps):
+        return [f"local_steps={config.local_steps}"]
+    return [
+        f"step {at}: {_or_error(config.local_steps_at, at)}" for at in _to_come(step, STEPS_AHEAD)
+    ]
+
+
+def _to_come(step: int, ahead: int) -> tuple[int, ...]:
+    """The steps at which a user's own function is compared: the next ones, and some beyond."""
+    return (*range(step, step + ahead), *(step + 2**i for i in range(20) if 2**i >= ahead))
 
 
 def is_known(sparsity: Any) -> bool:
@@ -273,11 +292,15 @@ def _dense_steps(config: Config, groups: Iterable[Mapping[str, Any]]) -> list[st
 
 
 def _sparsity(config: Config, step: int) -> Any:
-    """The sparsity at a step that is still to come, where even a schedule's error is something to
+    return _or_error(config.sparsity_at, step)
+
+
+def _or_error(function: Callable[[int], Any], step: int) -> Any:
+    """A value of a step that is still to come, where even a function's error is something to
     compare.
     """
     try:
-        return config.sparsity_at(step)
+        return function(step)
     except Exception as error:
         return type(error).__name__
 

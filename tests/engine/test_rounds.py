@@ -256,16 +256,25 @@ def test_a_step_that_a_scaler_leaves_out_counts():
 
 
 def test_the_number_of_steps_may_change_from_round_to_round():
-    def lengths(step):
-        return {0: 1, 1: 1, 2: 3, 5: 4}[step]
+    """By a function of which each rank has its own."""
 
     def worker():
-        seen, _, report = trained("adamw", 9, local_steps=lengths)
+        lengths = {0: 1, 1: 1, 2: 3, 5: 4}
+        seen, _, report = trained("adamw", 9, local_steps=lambda step: lengths[step])
         return seen, report.steps
 
     (first, rounds), (second, _) = dgc.lockstep.run(worker, 2)
     ends = [step for step in range(9) if torch.equal(first[step], second[step])]
     assert ends == [0, 1, 4, 8] and rounds == 4
+
+
+def test_ranks_whose_functions_differ_at_a_later_step_are_told_before_the_first_round():
+    def worker():
+        later = 100 + find().world.rank
+        return trained("adamw", 1, local_steps=lambda step: 1 if step < later else 5)
+
+    with pytest.raises(ValueError, match=r"differ in the local steps.*step 100: 1.*step 100: 5"):
+        dgc.lockstep.run(worker, 2)
 
 
 def test_a_number_of_steps_that_is_none_is_told():
