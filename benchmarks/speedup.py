@@ -58,7 +58,7 @@ def seconds(model: str, network: str, method: Method, nodes: int, overlap: bool)
     """Of a step."""
     cluster = Cluster(nodes, GPUS, plan.NETWORKS[network], plan.INSIDE["pcie"])
     return plan.predict(
-        SHAPES[model], cluster, method, compute(model), Config(), plan.LOCAL["gpu"], overlap
+        SHAPES[model], cluster, method, compute(model), Config(0.999), plan.LOCAL["gpu"], overlap
     ).step_seconds
 
 

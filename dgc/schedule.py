@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from dgc.config import check_sparsity
-
 FIRST = 0.75  # where a warm-up begins
 WARMUP = (
     0.08  # of a training whose number of steps is known: as long as was measured at 90 to 99.9 %
@@ -27,6 +25,26 @@ MAX_PARTS = 10_000  # parts of a warm-up, each of which is written down
 ROUNDED_PARTS = (
     10  # with a rounded factor; of more, its error would add up => 0.995 as 1 never warms up
 )
+
+
+def check_sparsity(value: float, where: str) -> float:
+    """Returns ``value`` as a float in [0, 1), or says where a wrong one came from.
+
+    Raises:
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is outside [0, 1) or not a number (NaN).
+    """
+    try:
+        sparsity = float(value)
+    except (TypeError, ValueError):
+        expression = " (dgc.schedule.parse reads an expression)" if isinstance(value, str) else ""
+        raise TypeError(f"{where} must be a number in [0, 1), got {value!r}{expression}") from None
+    if not 0.0 <= sparsity < 1.0:
+        per_cent = f" ({sparsity:g} % is {sparsity / 100:g})" if 1 <= sparsity < 100 else ""
+        raise ValueError(
+            f"{where} must be a number in [0, 1), 0 meaning dense, got {value!r}{per_cent}"
+        )
+    return sparsity
 
 
 @dataclass(frozen=True)
@@ -199,6 +217,9 @@ def _falling(
         for part in range(math.ceil(parts))
     }
     return piecewise({**points, length: end})
+
+
+UNKNOWN_LENGTH = warmup(steps=LONG, end=0.99)  # what Config has if nobody says how long it trains
 
 
 # -- by the speed of the network ---------------------------------------------------------------------------------------

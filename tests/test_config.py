@@ -46,6 +46,13 @@ def test_refuses(arguments, error, message):
         dgc.Config(**arguments)
 
 
+def test_with_nothing_said_no_entry_waits_long_beside_the_steps_that_are_done():
+    """So it suits a training of 500 steps and one of 100,000: an entry waits for at most an eighth."""
+    waits = {step: 1 / (1 - dgc.Config().sparsity_at(step)) for step in range(0, 100_000, 50)}
+    assert all(wait <= max(4.001, step / 8 + 1e-9) for step, wait in waits.items())
+    assert waits[99_950] == pytest.approx(100)
+
+
 def test_frozen_and_picklable():
     # Bounds nothing.
     assert dgc.Config(clip_norm=float("inf"), clip_per_tensor=True) == dgc.Config()
