@@ -21,10 +21,9 @@ from dgc.user_code import TheirError
 
 app = typer.Typer(
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Deep Gradient Compression: plan, schedule, tune, and check. "
-    "[bold]dgc COMMAND --help[/bold] shows examples.",
+    help="Deep Gradient Compression: plan, schedule, tune, and check. dgc COMMAND --help shows examples.",
 )
 app.command()(commands.plan)
 app.command()(commands.schedule)
@@ -103,16 +102,18 @@ def tune(
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Searches sparsity, warm-up and clipping for your own script: the metric against the bytes sent.
+    """Searches the settings for your own script.
 
-    [bold]A script that takes a schedule:[/bold]
+    They are the sparsity, its warm-up, and clipping; compared are the metric and the bytes sent.
 
+    \b
+    A script that takes a schedule:
       dgc tune --epochs 25 --maximize --metric accuracy -- \\
         python recipes/cifar10.py --virtual-workers 4 \\
         --epochs {epochs} --sparsity {sparsity} --out {out}
 
-    [bold]Clipping too, four trials at a time, on eight GPUs:[/bold]
-
+    \b
+    Clipping too, four trials at a time, on eight GPUs:
       dgc tune --epochs 40 --minimize --jobs 4 --clip-norm 0.25 -- \\
         torchrun --standalone --nproc-per-node 2 train.py \\
         {sparsity} {clip_norm}
@@ -161,7 +162,7 @@ def _print_found(found: dict[str, Any]) -> None:
         trials[found["recommended"]],
         found["task"]["metric"],
     )
-    table = Table(title=f"the front of {len(trials)} trials")
+    table = Table(title=f"the front of {len(trials)} trials", box=None, pad_edge=False)
     for column in ("trial", "schedule", "clip_norm", metric, "bytes", "of the paper's"):
         table.add_column(
             column, justify="left" if column == "schedule" else "right", overflow="fold"
@@ -179,11 +180,11 @@ def _print_found(found: dict[str, Any]) -> None:
             f"{100 * each['bytes_sent'] / paper['bytes_sent']:.3g} %",
             style="bold" if each is best else "",
         )
-    console().print(table)
     print(
         f"Recommended: trial {best['trial']}, the fewest bytes whose {metric} is no worse than the paper's, "
-        f"{paper['metric']:.6g}. To paste:\n  {found['line']}"
+        f"{paper['metric']:.6g}. To paste:\n  {found['line']}\n"
     )
+    console().print(table)
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -196,12 +197,13 @@ def doctor(
     ] = health.SELF_TEST_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
-    """Tells what is installed and built and which kernels will run, and trains between two local processes.
+    """Checks the installation.
 
+    It tells what is installed and which kernels will run, and trains between two local processes.
     Ends with status 1 where something that is installed does not work.
 
+    \b
       dgc doctor
-
       dgc doctor --json | jq .problems
     """
     with Console(stderr=True).status(
@@ -222,18 +224,30 @@ def _print_health(found: dict[str, Any]) -> None:
         if name not in ("self_test", "problems", "advice")
     }
     rows |= {f"self-test, {name}": about for name, about in found["self_test"].items()}
-    table = Table(show_header=False)
-    table.add_column(style="bold")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, about in rows.items():
-        if isinstance(about, dict):
-            about = ", ".join(f"{key}: {value}" for key, value in about.items())
-        table.add_row(name, about or "not installed")
+        table.add_row(name, _in_words(about) if about else "not installed")
     show = console().print
-    show(table)
     for problem in found["problems"]:
         show(f"Problem: {problem}", highlight=False)
     if not found["problems"]:
         show("All that is installed works.", highlight=False)
     for advice in found["advice"]:
         show(f"Advice: {advice}.", highlight=False)
+    show()
+    show(table)
+
+
+def _in_words(about: str | dict[str, Any]) -> str:
+    """``{"version": "2.13", "devices": []}`` as "2.13, devices: none"."""
+    if isinstance(about, str):
+        return about
+    named = {
+        key: (", ".join(value) or "none") if isinstance(value, list) else value or "none"
+        for key, value in about.items()
+    }
+    return ", ".join(
+        str(value) if key == "version" else f"{key}: {value}" for key, value in named.items()
+    )

@@ -112,24 +112,24 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Says whether DGC pays for a model on a cluster, and which line of code to use.
+    """Says whether DGC pays, and with which line.
 
-    It predicts, and measures nothing.
+    It predicts the time of a step of a model on a cluster, and measures nothing.
 
-    [bold]ResNet-50 on 4 machines and Gigabit Ethernet, at 0.25 s a step:[/bold]
-
+    \b
+    ResNet-50 on 4 machines and Gigabit Ethernet, at 0.25 s a step:
       dgc plan resnet50 --nodes 4 --network 1gbit --compute 0.25
 
-    [bold]64 machines of 4 GPUs:[/bold]
-
+    \b
+    64 machines of 4 GPUs:
       dgc plan bert-large --nodes 64 --gpus 4 --network 10gbit --compute 0.36
 
-    [bold]Your own model, timed here (build() in resnet.py returns model, (batch,)):[/bold]
-
+    \b
+    Your own model, timed here (build() in resnet.py returns model, (batch,)):
       dgc plan resnet:build --measure --network 40gbit,15us
 
-    [bold]Numbers for a script:[/bold]
-
+    \b
+    Numbers for a script:
       dgc plan gpt2 --compute 0.25 --json | jq .advice.pays
     """
     importable(model)
@@ -278,7 +278,8 @@ def schedule(
     epochs: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Epochs to show. Default: {EPOCHS}, or until the schedule has ended."
+            min=1,
+            help=f"Epochs to show. Default: {EPOCHS}, until the schedule has ended, or all of warmup:steps=N.",
         ),
     ] = None,
     model: Annotated[
@@ -292,24 +293,21 @@ def schedule(
     ] = 4,
     as_json: Json = False,
 ) -> None:
-    """Shows what a schedule sends: sparsity, bytes a step, and bytes so far against dense.
+    """Shows what a schedule sends.
 
-    [bold]The paper's warm-up:[/bold]
+    That is: the sparsity, the bytes of a step, and the bytes so far beside dense training's.
 
+    \b
+    The paper's warm-up:
       dgc schedule warmup:epochs=4,end=0.999 --steps-per-epoch 391 --epochs 164
 
-    [bold]Others:[/bold]
-
-      dgc schedule warmup:steps=20000 --steps-per-epoch 391 --epochs 51
-
+    \b
+    Others:
+      dgc schedule warmup:steps=20000
       dgc schedule 0.999
-
       dgc schedule warmup:epochs=4,per_step=true
-
       dgc schedule warmup:epochs=0.6,stages=4
-
       dgc schedule piecewise:0=0.75,1000=0.999
-
       dgc schedule dense_until:1000,then=0.99
 
     Bytes are those of one worker over all-gather, as optimizer.report() counts them. The network decides
@@ -325,10 +323,7 @@ def schedule(
     importable(model)
     with usage("--model"), aside(as_json):
         loaded = load(model)
-    if epochs is None:
-        last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
-        epochs = max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch))
-    steps = epochs * steps_per_epoch
+    steps = _steps_shown(expression, chosen, steps_per_epoch, epochs)
     if steps > MAX_STEPS:
         raise typer.BadParameter(
             f"--epochs times --steps-per-epoch must be at most {MAX_STEPS:,}, got {steps:,} "
@@ -369,6 +364,21 @@ def schedule(
         f"{size_of(total)} in all, {dense * steps / total:,.1f} times fewer than {size_of(dense * steps)} of dense "
         "float32."
     )
+
+
+def _steps_shown(
+    expression: str,
+    chosen: schedules.Piecewise | schedules.Ramp,
+    steps_per_epoch: int,
+    epochs: int | None,
+) -> int:
+    if epochs is not None:
+        return epochs * steps_per_epoch
+    # warmup:steps=N is for a training of N steps.
+    if whole := re.search(r"\bsteps=(\d+)", expression):
+        return int(whole[1])
+    last = chosen.steps if isinstance(chosen, schedules.Ramp) else max(chosen.steps)
+    return max(EPOCHS, math.ceil(1.25 * last / steps_per_epoch)) * steps_per_epoch
 
 
 def _sent(shapes: tuple[Shape, ...], sparsity: float, workers: int) -> float:
