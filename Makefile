@@ -8,6 +8,7 @@
 # make soak        endurance at full size: 2,000 steps, 100,000 mutated messages and checkpoints each (an hour or two)
 # make dist        a wheel and a source package in dist/, checked, tried in an empty environment; lints docker/
 # make launch      torchrun, horovodrun and Slurm, if it is there, on two hosts, which are network namespaces (Linux, root)
+# make gpu-day     what one GPU shows in 13 minutes (DATA as above, OUT=folder); run it again to go on
 # make lint        ruff and mypy
 # make docs        the documentation's site, in build/site; a broken link or a missing docstring fails
 PYTHON ?= python3
@@ -18,7 +19,7 @@ PTB ?=
 # Built here, so that a set-up that is cut off anywhere is finished, not repeated, by the next one.
 STAMPS := $(VENV)/stamps
 
-.PHONY: setup demo reproduce figures test long examples dist launch soak lint docs clean
+.PHONY: setup demo reproduce figures test long examples dist launch soak gpu-day lint docs clean
 setup: $(STAMPS)/package
 
 $(STAMPS)/venv:
@@ -105,6 +106,9 @@ demo: setup
 
 reproduce: setup
 	$(VENV)/bin/python recipes/reproduce.py $(if $(DATA),--data "$(DATA)") $(if $(PTB),--ptb "$(PTB)")
+
+gpu-day: setup
+	$(VENV)/bin/python scripts/gpu_day.py --data "$(DATA)" --out "$(or $(OUT),build/gpu-day)"
 
 figures: setup
 	$(VENV)/bin/python scripts/figures.py

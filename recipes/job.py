@@ -156,6 +156,7 @@ NO_SETTINGS = (
     "data",
     "cache",
     "out",
+    "checkpoint",
     "checkpoints",
     "tensorboard",
     "resume",

@@ -1,6 +1,6 @@
 """Every training of the tables of exchanges, several at a time on one GPU, and these tables.
 
-python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet
+python benchmarks/crowd/all.py --data DIR --jobs 6        # trains what has no result yet; stop it, and it goes on
 python benchmarks/crowd/all.py                            # only the tables
 """
 
@@ -71,6 +71,15 @@ def of_bytes(seed: int) -> Runs:
     return runs
 
 
+def of_length(seed: int) -> Runs:
+    """The paper's training: 4 workers, 164 epochs, a warm-up of 4. Dense and compressed."""
+    common = {"workers": 4, "epochs": 164, "warmup_epochs": 4.0, "seed": seed}
+    return {
+        f"length-{exchange}-{seed}": {"exchange": exchange, **common}
+        for exchange in ("dense", "allgather")
+    }
+
+
 def all_runs() -> Runs:
     """In the order of their importance."""
     runs: Runs = {}
@@ -78,6 +87,8 @@ def all_runs() -> Runs:
         runs |= of_exchanges(seed)
     for seed in (0, 1, 2):
         runs |= of_bytes(seed)
+    for seed in (0, 1):
+        runs |= of_length(seed)
     return runs
 
 
@@ -90,6 +101,7 @@ def main(
         str, typer.Option(help="Those whose names match this regular expression.")
     ] = "",
     minutes: Annotated[float, typer.Option(help="After which no more are begun.")] = 1e9,
+    epochs: Annotated[int, typer.Option(min=0, help="To try the script; 0: each run's own.")] = 0,
     results: Annotated[Path, typer.Option(help="Folder.")] = RESULTS,
 ) -> None:
     """Trains, and shows the tables of all that is done."""
@@ -101,8 +113,11 @@ def main(
     }
 
     def named(name: str) -> Generator[None, None, float]:
-        result = yield from train.training(train.options({**left[name], "data": data}))
+        checkpoint = results / f"{name}.checkpoint"
+        given = {"data": data, "checkpoint": checkpoint, **({"epochs": epochs} if epochs else {})}
+        result = yield from train.training(train.options({**left[name], **given}))
         job.write(results / f"{name}.json", result)
+        checkpoint.unlink()
         tqdm.write(f"{name}: {result['accuracy']:.2f} %")
         return result["accuracy"]
 

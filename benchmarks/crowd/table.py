@@ -148,7 +148,10 @@ def nbytes(result: Mapping[str, Any]) -> float:
 
 
 def tables(results: Mapping[str, Result]) -> str:
-    """Both, of what is done."""
-    few = [r for name, r in results.items() if name.startswith("many")]
-    rest = [r for name, r in results.items() if not name.startswith("many")]
-    return "\n\n".join([*([of_exchanges(rest)] if rest else []), *([of_bytes(few)] if few else [])])
+    """All, of what is done."""
+    many, length, rest = [], [], []
+    for name, result in results.items():
+        of = many if name.startswith("many") else length if name.startswith("length") else rest
+        of.append(result)
+    shown = [(of_exchanges, rest), (of_bytes, many), (of_bytes, length)]
+    return "\n\n".join(table(of) for table, of in shown if of)

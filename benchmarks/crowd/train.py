@@ -137,9 +137,9 @@ class Trainer:
             self.steps[sparsity] = self._captured(step) if self.device.type == "cuda" else step
         self.steps[sparsity]()
 
-    def _captured(self, step: Callable[[], None]) -> Callable[[], Any]:
-        """The step as a CUDA graph; what it changes is as before when it has been recorded."""
-        state = [
+    def state(self) -> list[Tensor]:
+        """All tensors that a step changes."""
+        return [
             *self.crowd.model.parameters(),
             *self.crowd.model.buffers(),
             self.residuals.u,
@@ -148,15 +148,22 @@ class Trainer:
             *self.decays,
             self.loss,
         ]
-        before = [t.detach().clone() for t in state]
+
+    @torch.no_grad()
+    def load(self, state: list[Tensor]) -> None:
+        """Goes on from what :meth:`state` was."""
+        for t, was in zip(self.state(), state, strict=True):
+            t.copy_(was)
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], Any]:
+        """The step as a CUDA graph; what it changes is as before when it has been recorded."""
+        before = [t.detach().clone() for t in self.state()]
         for _ in range(2):
             step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self.memory, torch.cuda.current_stream()):
             step()
-        with torch.no_grad():
-            for t, was in zip(state, before, strict=True):
-                t.copy_(was)
+        self.load(before)
         return graph.replay
 
     def _step(self, sparsity: float) -> None:
@@ -198,6 +205,30 @@ def images_of(data: str, device: torch.device) -> Any:
     return dataset, *([t.to(device) for t in part] for part in parts)
 
 
+def save(a: Any, trainer: Trainer, losses: list[Tensor]) -> None:
+    """Writes a checkpoint, whole or not at all."""
+    part = a.checkpoint.with_name(a.checkpoint.name + ".part")
+    torch.save({"settings": job.settings(a), "state": trainer.state(), "losses": losses}, part)
+    part.replace(a.checkpoint)
+
+
+def resumed(a: Any, trainer: Trainer) -> list[Tensor]:
+    """Loads the checkpoint, and returns each epoch's loss up to there.
+
+    Raises:
+        typer.BadParameter: it is of another training.
+    """
+    found = torch.load(a.checkpoint, map_location=trainer.device)
+    if found["settings"] != job.settings(a):
+        raise typer.BadParameter(
+            f"{a.checkpoint} must be of a training with {job.settings(a)}, got {found['settings']} "
+            "(remove it to begin anew)"
+        )
+    trainer.load(found["state"])
+    losses: list[Tensor] = found["losses"]
+    return losses
+
+
 def training(a: Any) -> Generator[None, None, dict[str, Any]]:
     """A training, which yields after each step, when that is on its way to the device; and its result."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,8 +238,10 @@ def training(a: Any) -> Generator[None, None, dict[str, Any]]:
     batches = Batches(images, labels, a.workers, a.batch_size, dataset == "cifar10")
     trainer, steps = Trainer(a, batches, device), batches.steps
     config = dgc.Config(job.schedule(a, steps, a.warmup_epochs) if a.exchange != "dense" else 0.0)
-    losses = []
-    for epoch in range(a.epochs):
+    losses: list[Tensor] = []
+    if a.checkpoint is not None and a.checkpoint.exists():
+        losses = resumed(a, trainer)
+    for epoch in range(len(losses), a.epochs):
         trainer.lr.fill_(LR * 0.1 ** sum(epoch >= turn for turn in cifar10.turns(a.epochs)))
         of_epoch = batches.draw(a.seed, epoch)
         trainer.loss.zero_()
@@ -217,6 +250,8 @@ def training(a: Any) -> Generator[None, None, dict[str, Any]]:
             trainer.step(config.sparsity_at(epoch * steps + step))
             yield
         losses.append(trainer.loss / steps)
+        if a.checkpoint is not None:
+            save(a, trainer, losses)
     trainer.flush()
     plain = cifar10.resnet(20).to(device)
     plain.load_state_dict(trainer.crowd.worker_0())
@@ -284,6 +319,10 @@ def main(
     factor_masking: bool = True,
     validate: Annotated[bool, typer.Option("--validate", help="As of recipes/cifar10.py.")] = False,
     seed: job.Seed = 0,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="File, written after each epoch; a training goes on from it."),
+    ] = None,
     out: job.Out = None,
 ) -> None:
     """Trains so."""

@@ -1,12 +1,14 @@
 """All workers in one batch are as many workers of the package: benchmarks/crowd beside it."""
 
 import json
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import dgc
 from dgc.compression import select
@@ -141,6 +143,40 @@ def test_a_training_is_the_recipes(exchange, tmp_path, double, monkeypatch):
         trainer.step(0.75)
         losses.append(float(trainer.loss))
     assert recipe[:4] == pytest.approx(losses[:4], rel=1e-3) and len(recipe) == 5
+
+
+def test_a_training_that_was_stopped_goes_on_from_its_last_epoch(tmp_path, monkeypatch):
+    """To the bit; and another training refuses its checkpoint."""
+    _, (images, labels), (test_images, test_labels) = cifar10.loaded("digits", None)
+    few = "digits", (images[:128], labels[:128]), (test_images[:10], test_labels[:10])
+    monkeypatch.setattr(train, "images_of", lambda data, device: few)
+    settings = {"data": "digits", "workers": 2, "batch_size": 16, "epochs": 3}
+
+    def trained(**given):
+        return next(train.finished([train.training(train.options({**settings, **given}))], 1))
+
+    whole, checkpoint = trained(), tmp_path / "checkpoint"
+    stopped = train.training(train.options({**settings, "checkpoint": checkpoint}))
+    for _ in range(7):  # of 4 steps an epoch
+        next(stopped)
+    stopped.close()
+    resumed = trained(checkpoint=checkpoint)
+    assert resumed["losses"] == whole["losses"] and resumed["accuracy"] == whole["accuracy"]
+    with pytest.raises(typer.BadParameter, match="of a training with"):
+        trained(checkpoint=checkpoint, seed=1)
+
+
+def test_the_day_a_gpu_is_there_is_rehearsed(tmp_path):
+    """Each part runs, and is not run again."""
+    script = Path(__file__).parents[2] / "scripts" / "gpu_day.py"
+    command = [sys.executable, str(script), "--rehearse", "--data", "digits", "--out", tmp_path]
+    for ended in ("done", "was done"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for part in ("tests", "speed", "length"):
+            assert f"{part}: {ended}" in done.stdout
+    written = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.json")}
+    assert written >= {"gpu.json", "length/length-dense-0.json", "length/length-allgather-0.json"}
 
 
 def result(accuracy, **settings):
