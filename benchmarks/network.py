@@ -135,7 +135,7 @@ def dgc_reduce(model: Any, options: dict[str, Any]) -> tuple[Any, Any]:
 def dgc_config(options: dict[str, Any]) -> Any:
     import dgc
 
-    return dgc.Config(**options)
+    return dgc.Config(**{"sparsity": 0.999, **options})
 
 
 METHODS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {

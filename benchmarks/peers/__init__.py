@@ -45,9 +45,12 @@ def dropping(schedule: float | Schedule) -> dgc.Config:
 
 
 def deep(
-    schedule: float | Schedule, exchange: ExchangeName = "allgather", masking: bool = True
+    schedule: float | Schedule,
+    exchange: ExchangeName = "allgather",
+    masking: bool = True,
+    value_bits: int = 16,
 ) -> dgc.Config:
-    return dgc.Config(schedule, exchange=exchange, factor_masking=masking)
+    return dgc.Config(schedule, exchange=exchange, factor_masking=masking, value_bits=value_bits)
 
 
 def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
@@ -140,6 +143,14 @@ METHODS = {
         driver=Compressed,
         sparsity=0.99,
         warmup=WARMUP,
+    ),
+    "dgc-4bits": Entry(
+        "DGC, 4-bit values",
+        "DGC",
+        "allgather",
+        "",
+        partial(deep, value_bits=4),
+        driver=Compressed,
     ),
     "stale": Entry(
         "dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True

@@ -364,12 +364,12 @@ def _faster(advice: Advice) -> dict[str, str]:
 
 def _network(advice: Advice) -> str:
     if advice.cluster.nodes == 1:
-        return "All workers are in one node, where no network between nodes plays a part."
+        return "All workers are in one machine, where no network between machines plays a part."
     if advice.below is None:
-        return "DGC does not pay at any lower bandwidth between nodes either."
+        return "DGC does not pay at any lower bandwidth between machines either."
     if advice.below >= FASTEST:
-        return "DGC pays at every bandwidth between nodes, up to 10 Tbit/s."
-    return f"DGC pays up to {bits(advice.below)} between nodes, and not above."
+        return "DGC pays at every bandwidth between machines, up to 10 Tbit/s."
+    return f"DGC pays up to {bits(advice.below)} between machines, and not above."
 
 
 def _accuracy(advice: Advice) -> str:
@@ -407,7 +407,7 @@ def _untried(advice: Advice) -> str:
     )
     untried = {
         "NCCL between several GPUs": advice.local != CPU,
-        f"more than {HOSTS} hosts": cluster.nodes > HOSTS,
+        f"more than {HOSTS} machines": cluster.nodes > HOSTS,
         f"a network above {bits(GIGABIT)}": cluster.between.bandwidth > GIGABIT,
         "this AdamW schedule, a larger model with AdamW, or more than 4 workers with AdamW": adamw,
         'the kernels of exchange="reduce" on a GPU': exchange.exchange == "reduce"

@@ -54,12 +54,12 @@ def plan(
     network: Annotated[
         str,
         typer.Option(
-            help=f"Between nodes: {', '.join(NETWORKS)}, or a rate such as 2.5gbit, and a latency if it is "
+            help=f"Between machines: {', '.join(NETWORKS)}, or a rate such as 2.5gbit, and a latency if it is "
             "not 50us: 40gbit,15us."
         ),
     ] = "1gbit",
     inside: Annotated[
-        str, typer.Option(help=f"Inside a node: {', '.join(INSIDE)}, or a rate and a latency.")
+        str, typer.Option(help=f"Inside a machine: {', '.join(INSIDE)}, or a rate and a latency.")
     ] = "pcie",
     compute: Annotated[
         float | None,
@@ -186,7 +186,7 @@ def plan(
     print()
     _say(
         f"{model}, {loaded.numel:,} parameters in float32, {nodes} x {gpus} workers, "
-        f"{bits(between.bandwidth)} between nodes, DGC at {100 * advice.sparsity:g} %:"
+        f"{bits(between.bandwidth)} between machines, DGC at {100 * advice.sparsity:g} %:"
     )
     console().print(_methods(advice, every))
     if scaling:
@@ -218,7 +218,7 @@ def _methods(advice: Advice, every: bool) -> Table:
         "step\n(ms)",
         "efficiency\n(%)",
         "exchange\n(ms)",
-        "node's\nport",
+        "machine's\nport",
         "worker's\nmessage",
     ):
         table.add_column(column, justify="right", overflow="fold")
