@@ -108,7 +108,7 @@ reproduce: setup
 	$(VENV)/bin/python recipes/reproduce.py $(if $(DATA),--data "$(DATA)") $(if $(PTB),--ptb "$(PTB)")
 
 gpu-day: setup
-	$(VENV)/bin/python scripts/gpu_day.py --data "$(DATA)" --out "$(or $(OUT),build/gpu-day)"
+	$(VENV)/bin/python scripts/gpu_day.py $(if $(DATA),--data "$(DATA)") --out "$(or $(OUT),build/gpu-day)"
 
 figures: setup
 	$(VENV)/bin/python scripts/figures.py
