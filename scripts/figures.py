@@ -354,12 +354,13 @@ def two_rounds() -> str:
         "dgc-torch": "all-gather",
         "dgc-torch-reduce": "reduce",
     }
-    columns = [medians(file, "resnet50") for file in ("network-reduce", "network-reduce-8hosts")]
+    files = "network-4hosts-100mbit", "network-8hosts-100mbit"
+    columns = [medians(file, "resnet50") for file in files]
     lines = [
         [title, *(f"{column[method]:,.0f}" for column in columns)]
         for method, title in names.items()
     ]
-    return markdown(["1 Gbit/s", "4 hosts", "8 hosts"], lines)
+    return markdown(["100 Mbit/s", "4 hosts", "8 hosts"], lines)
 
 
 def to_target(folder: str) -> str:
@@ -389,6 +390,24 @@ def clock_cifar10() -> str:
 @table
 def clock_ptb() -> str:
     return to_target("peers-ptb-clock")
+
+
+@table
+def first_epoch() -> str:
+    """Of the LSTM at 100 Mbit/s, with DGC's warm-up: its time, what it learned, and the bytes sent."""
+    runs = sorted(read_all("peers-ptb-first-epoch"), key=lambda run: run["history"][0]["seconds"])
+    return markdown(
+        ["", "first epoch", "validation perplexity", "sent"],
+        [
+            [
+                run["title"],
+                f"{run['history'][0]['seconds']:,.0f} s",
+                f"{run['history'][0]['perplexity']:.1f}",
+                f"{run['bytes_sent'] / 1e6:,.0f} MB",
+            ]
+            for run in runs
+        ],
+    )
 
 
 @table
