@@ -73,7 +73,9 @@ def buckets(model: str) -> list[messages.Sizes]:
     """What of a model travels compressed."""
     shapes = tuple(s for s in MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
     return [
-        bucket.sizes for bucket in plan.buckets(shapes, dgc.Config()) if bucket.sizes is not None
+        bucket.sizes
+        for bucket in plan.buckets(shapes, dgc.Config(0.999))
+        if bucket.sizes is not None
     ]
 
 
@@ -147,7 +149,7 @@ def main(
 ) -> None:
     """Counts, and draws."""
     torch.set_num_threads(1)
-    (shipment,) = plan.buckets(SHAPES, dgc.Config())
+    (shipment,) = plan.buckets(SHAPES, dgc.Config(0.999))
     assert shipment.sizes is not None
     sizes = shipment.sizes
     given = [

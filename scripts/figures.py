@@ -354,7 +354,7 @@ def two_rounds() -> str:
         "dgc-torch": "all-gather",
         "dgc-torch-reduce": "reduce",
     }
-    files = "network-4hosts-100mbit", "network-8hosts-100mbit"
+    files = "hosts4-100mbit", "hosts8-100mbit"
     columns = [medians(file, "resnet50") for file in files]
     lines = [
         [title, *(f"{column[method]:,.0f}" for column in columns)]

@@ -118,7 +118,7 @@ def test_adaptive_tells_when_the_sparsity_has_followed(tmp_path):
 def test_what_is_counted_and_predicted_of_an_exchange_agree():
     import scaling
 
-    (bucket,) = scaling.plan.buckets(scaling.SHAPES, scaling.dgc.Config())
+    (bucket,) = scaling.plan.buckets(scaling.SHAPES, scaling.dgc.Config(0.999))
     gradients = [
         torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in scaling.SHAPES
     ]

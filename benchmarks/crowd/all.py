@@ -106,6 +106,7 @@ def main(
 ) -> None:
     """Trains, and shows the tables of all that is done."""
     end = time.monotonic() + 60 * minutes
+    results.mkdir(parents=True, exist_ok=True)
     left = {
         name: options
         for name, options in all_runs().items()

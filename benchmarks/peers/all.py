@@ -53,6 +53,7 @@ ORDER = (
     "powersgd-1",
     "bf16",
     "async",
+    "dgc-4bits",
 )
 # Where no other methods are named.
 LANGUAGE = (
