@@ -40,7 +40,8 @@ def aside(as_json: bool) -> AbstractContextManager[object]:
 
 def console() -> Console:
     """Everything as it is written: an error's [/path] is no markup."""
-    return Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ  # how wide it is
+    return Console(width=None if told else 120, markup=False, emoji=False)
 
 
 def size(nbytes: float) -> str:

@@ -132,7 +132,8 @@ def test_plan_as_json():
         )
     )
     link, shapes = Link(80e-6, 12.5e6), plan.load("resnet50").shapes
-    expected = plan.advise(shapes, Cluster(4, 1, link, plan.INSIDE["pcie"]), 0.1, dgc.Config(0.99))
+    on, local = Cluster(4, 1, link, plan.INSIDE["pcie"]), plan.LOCAL["gpu"]
+    expected = plan.advise(shapes, on, 0.1, dgc.Config(0.99), local)
     assert told["advice"] == json.loads(json.dumps(asdict(expected), default=str))
     assert told["advice"]["pays"] and told["advice"]["dgc"]["method"] == {
         "name": "allgather",
@@ -151,11 +152,14 @@ def test_gpus_compress_faster():
 
 
 def test_what_was_timed_on_a_gpu_compresses_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan.models.torch.cuda, "is_available", lambda: True)
+    """And on a GPU where nothing was timed."""
     monkeypatch.setattr(commands, "timed", lambda loaded: 0.1)
     measured, cpu = ["plan", "resnet50", "--json", "--measure"], ("--worker", "cpu")
-    assert invoke(*measured) == invoke(*PLAN, "--json", "--worker", "gpu")
-    assert invoke(*measured, *cpu) == invoke(*PLAN, "--json", *cpu) == invoke(*PLAN, "--json")
+    gpu = invoke(*PLAN, "--json", "--worker", "gpu")
+    assert invoke(*measured) == invoke(*PLAN, "--json", *cpu) != gpu == invoke(*PLAN, "--json")
+    monkeypatch.setattr(plan.models.torch.cuda, "is_available", lambda: True)
+    assert invoke(*measured) == gpu
+    assert invoke(*measured, *cpu) == invoke(*PLAN, "--json", *cpu)
 
 
 def test_plan_measures(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def plan(
     worker: Annotated[
         Literal["cpu", "gpu"] | None,
         typer.Option(
-            help="Where DGC compresses. Default: cpu; with --measure, where the model was timed."
+            help="Where DGC compresses. Default: gpu; with --measure, where the model was timed."
         ),
     ] = None,
     steps: Annotated[
@@ -149,7 +149,7 @@ def plan(
     if compute is None:
         with usage("--measure"), aside(as_json):
             compute = timed(loaded)
-    local = LOCAL[worker or ("gpu" if measure and torch.cuda.is_available() else "cpu")]
+    local = LOCAL[worker or ("cpu" if measure and not torch.cuda.is_available() else "gpu")]
     cluster = Cluster(nodes, gpus, between, within)
     overlap: Overlap = "dense" if clips else True
     with usage("--compute"):
