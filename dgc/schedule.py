@@ -182,7 +182,8 @@ def warmup(  # noqa: PLR0913
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
         raise ValueError(
-            f"warmup: steps, or steps_per_epoch, must be an integer >= 1, got {steps_per_epoch!r}"
+            "warmup: steps, or steps_per_epoch, must be an integer >= 1, got "
+            f"{steps_per_epoch!r} (warmup(steps=N) is for a training of N steps)"
         )
     if stages is not None and (per_step or not isinstance(stages, Integral) or stages < 1):
         raise ValueError(

@@ -207,8 +207,8 @@ def check_optimizer(optimizer: Any, state: Tree) -> None:
     for i, (given, expected) in enumerate(zip(groups, own, strict=True)):
         if missing := sorted(expected.keys() & steady - given.keys()):
             raise ValueError(
-                f"group {i} of the optimizer must have {missing}, got a group without (of an optimizer of "
-                "another class?)"
+                f"group {i} of the optimizer must have {missing}, got a group without them (was an "
+                "optimizer of another class saved? Make one of that class, or load the model alone)"
             )
         for key in (expected.keys() & given.keys()) - {"params"}:
             value, numbers = given[key], (bool, int, float, Tensor, type(None))

@@ -31,8 +31,9 @@ from dgc.warn import warn
 
 B2 = "dgc_dense_b2"  # in each param group: b2 of the dense steps, whose bias is in all of exp_avg_sq; 0 before the end
 RECEIVED = "dgc_received"  # in a parameter's state: int32, how many steps there had been when an entry last came
-DENSE_FIRST = ("steps travel dense, as AdamW's denominator is found in them; then the schedule begins (one that begins "
-               "with 0, say dgc.piecewise({0: 0.0, 500: 0.99}), has as many dense steps as it says)")
+DENSE_FIRST = ("steps travel dense, as AdamW's denominator is found in them; then the schedule begins, so a shorter "
+               "training is never compressed (begin the schedule with 0 to choose the dense steps: "
+               "dgc.piecewise({0: 0.0, steps // 10: 0.9}))")
 UNSEEN = ("{} had no gradient in the {} dense steps in which AdamW's denominator is found: it begins as the root mean "
           "square of all parameters' gradients there (begin the schedule with dense steps in which all are trained)")
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq"}  # of torch's state; the second with amsgrad

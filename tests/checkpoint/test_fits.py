@@ -207,7 +207,7 @@ class Groups(torch.optim.SGD):
         (
             {"kind": torch.optim.AdamW},
             r"common-\S+: group 0 of the optimizer must have \['betas', 'eps'\], got a group without "
-            r"\(of an optimizer of an",
+            r"them \(was an optimizer of another class saved",
         ),
         (
             {"config": dgc.Config(min_numel=5000)},
