@@ -359,7 +359,7 @@ def _faster(advice: Advice) -> dict[str, str]:
         return {}
     return {
         "Faster": f"A step with {least.method} is predicted to take {duration(least.step_seconds)}. Compare "
-        "accuracy, too (docs/results.md)."
+        "accuracy, too (docs/guides/pays.md)."
     }
 
 
