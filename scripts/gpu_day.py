@@ -9,8 +9,6 @@ recipes/cifar10.py.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+
+from dgc.user_code import end
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "recipes"))
@@ -60,9 +60,7 @@ def run(part: Part) -> tuple[str, float]:
     except subprocess.TimeoutExpired:
         ended = f"stopped after its {part.limit} s: run this again to go on"
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end(process)
     return ended, time.monotonic() - began
 
 
