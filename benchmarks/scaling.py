@@ -15,6 +15,7 @@ rows hold few entries.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from dgc.plan import cost
 WORKERS = (2, 4, 8, 16, 32, 64)
 NODE = 4  # workers on a machine, where the exchange is hierarchical
 MODELS = {"resnet50": gradients.resnet50, "resnet110": gradients.resnet110}
+CONFIG = dgc.Config(0.999)
 SHAPES = tuple(
     shape for shape in MODELS["resnet110"]() if len(shape) > 1 and torch.Size(shape).numel() >= 1024
 )
@@ -50,7 +52,7 @@ SLACKS, OF = (0, 1, 2, 3, 4, 5), (64, 1024)  # standard deviations, and workers
 def counted(name: str, workers: int, given: list[torch.Tensor]) -> float:
     """Bytes that a worker sent to other machines in one step, by the report of rank 0."""
     by_node = cost.EXCHANGES[name].hierarchical
-    config = dgc.Config(0.999, exchange=cost.EXCHANGES[name].exchange, hierarchical=by_node)
+    config = replace(CONFIG, exchange=cost.EXCHANGES[name].exchange, hierarchical=by_node)
 
     def worker() -> float:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
@@ -72,11 +74,7 @@ def predicted(name: str, workers: int, sizes: messages.Sizes) -> float:
 def buckets(model: str) -> list[messages.Sizes]:
     """What of a model travels compressed."""
     shapes = tuple(s for s in MODELS[model]() if len(s) > 1 and torch.Size(s).numel() >= 1024)
-    return [
-        bucket.sizes
-        for bucket in plan.buckets(shapes, dgc.Config(0.999))
-        if bucket.sizes is not None
-    ]
+    return [bucket.sizes for bucket in plan.buckets(shapes, CONFIG) if bucket.sizes is not None]
 
 
 def with_few(model: str, workers: int) -> dict[str, str | float]:
@@ -149,7 +147,7 @@ def main(
 ) -> None:
     """Counts, and draws."""
     torch.set_num_threads(1)
-    (shipment,) = plan.buckets(SHAPES, dgc.Config(0.999))
+    (shipment,) = plan.buckets(SHAPES, CONFIG)
     assert shipment.sizes is not None
     sizes = shipment.sizes
     given = [

@@ -24,7 +24,7 @@ import gradients
 import typer
 from outfile import write
 
-from dgc import Config, drawing, plan
+from dgc import drawing, plan
 from dgc.plan import Method
 from dgc.plan.cost import Cluster
 
@@ -58,7 +58,12 @@ def seconds(model: str, network: str, method: Method, nodes: int, overlap: bool)
     """Of a step."""
     cluster = Cluster(nodes, GPUS, plan.NETWORKS[network], plan.INSIDE["pcie"])
     return plan.predict(
-        SHAPES[model], cluster, method, compute(model), Config(0.999), plan.LOCAL["gpu"], overlap
+        SHAPES[model],
+        cluster,
+        method,
+        compute(model),
+        local=plan.LOCAL["gpu"],
+        overlap=overlap,
     ).step_seconds
 
 
