@@ -66,7 +66,7 @@ def register_comm_hook(
             ``torch.optim.SGD``, ``AdamW``, or ``Adam`` without weight decay; any other, but LBFGS,
             with ``momentum_correction=False`` or ``sparsity=0.0``. With ``local_steps``: any of
             torch's.
-        config: None means ``Config()``, from 75 to 99 % within 800 steps.
+        config: None means ``Config()``.
         grad_scaler: as for :func:`dgc.DistributedOptimizer`.
 
     Raises:

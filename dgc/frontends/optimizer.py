@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
             LBFGS, with ``momentum_correction=False``. With ``local_steps``: any of torch's.
         named_parameters: usually ``model.named_parameters()``. The residuals are kept by these
             names. Without them, names are made from the order of the parameters.
-        compression: a :class:`dgc.Config`; None means ``Config()``, from 75 to 99 % within 800 steps. With
+        compression: a :class:`dgc.Config`; None means ``Config()``. With
             ``hvd.Compression.none`` or ``fp16`` this is Horovod's own optimizer.
         backward_passes_per_step: how many backward passes add up to one step.
         op: ``Average`` or ``Sum``, of this package or of Horovod.

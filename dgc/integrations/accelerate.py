@@ -48,7 +48,7 @@ def compress(accelerator: Any, model: Any, optimizer: Any, config: Config | None
         accelerator: that prepared both.
         model: as ``prepare`` returned it, a ``DistributedDataParallel``.
         optimizer: as ``prepare`` returned it.
-        config: None means ``Config()``, from 75 to 99 % within 800 steps.
+        config: None means ``Config()``.
 
     Raises:
         TypeError, ValueError: as :func:`dgc.register_comm_hook`.

@@ -35,7 +35,7 @@ def compress(fabric: Any, model: Any, optimizer: Any, config: Config | None = No
         fabric: that set up both, with the strategy ``ddp``.
         model: as ``setup`` returned it.
         optimizer: as ``setup`` returned it.
-        config: None means ``Config()``, from 75 to 99 % within 800 steps.
+        config: None means ``Config()``.
 
     Raises:
         TypeError, ValueError: as :func:`dgc.register_comm_hook`.

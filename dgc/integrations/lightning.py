@@ -39,7 +39,7 @@ class DGCStrategy(DDPStrategy):
     ``module.optimizers().report()`` tells what was sent.
 
     Args:
-        compression: None means ``Config()``, from 75 to 99 % within 800 steps.
+        compression: None means ``Config()``.
         arguments: those of ``DDPStrategy``.
     """
 

@@ -36,7 +36,7 @@ class Trainer(transformers.Trainer):
 
     Args:
         arguments: those of ``transformers.Trainer``.
-        compression: None means ``Config()``, from 75 to 99 % within 800 steps.
+        compression: None means ``Config()``.
     """
 
     model: Any
