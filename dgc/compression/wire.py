@@ -160,17 +160,31 @@ class Rows:
             The message, uint8 (R, nbytes), and what receivers will read, (E,) in the residual's dtype, 0 where
             nothing is written. A row with a value that is not finite has nothing but this fact.
         """
-        order = row.sort(stable=True)
-        starts = torch.searchsorted(order.values, torch.arange(rows + 1, device=self.device))
-        slot = torch.arange(len(row), device=self.device) - starts[order.values]
-        where = torch.where(order.values < rows, order.values * self.slots + slot, rows * self.slots)
-        valid = torch.zeros(rows * self.slots + 1, dtype=torch.bool, device=self.device)
-        valid = valid.index_fill_(0, where, True)[:-1].view(rows, self.slots)
-        there, codes, scales, sent = self._code(_placed(values[order.indices], where, rows, self.slots), valid)
-        placed = _placed(places[order.indices], where, rows, self.slots)
-        message = self._sealed(there, scales, codes, placed, valid)
-        flat = torch.cat([sent.view(-1), sent.new_zeros(1)])
-        return message, torch.empty_like(values).index_copy_(0, order.indices, flat[where])
+        where = self.slots_of(row, rows)
+        there = torch.zeros(rows * self.slots + 1, dtype=torch.bool, device=self.device)
+        valid = there.index_fill_(0, where, True)[:-1].view(rows, self.slots)
+        status, codes, scales, sent = self._code(self.placed(values, where, rows), valid)
+        message = self._sealed(status, scales, codes, self.placed(places, where, rows), valid)
+        return message, self.taken_from(sent, where)
+
+    def slots_of(self, row: Tensor, rows: int) -> Tensor:
+        """int64 (E,): the slot, counted through all rows, of each entry; R k of one that is not written."""
+        if rows == 1:
+            slot = (row == 0).cumsum(0) - 1
+        else:
+            order = row.sort(stable=True)
+            starts = torch.searchsorted(order.values, torch.arange(rows + 1, device=self.device))
+            within = torch.arange(len(row), device=self.device) - starts[order.values]
+            slot = torch.empty_like(row).index_copy_(0, order.indices, within)
+        return torch.where(row < rows, row * self.slots + slot, rows * self.slots)
+
+    def placed(self, values: Tensor, where: Tensor, rows: int) -> Tensor:
+        """(R, k) with these values in these slots, as :meth:`slots_of` has them, and zeros in the others."""
+        return values.new_zeros(rows * self.slots + 1).index_copy_(0, where, values)[:-1].view(rows, self.slots)
+
+    def taken_from(self, slots: Tensor, where: Tensor) -> Tensor:
+        """(E,): what is in these slots of (R, k); 0 for an entry that has none."""
+        return torch.cat([slots.view(-1), slots.new_zeros(1)])[where]
 
     def encode_all(self, values: Tensor) -> Tensor:
         """Writes rows of all entries, and leaves in ``values`` what rounding drops.
@@ -330,11 +344,6 @@ class Rows:
         """(R, G) or (R, G, 1), a number of each group, as that of each slot: (R, k)."""
         flat = of_group.reshape(len(of_group), self.groups, 1)
         return flat.expand(-1, -1, GROUP).reshape(len(flat), -1)[:, :self.slots]
-
-
-def _placed(values: Tensor, where: Tensor, rows: int, slots: int) -> Tensor:
-    """(R, k) with these values at these places of it, counted through all rows, and zeros elsewhere."""
-    return values.new_zeros(rows * slots + 1).index_copy_(0, where, values)[:-1].view(rows, slots)
 
 
 def _means(groups: Tensor, there: Tensor, largest: Tensor, levels: int) -> tuple[Tensor, Tensor]:

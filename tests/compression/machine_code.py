@@ -8,14 +8,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-WIDTHS = (32, True), (64, True), (32, False)  # bits of the residual, and whether options are on
+# Bits of the residual, whether options are on, and bits of a value on the wire.
+WIDTHS = (32, True, 2), (64, True, 4), (32, False, 16)
 
 
 def pointers(**types):
     return {name: kind for kind, names in types.items() for name in names.split()}
 
 
-DOORS = {"cuda": "sample accumulate narrow tally choose decay", "denominator_cuda": "count follow"}
+DOORS = {
+    "cuda": "sample accumulate narrow tally choose decay",
+    "denominator_cuda": "count follow",
+    "rows_cuda": "encode digest count places values",
+}
 NAMES = {  # each kernel's pointers by what they point to; the others are numbers
     "cuda": pointers(
         i16="places",
@@ -23,6 +28,13 @@ NAMES = {  # each kernel's pointers by what they point to; the others are number
         i32="histogram above crowded found larger equal flags",
         real="u v p w scale like squares",
         mark="marks",
+    ),
+    "rows_cuda": pointers(
+        i1="fine",
+        i16="halves",
+        i32="words flags",
+        i64="places used total counts ends limits",
+        real="values sent",
     ),
     "denominator_cuda": pointers(
         i32="received total", real="x square largest factor deficits weights rates"
@@ -37,13 +49,15 @@ FLOATS = {
 
 def compile_all(module):
     kernels, count = import_module(f"dgc.compression.kernels.{module}"), 0
-    for bits, yes in WIDTHS:
+    for bits, yes, value_bits in WIDTHS:
         constants = {
             "SCALED": 1 + yes,
             "ROUNDS": 4,
             "SELECT": True,
             "ROOM": 64,
             "ALIGNED": True,
+            "BITS": value_bits,
+            "ALL": False,
             **dict.fromkeys(("VELOCITY", "LOOKS_AHEAD", "LARGEST"), yes),
         }
         for door in DOORS[module].split():
@@ -70,9 +84,9 @@ def compile_all(module):
                 options={"enable_fp_fusion": False, "num_warps": 8},
             )
             ptx = compiled.asm["ptx"]
-            assert len(compiled.asm["cubin"]) > 0 and not re.search("fma.rn.f|div.full|ftz", ptx), (
-                kernel
-            )
+            assert len(compiled.asm["cubin"]) > 0 and not re.search(
+                "fma.rn.f|div.full|sqrt.approx|ftz", ptx
+            ), kernel
             if door == "accumulate":  # 16 bytes at once
                 assert re.search(r"ld.global[.\w]*v[24]", ptx)
             count += 1

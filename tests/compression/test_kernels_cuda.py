@@ -383,7 +383,9 @@ def test_the_benchmark_runs(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("module", "kernels"), [("cuda", "17"), ("denominator_cuda", "5")])
+@pytest.mark.parametrize(
+    ("module", "kernels"), [("cuda", "17"), ("denominator_cuda", "5"), ("rows_cuda", "15")]
+)
 def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     """To machine code for an H100, without one; and nothing is contracted that the twin rounds twice, or flushed."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -394,7 +396,7 @@ def test_kernels_compile_for_a_gpu(module, kernels, tmp_path):
     assert done.stdout.split() == [kernels, "kernels"]
 
 
-@pytest.mark.parametrize("name", ["cuda", "denominator_cuda"])
+@pytest.mark.parametrize("name", ["cuda", "denominator_cuda", "rows_cuda"])
 def test_no_kernel_can_be_given_a_tensor_of_the_host(name):
     """Triton's interpreter reads the host's memory, and would not notice: such a module makes tensors on its device
     alone, numbers of the host by ``tensor_of`` and ``to_device``.

@@ -1,6 +1,7 @@
 """The wire format: what is read is what was written, in as few bytes as promised, and damage is refused."""
 
 import math
+from importlib import import_module
 
 import numpy as np
 import oracle_wire
@@ -21,6 +22,10 @@ cpu = pytest.importorskip(
 rows_cpu = pytest.importorskip(
     "dgc.compression.kernels.rows_cpu", reason="numba is not installed", exc_type=ImportError
 )
+try:  # which interprets its loops on the CPU; where there is a GPU, test_kernels_cuda.py runs them there
+    cuda = None if torch.cuda.is_available() else import_module("dgc.compression.kernels.cuda")
+except ImportError:
+    cuda = None
 BITS = (1, 2, 4, 8, 16, 32)
 DTYPES = (torch.float32, torch.float64)
 CPU = torch.device("cpu")
@@ -70,6 +75,29 @@ def read_by_numba(rows, message, sizes=None):
     return status.tolist(), np.where(there, places, 0), np.where(there, values, 0)
 
 
+def by_triton(rows, places, values):
+    return cuda.write(rows, torch.zeros(len(places), dtype=torch.int64), places, values, 1)
+
+
+def read_by_triton(rows, message, sizes=None):
+    status, places, values = cuda.read(rows, message, sizes)
+    return status.tolist(), places.numpy(), values.numpy()
+
+
+WRITERS = (by_torch, by_numba) if cuda is None else (by_torch, by_numba, by_triton)
+READERS = (read_by_numba,) if cuda is None else (read_by_numba, read_by_triton)
+KERNELS = (plain, cpu) if cuda is None else (plain, cpu, cuda)
+
+
+def some(loops, seed):
+    """Triton's in one of ten cases: interpreted, it takes as long as all the others."""
+    return (
+        loops
+        if seed % 10 == 0
+        else [loop for loop in loops if loop not in (by_triton, read_by_triton, cuda)]
+    )
+
+
 cases = given(
     k=st.integers(1, 700),
     density=st.floats(0.0005, 1.5),
@@ -94,12 +122,12 @@ def test_a_row_is_what_the_description_says(k, density, share, bits, dtype, patt
     status, there, numbers = oracle_wire.decode(expected, k, n, bits)
     numbers = torch.tensor(numbers, dtype=torch.float64).to(dtype)
     assert status == 0 and there == places.tolist()
-    for write in (by_torch, by_numba):
+    for write in some(WRITERS, seed):
         message, sent = write(rows, places, values)
         assert bytes(message.flatten().tolist()) == expected
         assert torch.equal(sent, numbers)
     entries = rows.decode(message)
-    for status, read, amounts in (read_by_numba(rows, message), entries):
+    for status, read, amounts in (entries, *(read(rows, message) for read in some(READERS, seed))):
         assert list(status) == [0]
         assert np.asarray(read)[0].tolist() == there + [0] * (k - m)
         assert np.array_equal(np.asarray(amounts)[0], np.pad(numbers.numpy(), (0, k - m)))
@@ -123,7 +151,7 @@ def test_rows_of_all_entries_are_what_the_description_says(
     expected = [oracle_wire.encode(n, n, bits, [], x.tolist(), all_entries=True) for x in values]
     numbers = [oracle_wire.decode(row, n, n, bits, all_entries=True)[2] for row in expected]
     numbers = torch.tensor(numbers, dtype=torch.float64).to(dtype)
-    for kernel in (plain, cpu):
+    for kernel in some(KERNELS, seed):
         left = values.clone()
         message = kernel.encode_all(rows, left)
         assert [bytes(row.tolist()) for row in message] == expected
@@ -292,7 +320,7 @@ def mutated(message, draw):
 
 
 def refused_alike(bits, all_entries, dtype, rounds, draw):
-    """Of mutated rows both loops say the same, and name no place outside. How many rows they refused, and read."""
+    """Of mutated rows all loops say the same, and name no place outside. How many rows they refused, and read."""
     k, n = (
         (300, 300) if all_entries else (int(draw.integers(1, 300)), int(draw.integers(300, 5000)))
     )
@@ -318,20 +346,24 @@ def refused_alike(bits, all_entries, dtype, rounds, draw):
     for _ in range(rounds):
         changed = mutated(message, draw)
         status, places, values = rows.decode(changed, sizes)
-        found = read_by_numba(rows, changed, sizes)
-        assert status.tolist() == found[0]
         assert set(status.tolist()) <= {NONFINITE, *range(contributors + 1)}
-        assert np.array_equal(places, found[1]) and np.array_equal(values, found[2])
+        for read_by in some(READERS, draw.integers(10)):
+            found = read_by(rows, changed, sizes)
+            assert status.tolist() == found[0]
+            assert np.array_equal(places, found[1]) and np.array_equal(values, found[2])
         assert values.isfinite().all() and places.ge(0).all() and places.lt(n).all()
         refused += int((status > 0).sum())
         read += int((status == 0).sum())
     return refused, read
 
 
-@pytest.mark.parametrize("share", [1, pytest.param(50, marks=pytest.mark.long)])
-def test_mutated_messages_are_refused_alike(share):
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # NumPy's
+@pytest.mark.parametrize(
+    ("share", "seed"), [(1, 0), *(pytest.param(10, s, marks=pytest.mark.long) for s in range(1, 6))]
+)
+def test_mutated_messages_are_refused_alike(share, seed):
     """2,000 rows; in ``make long`` 100,000."""
-    draw, total = np.random.default_rng(share), np.zeros(2, int)
+    draw, total = np.random.default_rng(seed), np.zeros(2, int)
     for _ in range(share):
         for turn, bits in enumerate((*BITS, 4, 16)):
             total += refused_alike(bits, turn > 5, DTYPES[turn % 2], 5, draw)
@@ -345,14 +377,14 @@ def test_mutated_messages_are_refused_alike(share):
 def test_a_row_with_what_is_not_finite_says_only_that(bad, bits, dtype):
     values = torch.tensor([1.0, 2.0, bad, 1.0], dtype=dtype)
     rows, whole = Rows(4, 9, bits, dtype, CPU), Rows(4, 4, bits, dtype, CPU, all_entries=True)
-    for write in (by_torch, by_numba):
+    for write in WRITERS:
         message, sent = write(rows, torch.tensor([0, 1, 4, 5]), values)
         assert not sent.any()
         assert torch.equal(message, rows.status_message(1, NONFINITE))
         assert bytes(message[0].tolist()) == oracle_wire.encode(
             4, 9, bits, [0, 1, 4, 5], values.tolist()
         )
-    for kernel in (plain, cpu):
+    for kernel in KERNELS:
         both = torch.stack([values, torch.ones_like(values)])
         message = kernel.encode_all(whole, both)
         assert torch.equal(both[0].nan_to_num(7), values.nan_to_num(7))  # it keeps what it has
@@ -364,18 +396,19 @@ def test_a_row_with_what_is_not_finite_says_only_that(bad, bits, dtype):
 def test_a_row_that_tells_of_a_damaged_one_is_not_damaged_itself(bits):
     rows = Rows(10, 90, bits, torch.float32, CPU)
     message = torch.cat([some_rows(rows), rows.status_message(1, 2), some_rows(rows)])
-    assert rows.decode(message).status.tolist() == read_by_numba(rows, message)[0] == [0, 2, 0]
+    assert rows.decode(message).status.tolist() == [0, 2, 0]
+    assert all(read(rows, message)[0] == [0, 2, 0] for read in READERS)
 
 
 @pytest.mark.parametrize("more", [-4, 4, 400])
 def test_rows_of_another_size_are_refused(more):
     rows, message = some_message()
     changed = torch.nn.functional.pad(message, (0, more))
-    for read in (rows.decode, lambda changed: read_by_numba(rows, changed)):
+    for read in (Rows.decode, *READERS):
         with pytest.raises(
             ValueError, match=f"must have {rows.nbytes} bytes a row, got {rows.nbytes + more} "
         ):
-            read(changed)
+            read(rows, changed)
 
 
 def some_rows(rows):
@@ -395,4 +428,4 @@ def test_an_empty_region_has_no_place():
     expected = [0 if size >= 5 else 1 + r for r, size in enumerate(plan.regions.sizes.tolist())]
     assert expected[empty]
     assert rows.decode(message, plan.regions.sizes).status.tolist() == expected
-    assert read_by_numba(rows, message, plan.regions.sizes)[0] == expected
+    assert all(read(rows, message, plan.regions.sizes)[0] == expected for read in READERS)

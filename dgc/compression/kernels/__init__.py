@@ -1,7 +1,7 @@
 """The loops of accumulate, select, take, encode and decode over a whole bucket, fused where a compiler is at hand.
 
 Every module here has the same names: ``accumulate``, ``accumulate_and_select``, ``encode``, ``Received``,
-``encode_all``, ``decode_all`` and ``decay``.
+``encode_all``, ``decode_all``, ``decay``; and ``write`` and ``read``, the loops over rows of ``owners_plain``.
 ``plain`` is written in torch operations and runs anywhere; the others agree with it to the bit. So do those of the
 exchange that adds up at owners (``owners_plain``), and those of AdamW's denominator (``denominator_plain``).
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from dgc.compression.denominator import Denominator
 from dgc.compression.regions import Arrived, ReducePlan, Regions, Taken
 from dgc.compression.residual import Gradient, Residual
-from dgc.compression.wire import Layout, Rows
+from dgc.compression.wire import Entries, Layout, Rows
 from dgc.warn import warn
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}  # by device
@@ -59,6 +59,10 @@ class Kernel(Protocol):
     def encode_all(self, rows: Rows, values: Tensor) -> Tensor: ...
 
     def decode_all(self, rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def write(self, rows: Rows, row: Tensor, places: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def read(self, rows: Rows, message: Tensor, sizes: Tensor | None = None) -> Entries: ...
 
     def decay(self, parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None: ...
 

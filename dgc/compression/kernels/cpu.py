@@ -32,6 +32,7 @@ from dgc.compression.kernels.numba_tools import (
     prefetch,
     thread_ranges,
 )
+from dgc.compression.kernels.plain import read, write  # noqa: F401  # owners_cpu has its own
 from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS, stride

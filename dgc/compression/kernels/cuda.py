@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -33,10 +34,10 @@ from torch import Tensor
 
 from dgc.compression.device import tensor_of
 from dgc.compression.kernels import plain
-from dgc.compression.kernels.plain import Received, decode_all, encode, encode_all  # noqa: F401  # as they are
+from dgc.compression.kernels.rows_cuda import read, write, write_all
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS
-from dgc.compression.wire import Layout, tables_of
+from dgc.compression.wire import Layout, Rows, tables_of
 from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
@@ -93,21 +94,6 @@ def _greatest(v):
         return tl.full([], 0x7FFFFFFF, tl.int64)
     else:
         return tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2^exponent as float64, from its bits."""
-    biased = tl.minimum(tl.maximum(exponent.to(tl.int64), -1022), 1023) + 1023
-    return (biased << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _divided(x, divisor):
-    """The quotient rounded once. Of float32 plain division is off by a rounding or two, and that of tl.div_rn takes
-    subnormal numbers for 0 where Triton is older; float64 has so many bits that rounding twice comes to the same.
-    """
-    return (x.to(tl.float64) / divisor.to(tl.float64)).to(x.dtype)
 
 
 @triton.jit
@@ -614,6 +600,22 @@ def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
         selection.choose()
         residual.gradient_square, residual.flags = selection.squares.sum(), selection.flags
     return [], selection.index, selection.used
+
+
+encode = partial(plain.encode, write=write)
+encode_all = write_all
+
+
+def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`plain.decode_all`."""
+    entries = read(rows, message)
+    return entries.status, entries.values
+
+
+class Received(plain.Received):
+    """As :class:`plain.Received`."""
+
+    read = staticmethod(read)
 
 
 def decay(parameter: Tensor, buffer: Tensor, m: float, decay: float, lr: float, nesterov: bool) -> None:

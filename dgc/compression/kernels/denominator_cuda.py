@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dgc.compression.denominator import PARTS, Denominator
 from dgc.compression.kernels import denominator_plain
-from dgc.compression.kernels.cuda import TILE, _divided
+from dgc.compression.kernels.cuda import TILE
+from dgc.compression.kernels.rows_cuda import _divided
 
 SIXTY_FOURTHS = tl.constexpr(PARTS)
 

@@ -23,9 +23,13 @@ def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
     """As :func:`dgc.compression.kernels.plain.accumulate_and_select`; in the own region only what this step
     adds to v counts. What was there are sums, which are large, as others' entries are in them, and need no slots.
     """
-    kernel = kernels.current(residual.v.device.type, residual.v.dtype)
     with plan.regions.zeroed_region(residual.v, plan.own):
-        return kernel.accumulate_and_select(residual, gradients, scale, plan.layout, step)
+        return _kernel(residual).accumulate_and_select(residual, gradients, scale, plan.layout, step)
+
+
+def _kernel(residual: Residual) -> kernels.Kernel:
+    """The loops over a bucket to call now."""
+    return kernels.current(residual.v.device.type, residual.v.dtype)
 
 
 def send(residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
@@ -60,7 +64,7 @@ def _written(residual: Residual, plan: ReducePlan, row: Tensor, index: Tensor, p
     n = plan.regions.owners
     wanted = torch.count_nonzero(row < n)
     row = _fitting(row, residual.v[index], plan, params)
-    rows, sent = plan.to_owners.encode(row, plan.regions.index_in_region(index), residual.v[index], n)
+    rows, sent = _kernel(residual).write(plan.to_owners, row, plan.regions.index_in_region(index), residual.v[index], n)
     residual.take(index, sent, masking)
     return rows, Taken(index, sent), wanted - torch.count_nonzero(sent)
 
@@ -87,7 +91,7 @@ def _fitting(row: Tensor, values: Tensor, plan: ReducePlan, params: Tensor) -> T
 
 def add(residual: Residual, plan: ReducePlan, rows: Tensor) -> Arrived:
     """Adds to v what rows, uint8 (R, nbytes), say of the own region; nothing if one of them tells of an error."""
-    status, places, values = plan.to_owners.decode(rows, plan.size)
+    status, places, values = _kernel(residual).read(plan.to_owners, rows, plan.size)
     index = plan.regions.index(plan.own, places).clamp_(max=residual.numel - 1)  # of an empty region
     values, before = torch.where(worst(status) == 0, values, 0), residual.v[index.view(-1)]
     for of_row, there in zip(values, index, strict=True):
@@ -110,7 +114,8 @@ def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReduceP
     worst_status = worst(arrived.status)
     index = plan.regions.index(plan.own, _largest(_scores(residual, gradients, plan), plan.to_all.slots, step))
     row = torch.where((worst_status != 0) | (residual.v[index] == 0), 1, 0)
-    message, sent = plan.to_all.encode(row, plan.regions.index_in_region(index), residual.v[index], 1)
+    places = plan.regions.index_in_region(index)
+    message, sent = _kernel(residual).write(plan.to_all, row, places, residual.v[index], 1)
     residual.take(index, sent, masking)
     residual.held_entries = _held(arrived.added, Taken(index, sent))
     return torch.where(worst_status == 0, message, plan.to_all.status_message(1, worst_status)), Taken(index, sent)

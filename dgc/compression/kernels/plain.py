@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from dgc.compression import select as selection
 from dgc.compression.regions import Regions, Taken
 from dgc.compression.residual import Gradient, Residual
-from dgc.compression.wire import NONFINITE, Layout, Rows
+from dgc.compression.wire import NONFINITE, Entries, Layout, Rows
 from dgc.trace import stage
+
+write, read = Rows.encode, Rows.decode
 
 
 def accumulate(residual: Residual, gradients: Mapping[str, Gradient],
@@ -57,20 +60,21 @@ def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
 
 
 def encode(residual: Residual, layout: Layout, index: Tensor, used: Tensor, refused: Tensor,
-           masking: bool) -> tuple[Tensor, Taken]:
+           masking: bool, write: Callable[..., tuple[Tensor, Tensor]] = write) -> tuple[Tensor, Taken]:
     """Takes the chosen entries out of the bucket and writes them down.
 
     Args:
         index, used: as :func:`accumulate_and_select` returned them.
         refused: bool (), whether a gradient is not finite: nothing is sent but this fact.
         masking: also set u to zero where something was sent (momentum factor masking).
+        write: the loop that writes rows.
 
     Returns:
         The message, uint8 (1, nbytes), and what was taken.
     """
     valid = layout.uses(used) & ~refused
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
-    message, sent = layout.rows.encode(torch.where(valid, 0, 1), index, residual.v[index], 1)
+    message, sent = write(layout.rows, torch.where(valid, 0, 1), index, residual.v[index], 1)
     residual.take(index, sent, masking)
     return torch.where(refused, layout.rows.status_message(1, NONFINITE), message), Taken(index, sent)
 
@@ -82,7 +86,7 @@ def encode_all(rows: Rows, values: Tensor) -> Tensor:
 
 def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
     """The status of rows of all entries, int64 (R,), and their values, (R, n)."""
-    entries = rows.decode(message)
+    entries = read(rows, message)
     return entries.status, entries.values
 
 
@@ -100,12 +104,14 @@ class Received:
         status: int64 (R,), of the rows (:mod:`dgc.compression.wire`).
     """
 
+    read: ClassVar[Callable[..., Entries]] = staticmethod(read)
+
     def __init__(self, layout: Layout, rows: Rows, messages: Tensor, divisor: float, regions: Regions | None = None):
         self.layout, self._divisor = layout, divisor
         if regions is None:
-            self.status, self._index, self._values = rows.decode(messages)
+            self.status, self._index, self._values = self.read(rows, messages)
         else:
-            self.status, places, self._values = rows.decode(messages, regions.sizes)
+            self.status, places, self._values = self.read(rows, messages, regions.sizes)
             owners = torch.arange(len(messages), device=messages.device)[:, None]
             # Slots that are not used are at a region's first place, which an empty one does not have.
             self._index = regions.index(owners, places).clamp_(max=layout.numel - 1)
