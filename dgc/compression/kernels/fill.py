@@ -154,7 +154,6 @@ def _run_owners(residual: Residual, gradients: dict[str, Gradient], plan: Reduce
     rows, _ = owners_cpu.send(residual, plan, index, used, torch.tensor(False, device="cpu"), True)
     arrived = owners_cpu.add(residual, plan, rows[1:2].expand(3, -1))
     message, _ = owners_cpu.pass_on(residual, gradients, plan, arrived, 0, True)
-    owners_cpu._among_all(owners_cpu._table(plan), residual.v.numpy(), residual.v.numpy()[:1])
     cpu.Received(plan.layout, plan.to_all, message.expand(3, -1), 3.0, plan.regions).write([parameter])
 
 

@@ -18,14 +18,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from dgc.compression.kernels import cpu, rows_cpu
+from dgc.compression.kernels import cpu, owners_plain, rows_cpu
 from dgc.compression.kernels.cpu import (
     LANES,
     PANEL,
     _everywhere,
     _keep,
     _kth,
-    _largest,
     index_of,
     owner_of,
 )
@@ -52,78 +51,27 @@ _jit = jit(nogil=True, error_model="numpy", boundscheck=False)
 # -- to owners ---------------------------------------------------------------------------------------------------------
 
 @_jit
-def _deal(starts, index, used, n, own, slots, v, tiny, places, begins):
+def _deal(starts, index, used, n, own, slots, places, begins):
     """Sorts the chosen entries outside the own region by their owners, in ascending order for each: those of owner r
-    are ``places[begins[r]:begins[r + 1]]``. Of more than ``slots`` the smallest are left out.
-
-    Returns how many there were.
+    are ``places[begins[r]:begins[r + 1]]``. Returns whether no owner has more than ``slots``.
     """
-    chosen, of, rows = np.empty(len(index), np.int64), np.empty(len(index), np.int64), np.empty(len(index), np.int64)
-    total = 0
+    chosen, rows, total = np.empty(len(index), np.int64), np.empty(len(index), np.int64), 0
     begins[:] = 0
     for p in range(len(starts)):
         for j in range(starts[p], starts[p] + used[p]):
             row = owner_of(index[j], n)
             if row != own:
-                chosen[total], of[total], rows[total] = index[j], p, row
+                chosen[total], rows[total] = index[j], row
                 begins[row + 1] += 1
                 total += 1
-    most = begins.max()
+    fits = begins.max() <= slots
     for r in range(n):
         begins[r + 1] += begins[r]
-    keys = _keys(chosen[:total], of, rows, len(starts), v, tiny) if most > slots else np.empty(0, np.float64)
-    sorted_keys = np.empty(len(keys), np.float64)
-    places_of = begins[:n].copy()
+    at = begins[:n].copy()
     for e in range(total):
-        at = places_of[rows[e]]
-        places[at] = chosen[e]
-        if most > slots:
-            sorted_keys[at] = keys[e]
-        places_of[rows[e]] += 1
-    if most > slots:
-        _fit(n, slots, sorted_keys, places, begins)
-    return total
-
-
-@_jit
-def _keys(chosen, of, rows, count, v, tiny):
-    """The keys that order the entries of a row: the larger |v| is beside its parameter's mean, the larger the key."""
-    one = v.dtype.type(1)
-    totals, numbers = np.zeros(count, np.float64), np.zeros(count, np.int64)
-    means, keys = np.empty(count, v.dtype), np.empty(len(chosen), np.float64)
-    for e in range(len(chosen)):
-        size = abs(v[chosen[e]])
-        totals[of[e]] += np.float64(size)
-        numbers[of[e]] += size > 0
-    for p in range(count):
-        mean = v.dtype.type(totals[p] / max(numbers[p], 1))
-        means[p] = tiny if mean < tiny else mean
-    for e in range(len(chosen)):
-        smallness = one / (one + abs(v[chosen[e]]) / means[of[e]])
-        if not smallness >= 0:  # infinity among infinities is large
-            smallness = v.dtype.type(0)
-        keys[e] = -(np.float64(rows[e]) + 0.5 * np.float64(smallness))
-    return keys
-
-
-@_jit
-def _fit(n, slots, keys, places, begins):
-    """Closes the gaps that are left where rows lose what they have no slots for."""
-    kept, at = np.empty(slots, np.int64), 0
-    for r in range(n):
-        first, count = begins[r], begins[r + 1] - begins[r]
-        begins[r] = at
-        if count > slots:
-            some = keys[first:first + count]
-            _keep(np.arange(first, first + count), some, _kth(some.copy(), slots), slots, kept, 0)
-            count = slots
-            for j in range(slots):
-                places[at + j] = places[kept[j]]
-        else:
-            for j in range(count):
-                places[at + j] = places[first + j]
-        at += count
-    begins[n] = at
+        places[at[rows[e]]] = chosen[e]
+        at[rows[e]] += 1
+    return fits
 
 
 # -- what rows say -----------------------------------------------------------------------------------------------------
@@ -290,15 +238,6 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
 
 
 @_jit
-def _score(firsts, ends, of, blocks, v, means, scores):
-    """All scores of the own region; infinity where one is not a number, which is to be passed on, and told."""
-    for q in range(len(of)):
-        for e in range(firsts[q], ends[q]):
-            score = abs(v[blocks[e // LINE] * LINE + e % LINE]) / means[of[q]]
-            scores[e] = score if score <= np.inf else np.inf
-
-
-@_jit
 def _held(places, values, gone, sent):
     """How many of the entries that came, ascending in each row, were not passed on: those of ``gone``, ascending, that
     were sent.
@@ -345,15 +284,15 @@ def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
 def send(residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refused: Tensor, masking: bool) -> tuple[
         Tensor, Taken]:
     """As :func:`owners_plain.send`."""
-    n, starts, v = plan.regions.owners, cpu._table(plan.layout).starts, residual.v.numpy()
+    n, starts = plan.regions.owners, cpu._table(plan.layout).starts
     if refused:
         residual.count(torch.tensor(0, device="cpu"))
         return plan.to_owners.status_message(n, NONFINITE), _nothing(residual)
     places, begins = np.empty(len(index), np.int64), np.empty(n + 1, np.int64)
-    wanted = _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, v,
-                   np.finfo(v.dtype).tiny, places, begins)
+    if not _deal(starts, index.numpy(), used.numpy(), n, plan.own, plan.to_owners.slots, places, begins):
+        return owners_plain.send(residual, plan, index, used, refused, masking)  # which chooses what a row has room for
     rows, taken, entries = _written(residual, plan, plan.to_owners, begins, places, masking)
-    residual.overflow_entries = torch.tensor(wanted - entries, device="cpu")
+    residual.overflow_entries = torch.tensor(int(begins[-1]) - entries, device="cpu")
     return rows, taken
 
 
@@ -414,19 +353,10 @@ def _largest_sums(residual: Residual, gradients: Mapping[str, Gradient], plan: R
         first, last, table.firsts, table.ends, table.of, table.blocks, largest, v, least, threshold, means,
         found[at], scores[at]), [(w, *at) for w, at in enumerate(ranges)], threads)
     if not fine or sum(reach for _, reach in counts) < k or any(count > found.shape[1] for count, _ in counts):
-        return _among_all(table, v, means)
+        return owners_plain.largest_sums(residual, gradients, plan, step).numpy()  # the sample misled
     candidates = np.concatenate([found[w, :count] for w, (count, _) in enumerate(counts)])
     magnitudes = np.concatenate([scores[w, :count] for w, (count, _) in enumerate(counts)])
     index = np.empty(k, np.int64)
     if k:
         _keep(candidates, magnitudes, _kth(magnitudes.copy(), k), k, index, 0)
     return index
-
-
-def _among_all(table: _Tables, v: Any, means: Any) -> Any:
-    """Chooses the entries to keep without the help of a sample."""
-    scores, index = np.empty(table.length, v.dtype), np.empty(table.kept, np.int64)
-    _score(table.firsts, table.ends, table.of, table.blocks, v, means, scores)
-    bits, shift = scores.view(np.uint32 if v.itemsize == 4 else np.uint64), 19 if v.itemsize == 4 else 51
-    local = index[:_largest(0, len(scores), table.kept, scores, bits, shift, index, 0)] if table.kept else index
-    return table.blocks[local // LINE] * LINE + local % LINE

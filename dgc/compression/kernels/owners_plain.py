@@ -112,13 +112,19 @@ def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReduceP
         The message, uint8 (1, nbytes), and what was taken.
     """
     worst_status = worst(arrived.status)
-    index = plan.regions.index(plan.own, _largest(_scores(residual, gradients, plan), plan.to_all.slots, step))
+    index = largest_sums(residual, gradients, plan, step)
     row = torch.where((worst_status != 0) | (residual.v[index] == 0), 1, 0)
     places = plan.regions.index_in_region(index)
     message, sent = _kernel(residual).write(plan.to_all, row, places, residual.v[index], 1)
     residual.take(index, sent, masking)
     residual.held_entries = _held(arrived.added, Taken(index, sent))
     return torch.where(worst_status == 0, message, plan.to_all.status_message(1, worst_status)), Taken(index, sent)
+
+
+def largest_sums(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, step: int) -> Tensor:
+    """int64, ascending: where in the bucket the own region's largest sums are, beside their parameter's mean there."""
+    scores = _scores(residual, gradients, plan)
+    return plan.regions.index(plan.own, _largest(scores, plan.to_all.slots, step))
 
 
 def _held(added: Taken, passed_on: Taken) -> Tensor:
