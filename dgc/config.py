@@ -81,8 +81,9 @@ class Config:
             gradients. Then all ranks exchange how far their parameters have come, compressed as
             gradients are, and go on from the same parameters (docs/guides/local-steps.md).
             ``sparsity=0.0`` then sends all entries, in ``value_bits``. A function may give H: its
-            argument is the step (int, from 0) that a round begins with. None: ranks exchange
-            gradients in every step.
+            argument is the step (int, from 0) that a round begins with. With ``hierarchical`` the
+            ranks of a machine average their gradients in each step, and machines exchange. None:
+            ranks exchange gradients in every step.
 
     Raises:
         TypeError, ValueError: an argument is not as said above; the message names it and its value.
@@ -151,7 +152,6 @@ class Config:
             ("momentum_correction", True, "ranks exchange no momentum"),
             ("factor_masking", True, "ranks exchange no momentum"),
             ("clip_norm", None, "clip gradients between backward() and step(), as on one GPU"),
-            ("hierarchical", False, "each rank takes steps of its own"),
         ):
             if getattr(self, name) != only:
                 raise ValueError(

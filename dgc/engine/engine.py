@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from dgc.collective import World
 from dgc.engine.agreement import Agreement
 from dgc.engine.backward import (
     add_hook,
@@ -220,6 +221,11 @@ class Engine:
             self.source.watch(parameters, self)
         if self.settings.role is not Role.SINGLE_PROCESS:
             self._applier.fill_state()
+
+    def group_by_machine(self) -> World:
+        """Groups the ranks by machine, on all ranks, before the first step. Returns the ranks."""
+        self._gradients.group()
+        return self._gradients.world
 
     def compare_again(self) -> None:
         """Compares the ranks again at the next step."""

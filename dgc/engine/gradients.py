@@ -17,6 +17,7 @@ from dgc.engine.step import Inverse, Step
 from dgc.paths.averaged import DenseUpdate, Update
 from dgc.paths.finite import who_is_not_finite
 from dgc.paths.nodes import average_in_node
+from dgc.transport import Transport
 from dgc.warn import warn
 
 
@@ -43,6 +44,7 @@ class Gradients:
         self._node_size = 1  # ranks whose gradients are averaged before they are compressed
         self._single_node = False  # hierarchical was asked for, and all ranks are on one machine
         self.residuals_may_differ = False  # within a node
+        self._grouped: Transport | None = None  # which has grouped the ranks
 
     @property
     def world(self) -> World:
@@ -124,6 +126,9 @@ class Gradients:
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
         """
+        if self._grouped is self._settings.transport:
+            return
+        self._grouped = self._settings.transport
         world, automatic = self._settings.world, self._settings.config.hierarchical == "auto"
         self._node_size, self._single_node = 1, False
         if automatic and shard(self._parameters.first) is not None:

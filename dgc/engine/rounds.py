@@ -80,7 +80,11 @@ class Rounds:
         has_gradient: a backward pass has run since the last step was counted.
         count: steps since the last round.
         skipped: steps that this rank has left out.
+        machine: with ``hierarchical``, averages the gradients of the machine's ranks, and takes the
+            steps; None where DistributedDataParallel does the former, and with each rank on its own.
     """
+
+    machine: Engine | None = None
 
     def __init__(self, optimizer: Any, names: dict[Tensor, str], settings: Settings):
         self._optimizer, self._settings = ref(optimizer), settings
@@ -116,7 +120,9 @@ class Rounds:
         step = unhooked(optimizer._inner.step)
         if self._settings.exchanges:
             self.begin()
-        if closure is None:
+        if self.machine is not None:
+            loss = self.machine.take_step(closure)
+        elif closure is None:
             loss = step(optimizer) if self._finite() else None
         elif self._settings.config.nonfinite == "skip":
             with torch.enable_grad():

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.collective import Collective
@@ -84,8 +85,10 @@ def register_comm_hook(
     _check_shared(ddp_model, optimizer, known)
     names, group = list(ddp_model.module.named_parameters()), ddp_model.process_group
     if config.local_steps is not None:  # an optimizer that is known has none: that is refused above
-        ddp_model.register_comm_hook(ref(ddp_model), keep)
+        state = OwnGradients(ref(ddp_model))
+        ddp_model.register_comm_hook(state, keep)
         _change(optimizer, names, config, group, None, None)
+        state.machine = _machine_of(optimizer)
         return
     buckets = _registered.get(ddp_model)
     if buckets is None:
@@ -99,14 +102,34 @@ def register_comm_hook(
     buckets.take(optimizer)
 
 
+@dataclass
+class OwnGradients:
+    """The state of the hook of local steps."""
+
+    model: ref[DistributedDataParallel]
+    machine: Any = None  # the group of this rank's machine, with hierarchical
+
+
+def _machine_of(optimizer: Any) -> Any:
+    """The group of this rank's machine, if its ranks take steps together."""
+    engine = engine_of(optimizer)
+    transport: Any = engine.settings.transport
+    hierarchical = engine.settings.config.hierarchical and engine.settings.exchanges
+    if not hierarchical or engine.group_by_machine().node_size == 1:
+        return None
+    return transport.machine
+
+
 @uncompiled
 def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations other than its own
-    """The hook of local steps: each rank keeps its own gradients."""
-    if state()._join_config.enable:
+    """The hook of local steps: each rank keeps its own gradients, or its machine's mean."""
+    if state.model()._join_config.enable:
         raise ValueError(
             "join() must not be used with local_steps, got a backward pass within it (give all ranks the "
             "same number of batches)"
         )
+    if state.machine is not None:
+        return allreduce_hook(state.machine, bucket)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -91,12 +91,8 @@ class Distributed(torch.optim.Optimizer):
         """Within it ``step()`` does not synchronize: for scripts that have called ``synchronize()``
         themselves.
         """
-        engine = engine_of(self)
-        engine.synchronizes = False
-        try:
+        with skipping_synchronize(engine_of(self)):
             yield
-        finally:
-            engine.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets how many backward passes add up to one step. If a gradient of this step is complete,
@@ -104,10 +100,7 @@ class Distributed(torch.optim.Optimizer):
         """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
-        engine = engine_of(self)
-        engine.settings.backward_passes_per_step = passes
-        if 0 not in engine.step.delays.values():  # else its bucket would be complete a second time
-            engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
+        set_passes(engine_of(self), passes)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # as torch's
         """Waits for the exchange and applies the update. A closure is evaluated before the
@@ -124,13 +117,7 @@ class Distributed(torch.optim.Optimizer):
         waits for step() is dropped.
         """
         engine = engine_of(self)
-        if engine.step.phase is Phase.COLLECTING:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
-                "or optimizer.synchronize(). This is prohibited as it can cause a race condition."
-            )
-        if engine.step.exchanged:
-            engine.drop_update()
+        refuse_or_drop(engine)
         self._inner.zero_grad(engine.optimizer, *args, **kwargs)
 
     # -- DGC's -----------------------------------------------------------------------------------------------------
@@ -282,3 +269,33 @@ class Distributed(torch.optim.Optimizer):
             "a copy of a DistributedOptimizer must be a copy.deepcopy, together with the model, got "
             "copy.copy, which would exchange the same gradients twice"
         )
+
+
+@contextmanager
+def skipping_synchronize(engine: Engine) -> Iterator[None]:
+    """Within it ``step()`` does not synchronize."""
+    engine.synchronizes = False
+    try:
+        yield
+    finally:
+        engine.synchronizes = True
+
+
+def set_passes(engine: Engine, passes: int) -> None:
+    """Sets how many backward passes add up to one step."""
+    engine.settings.backward_passes_per_step = passes
+    if 0 not in engine.step.delays.values():  # else its bucket would be complete a second time
+        engine.step.delays.update(dict.fromkeys(engine.step.delays, passes))
+
+
+def refuse_or_drop(engine: Engine) -> None:
+    """Before gradients are set to zero: refuses it while they are being exchanged, and drops an
+    update that waits for step().
+    """
+    if engine.step.phase is Phase.COLLECTING:
+        raise AssertionError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() "
+            "or optimizer.synchronize(). This is prohibited as it can cause a race condition."
+        )
+    if engine.step.exchanged:
+        engine.drop_update()

@@ -9,20 +9,51 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dgc.engine.engine import engine_of
+from dgc.collective import World
+from dgc.config import Config
+from dgc.engine.engine import Engine, Hooks, engine_of
 from dgc.engine.report import Report
 from dgc.engine.rounds import Rounds
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
-from dgc.frontends.facade import Distributed
+from dgc.frontends.facade import Distributed, refuse_or_drop, set_passes, skipping_synchronize
+from dgc.transport.machine import Machine
 
 
-def connect_rounds(optimizer: Any, names: dict[Tensor, str], settings: Settings) -> None:
-    """Gives an optimizer of a distributed class its rounds, and their engine."""
+def connect_rounds(optimizer: Any, names: dict[Tensor, str], settings: Settings) -> World:
+    """Gives an optimizer of a distributed class its rounds, and their engine. Returns the ranks,
+    which are grouped by machine with ``hierarchical``.
+    """
     optimizer._rounds = Rounds(optimizer, names, settings)
-    optimizer._dgc = optimizer._rounds.engine
+    optimizer._dgc = engine = optimizer._rounds.engine
+    if settings.config.hierarchical and settings.exchanges:
+        return engine.group_by_machine()
+    return settings.world
+
+
+def average_in_machine(
+    optimizer: Any, world: World, passes: int, grad_scaler: torch.amp.GradScaler | None
+) -> None:
+    """Has the gradients of a machine's ranks averaged in each step: the machine takes the steps.
+
+    Args:
+        optimizer: has its rounds.
+        world: the ranks, by machine.
+        passes, grad_scaler: as for :func:`dgc.DistributedOptimizer`.
+    """
+    of_rounds, rounds = engine_of(optimizer).settings, optimizer._rounds
+    settings = Settings(
+        Config(0.0, nonfinite=of_rounds.config.nonfinite),
+        Machine(of_rounds.transport, world),
+        of_rounds.named_parameters,
+        passes,
+        grad_scaler=grad_scaler,
+    )
+    source = Hooks(ends_with_backward=grad_scaler is not None)
+    rounds.machine = Engine(optimizer, dict(rounds.engine.names), settings, source)
 
 
 class Local(Distributed):
@@ -41,20 +72,34 @@ class Local(Distributed):
         an infinity, counts here.
         """
         self._rounds.counted()
+        if self._rounds.machine is not None:
+            refuse_or_drop(self._rounds.machine)
         self._inner.zero_grad(self, *args, **kwargs)
 
     def synchronize(self) -> None:
-        """Does nothing: gradients stay on their rank."""
+        """With ``hierarchical``, averages the gradients of the machine's ranks; else does nothing,
+        as gradients stay on their rank.
+        """
+        if self._rounds.machine is not None:
+            self._rounds.machine.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Changes nothing: gradients stay on their rank."""
-        yield
+        """With ``hierarchical``, ``step()`` does not synchronize within it."""
+        if self._rounds.machine is None:
+            yield
+        else:
+            with skipping_synchronize(self._rounds.machine):
+                yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes nothing: what backward passes add up to is this rank's own gradient."""
+        """As without local steps, with ``hierarchical``; else changes nothing, as what backward
+        passes add up to is this rank's own gradient.
+        """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
+        if self._rounds.machine is not None:
+            set_passes(self._rounds.machine, passes)
 
     def flush(self) -> None:
         """Makes a round now, and sends all of v after it, so that nothing is left on any rank. Call
@@ -79,7 +124,8 @@ class Local(Distributed):
         a round would have sent.
         """
         report = engine_of(self).report()
-        return replace(report, skipped=report.skipped + self._rounds.skipped)
+        of_machine = 0 if self._rounds.machine is None else self._rounds.machine.report().skipped
+        return replace(report, skipped=report.skipped + self._rounds.skipped + of_machine)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """This rank's v, by parameter name, and its part of a round: the steps since the last one,
@@ -126,6 +172,9 @@ class Local(Distributed):
             del self.param_groups[before:]
             raise
         rounds.add(self.param_groups[-1], names)
+        if rounds.machine is not None:
+            rounds.machine.names.update(names)
+            rounds.machine.register_groups(self.param_groups[-1:])
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; it is this rank's own."""
@@ -138,3 +187,6 @@ class Local(Distributed):
         """
         self._inner.load_state_dict(self, state_dict)
         self._rounds.loads_another()
+        if self._rounds.machine is not None:
+            self._rounds.machine.abort_step()
+            self._rounds.machine.resume()

@@ -21,7 +21,7 @@ from dgc.engine.engine import Engine, GradientSource, Hooks, engine_of
 from dgc.engine.settings import Settings
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
-from dgc.frontends.local import Local, connect_rounds
+from dgc.frontends.local import Local, average_in_machine, connect_rounds
 from dgc.transport import ProcessSet, find
 from dgc.warn import warn
 
@@ -150,7 +150,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 (Horovod's name and arguments)
         process_set,
         grad_scaler,
     )
-    return _wrapped(optimizer, names, settings)
+    return _wrapped(optimizer, names, settings, backward_passes_per_step, grad_scaler)
 
 
 def _check_as_horovod(
@@ -164,7 +164,7 @@ def _check_as_horovod(
 
 
 def _wrapped(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], settings: Settings, *given: Any
 ) -> Distributed:
     """A distributed optimizer with the defaults, state, hooks and groups of a plain one."""
     steps = settings.config.local_steps
@@ -179,7 +179,9 @@ def _wrapped(
     optimizer._opt_called = True  # type: ignore[attr-defined]  # it will not be; else that scheduler would warn
     wrapped._patch_step_function()
     if steps is not None:
-        connect_rounds(wrapped, names, settings)
+        world = connect_rounds(wrapped, names, settings)
+        if world.node_size > 1:
+            average_in_machine(wrapped, world, *given)
         return cast(Distributed, wrapped)
     connect(wrapped, names, settings, Hooks(ends_with_backward=settings.grad_scaler is not None))
     return cast(Distributed, wrapped)
@@ -222,21 +224,28 @@ class _Hooked(Distributed):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """See :func:`reduced`."""
-        given = engine_of(self).settings
+        given, of_steps = engine_of(self).settings, _settings_of_steps(self)
         return reduced(
             self,
             _wrap_again,
             {
                 "compression": given.config,
-                "backward_passes_per_step": given.backward_passes_per_step,
+                "backward_passes_per_step": of_steps.backward_passes_per_step,
                 "op": given.op,
                 "gradient_predivide_factor": given.gradient_predivide_factor,
                 "groups": given.groups,
                 "sparse_as_dense": given.sparse_as_dense,
                 "process_set": Shared(given.process_set),
-                "grad_scaler": Shared(given.grad_scaler),
+                "grad_scaler": Shared(of_steps.grad_scaler),
             },
         )
+
+
+def _settings_of_steps(optimizer: Any) -> Settings:
+    """The settings of what takes the steps: a machine's ranks take local steps together."""
+    rounds = vars(optimizer).get("_rounds")
+    of_rounds = rounds is None or rounds.machine is None
+    return engine_of(optimizer).settings if of_rounds else rounds.machine.settings
 
 
 class _LocalHooked(Local):

@@ -74,6 +74,11 @@ class TorchDistributed:
         rank = dist.get_rank(self.process_set)
         return None if rank < 0 else World(rank, dist.get_world_size(self.process_set))
 
+    @property
+    def machine(self) -> Any:
+        """The group of the ranks of this rank's machine, once they are grouped."""
+        return self._groups["intra_node"]
+
     def by_node(self, device: torch.device) -> int:
         """A machine is known by its name, and by the number of torchrun's agent."""
         ranks = _ranks(self.process_set)

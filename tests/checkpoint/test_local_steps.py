@@ -22,10 +22,10 @@ def steps(model, optimizer, first, last):
         optimizer.step()
 
 
-def saved_after(steps_taken, folder, ends=11):
+def saved_after(steps_taken, folder, ends=11, **config):
     """Trains, saves, and goes on; the parameters in the end."""
     model = network()
-    optimizer = made("adamw", model, value_bits=4)
+    optimizer = made("adamw", model, value_bits=4, **config)
     steps(model, optimizer, 0, steps_taken)
     dgc.save_checkpoint(folder, model, optimizer)
     state = flat(model), optimizer.residual_state_dict()
@@ -43,15 +43,18 @@ def loaded(folder, kind="adamw", **config):
     return model, optimizer
 
 
-@pytest.mark.parametrize("steps_taken", [6, 7])
-def test_as_many_ranks_go_on_to_the_bit(steps_taken, tmp_path):
+@pytest.mark.parametrize(("steps_taken", "machines"), [(6, False), (7, False), (7, True)])
+def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, tmp_path):
     def goes_on():
-        model, optimizer = loaded(tmp_path)
+        model, optimizer = loaded(tmp_path, hierarchical=machines)
         steps(model, optimizer, steps_taken, 11)
         return flat(model)
 
-    expected = dgc.lockstep.run(lambda: saved_after(steps_taken, tmp_path), 2)
-    for rank, x in enumerate(dgc.lockstep.run(goes_on, 2)):
+    world = (4, 2) if machines else (2, 1)
+    expected = dgc.lockstep.run(
+        lambda: saved_after(steps_taken, tmp_path, hierarchical=machines), *world
+    )
+    for rank, x in enumerate(dgc.lockstep.run(goes_on, *world)):
         assert torch.equal(x, expected[rank][0])
 
 

@@ -176,15 +176,17 @@ def test_ranks_agree_after_each_round_and_nothing_is_lost(exchange, sparsity, bi
     assert torch.allclose(results[0][1] - rest, came, rtol=0, atol=1e-6)
 
 
-def test_a_round_in_the_middle_of_which_it_is_saved_goes_on_to_the_bit():
+@pytest.mark.parametrize("world", [(2, 1), (4, 2)])
+def test_a_round_in_the_middle_of_which_it_is_saved_goes_on_to_the_bit(world):
     def worker(stops):
         rank, model = find().world.rank, network()
-        optimizer = made("adamw", model, value_bits=4)
+        config = {"value_bits": 4, "hierarchical": world[1] > 1}
+        optimizer = made("adamw", model, **config)
         for step in range(11):
             if stops and step == 7:
                 saved = copy.deepcopy((model.state_dict(), optimizer.residual_state_dict()))
                 model = network()
-                optimizer = made("adamw", model, value_bits=4)
+                optimizer = made("adamw", model, **config)
                 model.load_state_dict(saved[0])
                 optimizer.load_residual_state_dict(saved[1])
             optimizer.zero_grad()
@@ -192,7 +194,8 @@ def test_a_round_in_the_middle_of_which_it_is_saved_goes_on_to_the_bit():
             optimizer.step()
         return flat(model)
 
-    for a, b in zip(*(dgc.lockstep.run(lambda s=s: worker(s), 2) for s in (0, 1)), strict=True):
+    runs = [dgc.lockstep.run(lambda s=s: worker(s), *world) for s in (False, True)]
+    for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
 
 
@@ -335,7 +338,7 @@ def test_drifts_that_are_not_finite_take_the_rank_back_to_the_start_of_the_round
 @pytest.mark.parametrize(
     ("field", "value"),
     [("momentum_correction", False), ("factor_masking", False), ("clip_norm", 1.0),
-     ("hierarchical", True), ("local_steps", 0), ("local_steps", True), ("local_steps", 2.0)],
+     ("local_steps", 0), ("local_steps", True), ("local_steps", 2.0)],
 )  # fmt: skip
 def test_what_has_no_meaning_with_local_steps_is_refused(field, value):
     with pytest.raises(ValueError, match=f"Config: {field} must be .*got {value!r}"):
@@ -373,13 +376,12 @@ def in_processes():
     return exact, few, in_ddp() if torch.distributed.is_initialized() else few
 
 
-def in_ddp():
+def in_ddp(**config):
     rank, model = find().world.rank, network(torch.float32)
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer, seen = KINDS["adamw"](wrapped.parameters()), []
-    dgc.register_comm_hook(
-        wrapped, optimizer, dgc.Config(0.0, local_steps=3, min_numel=16, value_bits=2)
-    )
+    config = {"sparsity": 0.0, "local_steps": 3, "min_numel": 16, "value_bits": 2, **config}
+    dgc.register_comm_hook(wrapped, optimizer, dgc.Config(**config))
     for step in range(9):
         optimizer.zero_grad()
         loss(wrapped, step, rank).backward()
@@ -401,19 +403,23 @@ def test_real_transports_and_ddp_give_the_same_to_the_bit(launcher, size):
         assert all(map(torch.equal, few, expected[rank][1]))
 
 
-def test_a_copy_goes_on_within_the_round_to_the_bit():
+@pytest.mark.parametrize("world", [(2, 1), (4, 2)])
+def test_a_copy_goes_on_within_the_round_to_the_bit(world):
     def worker(copies):
         rank, model = find().world.rank, network()
-        optimizer = made("adamw", model)
+        optimizer = made("adamw", model, hierarchical=world[1] > 1)
+        optimizer.set_backward_passes_per_step(2)
         for step in range(8):
             if copies and step == 4:
                 model, optimizer = copy.deepcopy((model, optimizer))
             optimizer.zero_grad()
             loss(model, step, rank).backward()
+            loss(model, step + 8, rank).backward()
             optimizer.step()
         return flat(model)
 
-    for a, b in zip(*(dgc.lockstep.run(lambda c=c: worker(c), 2) for c in (0, 1)), strict=True):
+    runs = [dgc.lockstep.run(lambda c=c: worker(c), *world) for c in (False, True)]
+    for a, b in zip(*runs, strict=True):
         assert torch.equal(a, b)
 
 
@@ -431,13 +437,14 @@ def test_one_process_takes_plain_steps():
     dgc.lockstep.run(worker, 1)
 
 
-def test_a_param_group_is_added_between_rounds():
+@pytest.mark.parametrize("world", [(2, 1), (4, 2)])
+def test_a_param_group_is_added_between_rounds(world):
     def worker():
         rank, model, more = find().world.rank, network(), nn.Linear(6, 6).to(F64)
         with torch.no_grad():
             more.weight.fill_(0.1)
             more.bias.zero_()
-        optimizer = made("adamw", model)
+        optimizer = made("adamw", model, hierarchical=world[1] > 1)
         for step in range(4):
             optimizer.zero_grad()
             more(model(batch(step, rank))).square().mean().backward()
@@ -449,6 +456,109 @@ def test_a_param_group_is_added_between_rounds():
                 optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
         return torch.cat([flat(model), flat(more)])
 
-    first, second = dgc.lockstep.run(worker, 2)
-    assert torch.equal(first, second)
+    first, *others = dgc.lockstep.run(worker, *world)
+    assert all(torch.equal(first, other) for other in others)
     assert not (first[-36:] == 0.1).any()
+
+
+def on_machines(size, node_size, passes):
+    """Parameters after each step, of ranks that are grouped as machines, or of ranks alone that have a
+    machine's batches.
+    """
+
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = dgc.DistributedOptimizer(
+            KINDS["adamw"](model.parameters()),
+            model.named_parameters(),
+            dgc.Config(0.9, local_steps=3, value_bits=32, hierarchical=node_size > 1),
+            backward_passes_per_step=passes,
+        )
+        seen = []
+        for step in range(7):
+            optimizer.zero_grad()
+            for k in range(passes):
+                machine, mine = rank // node_size, [rank % 2] if node_size > 1 else [0, 1]
+                losses = [loss(model, passes * step + k, 2 * machine + r) for r in mine]
+                (sum(losses) / len(losses)).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            seen.append(flat(model))
+        optimizer.flush()
+        return [*seen, flat(model)]
+
+    return dgc.lockstep.run(worker, size, node_size)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_machine_takes_steps_as_one_rank_with_all_of_its_batches(passes):
+    machines, alone = on_machines(4, 2, passes), on_machines(2, 1, passes)
+    for rank, seen in enumerate(machines):
+        for ours, theirs in zip(seen, alone[rank // 2], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+    assert all(map(torch.equal, machines[0], machines[1]))
+    assert all(map(torch.equal, machines[2], machines[3]))
+    assert not torch.equal(machines[0][3], machines[2][3])  # machines differ between rounds
+    assert torch.equal(machines[0][-1], machines[2][-1])
+
+
+def on_machines_of_two():
+    """A training over a real transport, and the same with DistributedDataParallel."""
+    few = {"sparsity": 0.0, "value_bits": 2, "hierarchical": True}
+    alone = trained("adamw", 9, torch.float32, **few)[0]
+    return alone, in_ddp(hierarchical=True) if torch.distributed.is_initialized() else alone
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("horovod", marks=pytest.mark.long), "torch"])
+def test_real_machines_take_the_same_steps_to_the_bit(launcher):
+    results = ran(launcher, 4, [on_machines_of_two], node_size=2)[on_machines_of_two]
+    expected = dgc.lockstep.run(on_machines_of_two, 4, 2)
+    for (alone, ddp), (theirs, _) in zip(results, expected, strict=True):
+        assert all(map(torch.equal, alone, theirs)) and all(map(torch.equal, ddp, theirs))
+
+
+def scaled(synchronizes, given):
+    """Whether each step was left out, and the parameters in the end, of two machines of two. Rank 0's
+    gradient overflows in steps 1 and 4.
+    """
+
+    def worker():
+        rank, model, counts = find().world.rank, network(torch.float32), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        optimizer = dgc.DistributedOptimizer(
+            KINDS["adamw"](model.parameters()),
+            model.named_parameters(),
+            dgc.Config(0.0, local_steps=3, value_bits=2, hierarchical=True),
+            grad_scaler=scaler if given else None,
+        )
+        for step in range(6):
+            optimizer.zero_grad()
+            value = loss(model, step, rank)
+            if rank == 0 and step in (1, 4):
+                value = value * torch.inf
+            scaler.scale(value).backward()
+            if synchronizes:
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = flat(model)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            counts.append(torch.equal(before, flat(model)))
+            scaler.update()
+        optimizer.zero_grad()
+        optimizer.flush()
+        return counts, flat(model), scaler.get_scale()
+
+    return dgc.lockstep.run(worker, 4, 2)
+
+
+@pytest.mark.parametrize(("synchronizes", "given"), [(True, False), (False, True), (True, True)])
+def test_a_scaler_leaves_a_step_out_on_the_whole_machine(synchronizes, given):
+    results = scaled(synchronizes, given)
+    for rank, (left_out, last, scale) in enumerate(results):
+        assert left_out == [rank < 2 and step in (1, 4) for step in range(6)]
+        assert torch.equal(last, results[0][1]) and last.isfinite().all()
+        assert scale == (2.0 if rank < 2 else 8.0)

@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -120,11 +120,15 @@ def current(kind: str, dtype: torch.dtype) -> Kernel:
     """
     module = module_for(kind, dtype)
     if module.__name__ == "dgc.compression.kernels.cpu" and dtype not in _compiled:
-        from dgc.compression.kernels import fill
-        if not fill.filling(dtype).done():
+        if not _fill().filling(dtype).done():
             return cast(Kernel, import_module("dgc.compression.kernels.plain"))
         _compiled.add(dtype)
     return module
+
+
+def _fill() -> Any:
+    """The module that compiles in a process of its own, which imports those that it compiles."""
+    return import_module("dgc.compression.kernels.fill")
 
 
 def owners(kind: str, dtype: torch.dtype) -> OwnersKernel:
@@ -149,5 +153,4 @@ def compile_ahead(*dtypes: torch.dtype) -> None:
         current("cpu", dtype)  # all begin before one is waited for
     for dtype in dtypes:
         if module_for("cpu", dtype).__name__ == "dgc.compression.kernels.cpu":
-            from dgc.compression.kernels import fill
-            fill.filling(dtype).wait()
+            _fill().filling(dtype).wait()
