@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from dgc.integrations.lightning import DGCStrategy  # noqa: E402
 
 SPARSE = dgc.Config(sparsity=0.9, min_numel=64)
+LOCAL = dgc.Config(sparsity=0.0, value_bits=4, local_steps=3, min_numel=64)
 EPOCHS, BATCH, STEPS = 3, 8, 4  # batches of each rank in an epoch
 
 
@@ -136,7 +137,7 @@ def dense():
     return results
 
 
-def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
+def script(precision=False, accumulate=1, config=SPARSE, scaler=None, clip=None):
     """The same training without Lightning."""
     model = network()
     model[2].p = 0.0
@@ -160,11 +161,13 @@ def script(precision=False, accumulate=1, config=SPARSE, scaler=None):
                 scaler.step(optimizer)
                 scaler.update()
             elif sync:
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
             if sync:
                 optimizer.zero_grad()
         scheduler.step()
-    assert optimizer.report().steps == total
+    assert optimizer.report().steps == total // (config.local_steps or 1)
     return parameters(model)
 
 
@@ -186,10 +189,12 @@ def like_a_script():
             {"plugins": [MixedPrecision("16-mixed", "cpu", scaler())]},
             {"precision": True, "scaler": scaler()},
         ),
+        "local steps": ({"gradient_clip_val": 0.2}, {"config": LOCAL, "clip": 0.2}),
     }
     results = {}
     for name, (ours, theirs) in plain.items():
-        module, trainer = fit(compressed(), Module(dropout=False), **ours)
+        config = LOCAL if name == "local steps" else SPARSE
+        module, trainer = fit(compressed(config), Module(dropout=False), **ours)
         assert trainer.gradient_clip_val == ours.get("gradient_clip_val")
         results[name] = parameters(module), script(**theirs)
     return results
@@ -212,12 +217,17 @@ def resumed():
         "plain": {},
         "clipped": {"gradient_clip_val": 0.2},
         "accumulated": {"accumulate_grad_batches": 2},
+        "local steps": {},
     }.items():
+        config = LOCAL if name == "local steps" else SPARSE
         whole = fit(
-            compressed(), enable_checkpointing=True, callbacks=[keep(name + "-whole")], **arguments
+            compressed(config),
+            enable_checkpointing=True,
+            callbacks=[keep(name + "-whole")],
+            **arguments,
         )[0]
         fit(
-            compressed(),
+            compressed(config),
             epochs=1,
             enable_checkpointing=True,
             callbacks=[keep(name, save_last="link")],
@@ -225,7 +235,7 @@ def resumed():
         )
         torch.distributed.barrier()
         again, trainer = fit(
-            compressed(),
+            compressed(config),
             path=folder() / name / "last.ckpt",
             enable_checkpointing=True,
             callbacks=[keep(name + "-again")],
@@ -339,7 +349,7 @@ def test_at_sparsity_0_it_is_lightnings_ddp():
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "fp16"])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "fp16", "local steps"])
 def test_it_is_a_script_with_the_hook_to_the_bit(name):
     first, second = of(like_a_script)
     assert torch.equal(*first[name]) and torch.equal(first[name][0], second[name][0])
@@ -347,7 +357,7 @@ def test_it_is_a_script_with_the_hook_to_the_bit(name):
         assert not torch.equal(first[name][0], first["plain"][0])
 
 
-@pytest.mark.parametrize("name", ["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("name", ["plain", "clipped", "accumulated", "local steps"])
 def test_resumed_it_goes_on_to_the_bit(name):
     for rank in of(resumed):
         whole, again, residual_norm = rank[name]

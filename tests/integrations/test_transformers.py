@@ -23,6 +23,7 @@ transformers = pytest.importorskip(
 from dgc.integrations.transformers import Trainer  # noqa: E402
 
 SPARSE = dgc.Config(sparsity=0.9, min_numel=64)
+LOCAL = dgc.Config(sparsity=0.0, value_bits=4, local_steps=3, min_numel=64)
 EPOCHS, BATCH, STEPS = 2, 4, 6  # batches of each rank in an epoch
 
 
@@ -138,7 +139,7 @@ def dense():
     }
 
 
-def script(accumulate=1, precision=False, config=SPARSE):
+def script(accumulate=1, precision=False, config=SPARSE, clip=None):
     """The same training without a trainer. A Trainer draws the order of its data from a generator of its own."""
     model, rank = DistributedDataParallel(Regression()), torch.distributed.get_rank()
     optimizer = sgd(model.parameters())
@@ -152,6 +153,8 @@ def script(accumulate=1, precision=False, config=SPARSE):
                     loss = model(**batch)["loss"].float()
                 (loss / accumulate).backward()
             if sync:
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
                 optimizer.zero_grad()
     return flat(model)
@@ -164,6 +167,10 @@ def like_a_script():
         "accumulated": ({"gradient_accumulation_steps": 3}, {"accumulate": 3}),
         "bf16": ({"bf16": True}, {"precision": True}),
         "clipped": ({"max_grad_norm": 0.2}, {"config": clipped}),
+        "local steps": (
+            {"max_grad_norm": 0.2, "compression": LOCAL},
+            {"config": LOCAL, "clip": 0.2},
+        ),
     }
     same = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
     return {
@@ -183,6 +190,7 @@ def resumed():
         "clipped": {"max_grad_norm": 0.5},
         "accumulated": {"gradient_accumulation_steps": 3},
         "AdamW": {"own_optimizer": False, "adam_beta2": 0.5},
+        "local steps": {"own_optimizer": False, "compression": LOCAL},
     }.items():
         saving = {"save_strategy": "steps", "save_steps": 2, **arguments}
         whole = train(Trainer, language_model(0.1), text(), name=name, **saving)
@@ -274,13 +282,13 @@ def test_at_sparsity_0_it_is_the_stock_trainer():
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), (ours - theirs).abs().max()
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped"])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "clipped", "local steps"])
 def test_it_is_a_script_with_the_hook_to_the_bit(name):
     first, second = of(like_a_script)
     assert torch.equal(*first[name]) and torch.equal(first[name][0], second[name][0])
 
 
-@pytest.mark.parametrize("name", ["plain", "clipped", "accumulated", "AdamW"])
+@pytest.mark.parametrize("name", ["plain", "clipped", "accumulated", "AdamW", "local steps"])
 def test_resumed_it_goes_on_to_the_bit(name):
     for rank in of(resumed):
         whole, again, residual_norm = rank[name]
