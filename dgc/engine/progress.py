@@ -231,7 +231,8 @@ class Progress:
 
     def cancel_first_step(self) -> None:
         """Other residuals are loaded: forgets a first compressed step that was opened and not
-        taken.
+        taken. With local steps every round is a compressed one.
         """
-        if self._settings.exchanges and self._group[BEGAN] == self._group[STEP]:
+        every = self._settings.config.local_steps is not None
+        if self._settings.exchanges and not every and self._group[BEGAN] == self._group[STEP]:
             self._group[BEGAN] = -1

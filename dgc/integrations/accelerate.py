@@ -89,12 +89,25 @@ def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
             dgc.checkpoint.save_checkpoint(part(models, folder), model.module, optimizer)
 
-    def load(models: list[Any], folder: str) -> None:
+    found: list[Path] = []
+
+    def find(models: list[Any], folder: str) -> None:
         if model.module in models:  # else the accelerator has been told to forget it
-            load_if_there(accelerator, part(models, folder), model.module, optimizer)
+            found.append(part(models, folder))
+
+    stock = accelerator.load_state
+
+    def load_state(*args: Any, **kwargs: Any) -> None:
+        found.clear()
+        stock(*args, **kwargs)
+        for (
+            folder
+        ) in found:  # after rank 0's parameters and state: with local steps each rank has its own
+            load_if_there(accelerator, folder, model.module, optimizer)
 
     accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    accelerator.register_load_state_pre_hook(find)
+    accelerator.load_state = load_state
 
 
 def load_if_there(accelerator: Any, part: Path, model: Any, optimizer: Any) -> None:

@@ -43,17 +43,20 @@ def loaded(folder, kind="adamw", **config):
     return model, optimizer
 
 
-@pytest.mark.parametrize(("steps_taken", "machines"), [(6, False), (7, False), (7, True)])
-def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, tmp_path):
+@pytest.mark.parametrize(
+    ("steps_taken", "machines", "sparsity"),
+    [(6, False, 0.9), (7, False, 0.9), (7, False, 0.0), (7, True, 0.9)],
+)
+def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, sparsity, tmp_path):
+    config = {"hierarchical": machines, "sparsity": sparsity}
+
     def goes_on():
-        model, optimizer = loaded(tmp_path, hierarchical=machines)
+        model, optimizer = loaded(tmp_path, **config)
         steps(model, optimizer, steps_taken, 11)
         return flat(model)
 
     world = (4, 2) if machines else (2, 1)
-    expected = dgc.lockstep.run(
-        lambda: saved_after(steps_taken, tmp_path, hierarchical=machines), *world
-    )
+    expected = dgc.lockstep.run(lambda: saved_after(steps_taken, tmp_path, **config), *world)
     for rank, x in enumerate(dgc.lockstep.run(goes_on, *world)):
         assert torch.equal(x, expected[rank][0])
 
