@@ -181,9 +181,10 @@ def warmup(  # noqa: PLR0913
     if not isinstance(epochs, Real) or not 0 <= epochs < math.inf:
         raise ValueError(f"warmup: epochs must be a number >= 0, got {epochs!r}")
     if not isinstance(steps_per_epoch, Integral) or steps_per_epoch < 1:
+        number = "N" if steps_per_epoch is not None or epochs == 4 else f"{epochs:g}"
         raise ValueError(
             "warmup: steps, or steps_per_epoch, must be an integer >= 1, got "
-            f"{steps_per_epoch!r} (warmup(steps=N) is for a training of N steps)"
+            f"{steps_per_epoch!r} (of a training of {number} steps: warmup(steps={number}))"
         )
     if stages is not None and (per_step or not isinstance(stages, Integral) or stages < 1):
         raise ValueError(

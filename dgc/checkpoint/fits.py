@@ -168,7 +168,10 @@ def _of_wrapper(given: Collection[str], expected: Collection[str]) -> str:
         if {prefix + name for name in given} == set(expected):
             return f" (the checkpoint is of the module in the wrapper: give {where})"
         if {prefix + name for name in expected} == set(given):
-            return f" (the checkpoint is of a wrapper, whose names begin with {prefix}: give the wrapped model)"
+            return (
+                f" (the checkpoint is of a wrapper, whose names begin with {prefix}: give such a wrapper "
+                f"to load it, and save {where} from now on)"
+            )
     return ""
 
 

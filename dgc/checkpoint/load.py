@@ -28,6 +28,7 @@ from dgc.checkpoint.random_states import set_random_states
 from dgc.checkpoint.ranks import Ranks, ranks_of
 from dgc.checkpoint.reshard import accumulate, fold, mean_round, weights
 from dgc.engine.engine import Engine
+from dgc.warn import warn
 
 
 def load_checkpoint(
@@ -201,6 +202,12 @@ class _Loading:
         if not self._keeps and self._rounds:  # a drift is added to the parameters as it is
             self._updates = {names[k]: -v.double() for k, v in self._residuals["v"].items()}
         elif not self._keeps:
+            if self._engine is None and self._ranks.world.size > 1:
+                warn(
+                    "load_checkpoint() was given an optimizer without dgc, so the residuals of the checkpoint are "
+                    "applied to the parameters now (to go on with dgc, call dgc.register_comm_hook(), or make the "
+                    "DistributedOptimizer, before load_checkpoint())"
+                )
             with self._blamed("common"):
                 self._updates = fold(
                     self._optimizer, self._model, common["optimizer"], self._residuals

@@ -121,8 +121,9 @@ def fold(optimizer: Any, model: nn.Module, state: Tree, total: Tree) -> dict[Ten
     if pending and not is_sgd(_wrapped(optimizer)):
         raise ValueError(
             f"pending gradients must have an optimizer that keeps residuals, got "
-            f"{type(optimizer).__name__}, which keeps none here (load with two or more processes, with "
-            "one and HOROVOD_ELASTIC=1, or with torch.optim.SGD)"
+            f"{type(optimizer).__name__}, which keeps none here (call dgc.register_comm_hook(), or make the "
+            "DistributedOptimizer, before load_checkpoint(); with one process, set HOROVOD_ELASTIC=1 or load "
+            "with torch.optim.SGD)"
         )
     names = names_of(optimizer, model)
     indices = {p: index for index, p in by_index(optimizer, state).items()}

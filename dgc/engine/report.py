@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 
@@ -12,8 +13,9 @@ class Report:
     transport come on top.
 
     Attributes:
-        steps: exchanged steps, since the optimizer was made.
-        bytes_sent: bytes that were sent in the last step that was taken; under ``hierarchical``, to
+        steps: exchanges, since the optimizer was made: one for each step, or for each backward pass
+            outside of ``no_sync()``.
+        bytes_sent: bytes that were sent in the last exchange whose step was taken; under ``hierarchical``, to
             other nodes.
         node_bytes: bytes that were sent within the node in that step.
         dense_bytes: bytes that a ring allreduce of all gradients in float32 would have sent in the
@@ -52,20 +54,23 @@ class Report:
     overflow_entries: int
     held_entries: int
 
+    @property
+    def compression(self) -> float:
+        """``dense_bytes`` over ``bytes_sent``; infinity where nothing was sent, as by one process."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else math.inf
+
+    @property
+    def total_compression(self) -> float:
+        """The same, of all steps."""
+        return self.total_dense_bytes / self.total_bytes_sent if self.total_bytes_sent else math.inf
+
     def as_dict(self) -> dict[str, float]:
         """All values by name, as plain numbers, for a logger. TensorBoard:
         ``writer.add_scalar(f"dgc/{name}", value, step)`` for each. Weights & Biases:
         ``wandb.log({"dgc": report.as_dict()})``.
 
-        ``compression`` and ``total_compression`` are added: the bytes of a dense ring allreduce in
-        float32 over the bytes that were sent. They are left out where nothing was sent, as by one
-        process.
+        ``compression`` and ``total_compression`` are added where they are finite.
         """
-        numbers: dict[str, float] = asdict(self)
-        for name, dense, sent in (
-            ("compression", self.dense_bytes, self.bytes_sent),
-            ("total_compression", self.total_dense_bytes, self.total_bytes_sent),
-        ):
-            if sent > 0:
-                numbers[name] = dense / sent
-        return numbers
+        added = {"compression": self.compression, "total_compression": self.total_compression}
+        finite = {name: value for name, value in added.items() if value < math.inf}
+        return {**asdict(self), **finite}

@@ -15,9 +15,7 @@ from dgc.engine.nonfinite import NonFinite
 from dgc.engine.parameters import Parameters, shard
 from dgc.warn import warn
 
-OTHER_CONFIG = (
-    " (was it saved with another Config, such as another min_numel or momentum_correction?)"
-)
+OTHER_CONFIG = " (was it saved with another Config: min_numel, momentum_correction, or value_bits of 8 or fewer?)"
 
 
 def check_views(letter: str, given: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:

@@ -57,6 +57,10 @@ def check_all(optimizer: Any, config: Any, op: Any, grad_scaler: Any) -> Any:
 
 def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
     """Refuses arguments of other kinds."""
+    if callable(config) and not isinstance(config, type):
+        raise TypeError(
+            f"the config must be a dgc.Config, got {config!r} (a schedule: give dgc.Config(schedule))"
+        )
     if not isinstance(config, Config):
         raise TypeError(
             f"compression must be a dgc.Config, None, or a Horovod compressor such as "

@@ -42,7 +42,7 @@ def register_comm_hook(
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        dgc.register_comm_hook(model, optimizer, dgc.Config(dgc.warmup(epochs=4, steps_per_epoch=len(loader))))
+        dgc.register_comm_hook(model, optimizer, dgc.Config(dgc.warmup(steps=steps)))  # of the whole training
 
     The rest of the script stays as it is. The optimizer is changed in place: it gets
     ``residual_state_dict``, ``flush`` and ``report``, and handles momentum and weight decay as
@@ -416,9 +416,9 @@ class DDPGradients:
             )
         raise RuntimeError(
             "nothing was exchanged since the last step(), and there are gradients: those of that "
-            "step, of a forward and backward pass within no_sync() only, or of a "
-            "DistributedDataParallel that was made anew and not registered "
-            "(dgc.register_comm_hook(model, optimizer, config))"
+            "step, of a forward and backward pass within no_sync() only, of a forward pass of "
+            "model.module in place of model, or of a DistributedDataParallel that was made anew and not "
+            "registered (dgc.register_comm_hook(model, optimizer, config))"
         )
 
     def before_update(self, engine: Engine) -> None:

@@ -90,8 +90,8 @@ def plan(
     sparsity: Annotated[
         float | None,
         typer.Option(
-            help=f"Share of entries kept back. Default: the best of {', '.join(map(str, SPARSITIES))} for your "
-            "number of steps."
+            help=f"Share of entries kept back. Default: of {', '.join(map(str, SPARSITIES))}, the lowest within "
+            "2 % of the fastest that your number of steps allows."
         ),
     ] = None,
     clips: Annotated[
@@ -171,7 +171,7 @@ def plan(
             "parameters": loaded.numel,
             "verdict": verdict(advice),
             "notes": headings,
-            "advice": asdict(advice),
+            "advice": {**asdict(advice), "line": advice.line if advice.pays else None},
             "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
         }
         print(json.dumps(report, indent=1, default=str))
@@ -190,7 +190,7 @@ def plan(
     )
     console().print(_methods(advice, every))
     if scaling:
-        _say("\nScaling efficiency in % by the number of workers:")
+        print("\nScaling efficiency in % by the number of workers:")
         console().print(_by_workers(rows))
 
 
@@ -409,7 +409,7 @@ def _schedule_table(rows: list[dict[str, Any]], dense: float) -> Table:
     table.add_column("a step, of dense")
     for row in shown:
         table.add_row(
-            f"{row['step']:,}",
+            f"{row['step']:,}" + (" (end)" if row is rows[-1] and len(rows) > 1 else ""),
             f"{100 * row['sparsity']:.6g} %",
             size_of(row["bytes"]),
             f"{dense / row['bytes']:,.1f} x",

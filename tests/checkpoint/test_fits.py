@@ -409,7 +409,7 @@ def test_a_module_may_change_the_shape_of_its_buffer_and_no_other_does(tmp_path)
         (
             "wrapper",
             "module",
-            r"\(the checkpoint is of a wrapper, whose names begin with module\.: give the wrapped",
+            r"\(the checkpoint is of a wrapper, whose names begin with module\.: give such",
         ),
     ],
 )
