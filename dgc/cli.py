@@ -65,7 +65,7 @@ def tune(
         list[str],
         typer.Argument(
             metavar="COMMAND",
-            help="With {sparsity}; may have {clip_norm}, {factor_masking}, {epochs}, {trial}, "
+            help="With {sparsity}; may have {clip_norm}, {factor_masking}, {local_steps}, {epochs}, {trial}, "
             "{out} (a file in the trial's folder).",
         ),
     ],

@@ -23,12 +23,13 @@ from dgc.config import UNMASKED
 from dgc.tune.trial import PLACEHOLDER, Entry, fill, result, share_of_machine, start
 from dgc.user_code import end
 
-PLACEHOLDERS = {"sparsity", "clip_norm", "factor_masking", "epochs", "out", "trial"}
+PLACEHOLDERS = {"sparsity", "clip_norm", "factor_masking", "local_steps", "epochs", "out", "trial"}
 PAPER = 4 / 164  # epochs of warm-up, of those of CIFAR-10's training
 FORMS = ("none", "stages=4", "per_step=true")  # of the warm-up
 DENSITY = (1e-4, 1e-1)
 LENGTH = (0.1, 10)  # of the warm-up, times the paper's
 CLIP = (0.01, 100)  # of the bound, times what it is today, or 1
+MOST_STEPS = 32  # of a worker's own between two exchanges
 NO_CLIP = "inf"  # what a command is given where there is to be no bound
 STARTUP = 5  # trials at random, before optuna draws conclusions
 NAMED = ("paper", "dense", "recommended")  # trials, in the answer
@@ -136,6 +137,12 @@ def suggest(trial: Trial, task: Task, folder: Path) -> Entry:
     if form == "none" or kind == "dense":
         # Not a plain number, after which a script may have a warm-up of its own, as the recipes do.
         sparsity = f"constant:{end:.6g}"
+    steps = 0
+    if kind == "drawn" and "{local_steps}" in " ".join(task["command"]):
+        count = trial.suggest_int("local_steps", 2, MOST_STEPS, log=True)
+        if trial.suggest_categorical("takes_local_steps", (False, True)):
+            # All entries travel in a round, in the value_bits that the script has, and it clips itself.
+            steps, end, sparsity, bound = count, 1.0, "constant:0", NO_CLIP
     home = folder / f"{trial.number:04}"
     return {
         "trial": trial.number,
@@ -143,6 +150,7 @@ def suggest(trial: Trial, task: Task, folder: Path) -> Entry:
         "sparsity": sparsity,
         "epochs": task["epochs"],
         "clip_norm": bound,
+        "local_steps": steps,
         "factor_masking": "--factor-masking" if end > UNMASKED else "--no-factor-masking",
         "folder": str(home),
         "out": str(home / "out.json"),

@@ -315,11 +315,26 @@ def test_recipes_train_with_the_schedule_that_was_drawn(form, monkeypatch, place
     drawn = optuna.trial.FixedTrial(
         {"density": 0.001, "warmup": form, "warmup_length": 1.0, "clips": False, "clip_norm": 1.0}
     )
-    entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None}, place)
+    entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None, "command": []}, place)
     given = argparse.Namespace(sparsity=job.sparsity(entry["sparsity"]))
     schedule, expected = job.schedule(given, 390, 2.0), dgc.schedule.parse(entry["sparsity"], 390)
     assert [schedule(step) for step in range(1000)] == [expected(step) for step in range(1000)]
     assert (schedule(0) == 0.999) == (form == "none")
+
+
+def test_local_steps_are_searched_where_the_command_has_them(place):
+    """The paper's and the dense trial have none; beside them all entries travel, unclipped by dgc."""
+    code = REPORT.replace("1e6", "1e6 / (1 + int(sys.argv[2]))")
+    command = [sys.executable, "-S", "short.py", "{sparsity}", "{local_steps}", "{clip_norm}"]
+    found = search(place, code, trials=12, command=command, clip_norm=1.0)
+    first, second, *drawn = sorted(found["trials"], key=lambda each: each["trial"])
+    assert first["local_steps"] == second["local_steps"] == 0
+    rounds = [each for each in drawn if each["local_steps"]]
+    assert rounds and len(rounds) < len(drawn)
+    for each in rounds:
+        assert 2 <= each["local_steps"] <= 32
+        assert (each["sparsity"], each["clip_norm"]) == ("constant:0", "inf")
+        assert each["factor_masking"] == "--factor-masking"
 
 
 @pytest.mark.parametrize(("density", "masked"), [(0.01, True), (0.05, False), (0.1, False)])
@@ -334,7 +349,7 @@ def test_masking_follows_from_the_sparsity(density, masked, place):
             "clip_norm": 1.0,
         }
     )
-    entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None}, place)
+    entry = studies.suggest(drawn, {"epochs": 5, "clip_norm": None, "command": []}, place)
     words = [f"constant:{1 - density:g}", "--factor-masking" if masked else "--no-factor-masking"]
     assert one_trial.fill(["{sparsity}", "{factor_masking}"], entry) == words
 
