@@ -12,6 +12,7 @@ from horovod.torch.elastic import state as stock
 
 from dgc.engine.agreement import is_known
 from dgc.engine.engine import engine_of
+from dgc.engine.rounds import Drifts, Rounds
 
 
 class TorchState(hvd.elastic.TorchState):
@@ -32,6 +33,9 @@ class TorchState(hvd.elastic.TorchState):
     worth the same in the new average. New workers begin without residuals. The residuals of a lost
     worker are lost: ``report().lost_residuals`` counts them, and a warning estimates how much it
     was.
+
+    With ``Config(local_steps=...)`` a commit makes a round first, so that the state is alike on all
+    workers. A worker that joins starts with the common parameters and rank 0's optimizer state.
     """
 
     def __init__(
@@ -60,6 +64,13 @@ class TorchState(hvd.elastic.TorchState):
             if hasattr(handler.value, "_dgc"):
                 self._handlers[name] = _Handler(handler.value)
 
+    def save(self) -> None:
+        """Called by ``commit()``, on all workers."""
+        for handler in self._handlers.values():
+            if isinstance(handler, _Handler) and handler.rounds is not None:
+                handler.rounds.exchange()
+        super().save()
+
     def on_reset(self) -> None:
         """Called by ``hvd.elastic.run`` when Horovod has begun anew."""
         for handler in self._handlers.values():
@@ -75,6 +86,13 @@ class _Handler(stock.OptimizerStateHandler):
         super().__init__(optimizer)
         engine_of(optimizer).compare_again()
         self._residuals = engine_of(optimizer).commit()
+        self._round_step = 0
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """The rounds of an optimizer with local steps."""
+        source = engine_of(self.value).source
+        return source.rounds if isinstance(source, Drifts) else None
 
     def set_value(self, value: Any) -> None:
         engine_of(value).compare_again()
@@ -83,9 +101,13 @@ class _Handler(stock.OptimizerStateHandler):
     def save(self) -> None:
         super().save()
         self._residuals = engine_of(self.value).commit()
+        if self.rounds is not None:
+            self._round_step = self.rounds.step
 
     def sync(self) -> None:
         super().sync()
+        if self.rounds is not None:
+            self.rounds.step = hvd.broadcast_object(self.rounds.step)
         settings = engine_of(self.value).settings
         if is_known(settings.config.sparsity):
             settings.config = replace(
@@ -99,6 +121,8 @@ class _Handler(stock.OptimizerStateHandler):
         # again.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         engine.restore(self._residuals)
+        if self.rounds is not None:
+            self.rounds.step = self._round_step
 
 
 class _StateDictHandler(stock.SamplerStateHandler):

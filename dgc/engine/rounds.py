@@ -8,7 +8,6 @@ of what came. So the parameters are alike on all ranks after each round.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -112,6 +111,16 @@ class Rounds:
     def _trained(self) -> list[Tensor]:
         return [p for p in self.engine.listed if p.requires_grad]
 
+    @property
+    def step(self) -> int:
+        """Steps up to the last round, by which schedules go."""
+        step: int = self._round_optimizer.param_groups[0].get(STEP, 0)
+        return step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._round_optimizer.param_groups[0][STEP] = step
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def take_step(self, closure: Any) -> Any:
@@ -169,9 +178,7 @@ class Rounds:
         self.count += 1
         for i, group in enumerate(self._user_optimizer.param_groups):
             self._kept[i] *= 1 - decay_of(type(self._user_optimizer), group)
-        if self.count >= self._settings.config.local_steps_at(
-            self._round_optimizer.param_groups[0][STEP]
-        ):
+        if self.count >= self._settings.config.local_steps_at(self.step):
             self.exchange()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
@@ -262,7 +269,7 @@ class Rounds:
         names, optimizer = self.engine.names, self._user_optimizer
         return {
             "count": self.count,
-            "step": self._round_optimizer.param_groups[0].get(STEP, 0),
+            "step": self.step,
             "kept": list(self._kept),
             "start": {names[p]: x.clone() for p, x in self._start.items()},
             "inner": copy.deepcopy(optimizer._inner.state_dict(optimizer)),
@@ -298,7 +305,7 @@ class Rounds:
             for name, x in state["start"].items()
         }
         if self._settings.exchanges:
-            self._round_optimizer.param_groups[0][STEP] = state["step"]
+            self.step = state["step"]
         self.engine.resume()
         self.has_gradient, self._loaded = False, True
 
@@ -306,6 +313,7 @@ class Rounds:
         """Another training was loaded into the wrapped optimizer: its round starts anew."""
         if not self._loaded:
             self.forget()
+            self.has_gradient = False
             self.engine.resume()
 
     def add(self, group: dict[str, Any], names: Mapping[Tensor, str]) -> None:
@@ -322,10 +330,6 @@ def check_local_steps(config: Config) -> None:
         raise ValueError(
             "Config: sparsity must be a number or a function of the step with local_steps, got "
             f"{config.sparsity!r} (a round is too rare to measure steps by)"
-        )
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise ValueError(
-            f"Config: local_steps must be None in an elastic job, got {config.local_steps}"
         )
 
 

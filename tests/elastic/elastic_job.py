@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from laws import loss, model
 
 FOLDER, LAST, FATAL = sys.argv[1], 8, 4  # the step at which a worker dies, in mid-exchange
+LOCAL = sys.argv[2:] == ["local"]  # steps, of which every second one is committed
 
 
 @hvd.elastic.run
@@ -28,7 +29,8 @@ def train(state):
             os.kill(os.getpid(), signal.SIGKILL)
         state.optimizer.step()
         state.step += 1
-        state.commit()
+        if not LOCAL or state.step % 2 == 0:
+            state.commit()
         torch.save(
             {
                 "loss": value.item(),
@@ -43,7 +45,6 @@ def train(state):
 hvd.init()
 network = model()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-optimizer = dgc.DistributedOptimizer(
-    optimizer, network.named_parameters(), dgc.Config(sparsity=0.95)
-)
+config = dgc.Config(0.0, value_bits=8, local_steps=3) if LOCAL else dgc.Config(sparsity=0.95)
+optimizer = dgc.DistributedOptimizer(optimizer, network.named_parameters(), config)
 train(dgc.elastic.TorchState(model=network, optimizer=optimizer, step=0))

@@ -21,8 +21,12 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Two workers, one of which is killed in an exchange; both "hosts" are this machine."""
+    return run_job(tmp_path_factory.mktemp("elastic"))
+
+
+def run_job(folder, *arguments):
+    """What each worker saved after each step, and the output."""
     pytest.importorskip("horovod.torch")
-    folder = tmp_path_factory.mktemp("elastic")
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
@@ -44,6 +48,7 @@ def job(tmp_path_factory):
                 sys.executable,
                 str(HERE / "elastic_job.py"),
                 str(folder),
+                *arguments,
             ],
             env={
                 **os.environ,
@@ -96,6 +101,33 @@ def test_a_worker_is_killed_and_the_other_goes_on(job):
 def test_the_loss_goes_on_falling(job):
     losses = [job[0][f"{i}-of{2 if i < 5 else 1}-rank0"]["loss"] for i in range(1, 9)]
     print("loss by step:", [f"{value:.3f}" for value in losses])
+    assert losses[0] > losses[3] > losses[7]
+
+
+@pytest.mark.long
+def test_with_local_steps_the_other_goes_on_from_the_common_parameters(tmp_path):
+    """A commit makes a round; after it the worker that is left takes plain steps, with its own momentum."""
+    states, output = run_job(tmp_path, "local")
+    left = 0 if "5-of2-rank0" in states else 1  # it took a step more, and went back to the commit
+    assert states.keys() == {
+        *(f"{i}-of2-rank{r}" for i in range(1, 5) for r in range(2)),
+        f"5-of2-rank{left}",
+        *(f"{i}-of1-rank0" for i in range(5, 9)),
+    }
+    assert "of 2 ranks 1 are gone" in output
+    for step in range(1, 5):
+        pair = [states[f"{step}-of2-rank{rank}"]["model"] for rank in range(2)]
+        alike = all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+        assert alike == (step % 2 == 0)
+    common, after = states["4-of2-rank0"]["model"], states["5-of1-rank0"]["model"]
+    network = model()
+    network.load_state_dict(common, strict=False)
+    plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    plain.load_state_dict(states[f"4-of2-rank{left}"]["local"]["inner"])
+    loss(network, 0, 0).backward()
+    plain.step()
+    assert all(torch.equal(after[k], p) for k, p in network.named_parameters())
+    losses = [states[f"{i}-of{2 if i < 5 else 1}-rank0"]["loss"] for i in range(1, 9)]
     assert losses[0] > losses[3] > losses[7]
 
 
