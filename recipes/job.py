@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -71,6 +72,25 @@ def value_bits(bits: int) -> int:
     return bits
 
 
+def local_steps(text: str) -> str:
+    """H, or H from certain steps on, as :func:`rounds_of` reads it.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    if text is not None and not re.fullmatch(r"[1-9]\d*|0=[1-9]\d*(,\d+=[1-9]\d*)*", str(text)):
+        raise typer.BadParameter(f"it must be H, or 0=H,STEP=H,... as in 0=1,454=4, got {text}")
+    return text
+
+
+def rounds_of(text: str | None) -> int | Callable[[int], int] | None:
+    """``Config(local_steps=...)`` of an option: ``4``, or ``0=1,454=4`` for one step a round until step 454."""
+    if text is None or "=" not in text:
+        return None if text is None else int(text)
+    points = [tuple(map(int, point.split("="))) for point in text.split(",")]
+    return lambda step: [h for first, h in points if step >= first][-1]
+
+
 def writable(file: Path | None) -> Path | None:
     """A file that can be written in the end, hours from now; makes its folder.
 
@@ -124,9 +144,10 @@ ValueBits = Annotated[
     int, typer.Option(callback=value_bits, help="As in dgc.Config: 1, 2, 4, 8, 16 or 32.")
 ]
 LocalSteps = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        min=1,
+        metavar="H|STEP=H,...",
+        callback=local_steps,
         help="As in dgc.Config: steps of each worker's own between two exchanges. Default: none.",
     ),
 ]

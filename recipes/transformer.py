@@ -101,7 +101,7 @@ def config(a: Any, steps: int) -> dgc.Config:
             job.schedule(a, steps, 0),
             exchange=a.exchange,
             value_bits=a.value_bits,
-            local_steps=a.local_steps,
+            local_steps=job.rounds_of(a.local_steps),
         )
     return dgc.Config(
         schedule(a, steps),

@@ -128,3 +128,14 @@ def test_it_resumes_to_the_bit(transformer, tmp_path):
             name == same and torch.equal(x, y)
             for (name, x), (same, y) in zip(one, other, strict=True)
         )
+
+
+@pytest.mark.timeout(120)
+def test_the_number_of_local_steps_may_rise(transformer):
+    """A round in each step, and from step 8 on one in four steps, of the same bytes. Flushing sends float32."""
+    settings = {"sparsity": "constant:0", "value_bits": 8, "lr": 0.004}
+    every, rises = (transformer(local_steps=text, **settings) for text in ("1", "0=1,8=4"))
+    steps = 2 * every["steps_per_epoch"]
+    rounds, flush = 8 + (steps - 8) // 4, 32 / 8
+    expected = every["bytes_sent"] * (rounds + flush) / (steps + flush)
+    assert rises["bytes_sent"] == pytest.approx(expected, rel=0.02)
