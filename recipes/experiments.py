@@ -265,6 +265,7 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
         "exchange": str,
         "hierarchical": lambda _: "hierarchical",
         "virtual_node": lambda x: f"node{x}",
+        "value_bits": lambda x: f"bits{x}",
     }
     words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
     return Run(
@@ -432,6 +433,24 @@ def by_bytes(budget: Budget) -> dict[str, dict[float, Run]]:
     }
 
 
+def by_value_bits(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
+    """Recipe -> bits of a value -> seed -> run: other tables' runs, and the same in 4 bits."""
+    study, n = budget.cifar10, budget.lengths[0]
+    short = {
+        "epochs": n,
+        "validate": True,
+        "warmup_epochs": study.options["warmup_epochs"] * n / study.options["epochs"],
+    }
+    made = (study, budget.deciding, short), (budget.ptb, budget.seeds[1], {})
+    return {
+        study.recipe: {
+            bits: {seed: run(study, "dgc", seed, **changed, **few) for seed in seeds}
+            for bits, few in ((16, {}), (4, {"value_bits": 4}))
+        }
+        for study, seeds, changed in made
+    }
+
+
 def by_length(budget: Budget) -> dict[str, dict[int, Run]]:
     """Row -> seed -> run: dense, and the paper's DGC, for as long as the paper trains."""
     epochs, warmup = budget.paper
@@ -484,6 +503,7 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
             if seed in line.get(n, ())
         ],
         "length": list(by_length(budget).values()),
+        "values": [line[4] for line in by_value_bits(budget).values()],
     }
     return {
         table: {run.name: run for runs in lines for run in runs.values()}

@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,29 @@ def masking() -> str:
     }
     named = {names[key]: line for key, line in lines.items()}
     return report.differences("", named, lambda x: percent(x) if x else "", RECIPES["cifar10"])
+
+
+@table
+def value_bits() -> str:
+    """What values of 4 bits cost beside 16."""
+    titles = {
+        "cifar10": f"ResNet-20, CIFAR-10, {BUDGET.lengths[0]} epochs, validation accuracy",
+        "ptb": "LSTM, Penn Treebank, test perplexity",
+    }
+    lines = []
+    for recipe, of_bits in experiments.by_value_bits(BUDGET).items():
+        few, usual = (row("", of_bits[bits]) for bits in (4, 16))
+        both = few.results.keys() & usual.results.keys()
+        if not both:
+            continue
+        usual, few = (
+            replace(x, results={s: x.results[s] for s in sorted(both)}) for x in (usual, few)
+        )
+        pairs = report.paired(scores(few), scores(usual))
+        half = report.half_width([pairs], 0.9)(len(pairs))
+        apart = f"{statistics.mean(pairs):+.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")
+        lines.append([titles[recipe], str(len(both)), mean(usual), mean(few), apart])
+    return markdown(["", "seeds", "16 bits", "4 bits", "difference (90 %)"], lines)
 
 
 @table
