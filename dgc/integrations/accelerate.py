@@ -100,9 +100,8 @@ def _add_to_checkpoints(accelerator: Any, model: Any, optimizer: Any) -> None:
     def load_state(*args: Any, **kwargs: Any) -> None:
         found.clear()
         stock(*args, **kwargs)
-        for (
-            folder
-        ) in found:  # after rank 0's parameters and state: with local steps each rank has its own
+        # After rank 0's parameters and state: with local steps each rank has its own.
+        for folder in found:
             load_if_there(accelerator, folder, model.module, optimizer)
 
     accelerator.register_save_state_pre_hook(save)
