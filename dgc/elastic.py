@@ -68,6 +68,7 @@ class TorchState(hvd.elastic.TorchState):
         """Called by ``commit()``, on all workers."""
         for handler in self._handlers.values():
             if isinstance(handler, _Handler) and handler.rounds is not None:
+                handler.rounds.counted()
                 handler.rounds.exchange()
         super().save()
 
@@ -105,8 +106,14 @@ class _Handler(stock.OptimizerStateHandler):
             self._round_step = self.rounds.step
 
     def sync(self) -> None:
+        own = {p: p.detach().clone() for group in self.value.param_groups for p in group["params"]}
         super().sync()
         if self.rounds is not None:
+            # Horovod has a worker without state take a step, in which weights decay.
+            for p, value in own.items():
+                p.data.copy_(value)
+            self.rounds.forget()
+            self.rounds.has_gradient = False
             self.rounds.step = hvd.broadcast_object(self.rounds.step)
         settings = engine_of(self.value).settings
         if is_known(settings.config.sparsity):

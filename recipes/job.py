@@ -73,12 +73,12 @@ def value_bits(bits: int) -> int:
 
 
 def local_steps(text: str) -> str:
-    """H, or H from certain steps on, as :func:`rounds_of` reads it.
+    """H, 0 for none, or H from certain steps on, as :func:`rounds_of` reads it.
 
     Raises:
         typer.BadParameter: it is neither.
     """
-    if text is not None and not re.fullmatch(r"[1-9]\d*|0=[1-9]\d*(,\d+=[1-9]\d*)*", str(text)):
+    if text is not None and not re.fullmatch(r"\d+|0=[1-9]\d*(,\d+=[1-9]\d*)*", str(text)):
         raise typer.BadParameter(f"it must be H, or 0=H,STEP=H,... as in 0=1,454=4, got {text}")
     return text
 
@@ -86,8 +86,8 @@ def local_steps(text: str) -> str:
 def rounds_of(text: str | None) -> int | Callable[[int], int] | None:
     """``Config(local_steps=...)`` of an option: ``4``, or ``0=1,454=4`` for one step a round until step 454."""
     if text is None or "=" not in text:
-        return None if text is None else int(text)
-    points = [tuple(map(int, point.split("="))) for point in text.split(",")]
+        return int(text or 0) or None
+    points = sorted(tuple(map(int, point.split("="))) for point in text.split(","))
     return lambda step: [h for first, h in points if step >= first][-1]
 
 
@@ -286,7 +286,7 @@ def common_parameters(
     """Within it the parameters are alike on all ranks, which between rounds of local steps they are
     not. After the last epoch there is a round.
     """
-    if a.local_steps is None:
+    if rounds_of(a.local_steps) is None:
         return contextlib.nullcontext()
     if epoch + 1 == a.epochs:
         optimizer.flush()

@@ -96,7 +96,7 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    if a.local_steps is not None:
+    if job.rounds_of(a.local_steps) is not None:
         return dgc.Config(
             job.schedule(a, steps, 0),
             exchange=a.exchange,

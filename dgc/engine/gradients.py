@@ -126,23 +126,29 @@ class Gradients:
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
         """
-        if self._grouped is self._settings.transport:
+        if self._grouped is self._settings.transport or self._settings.elastic:
             return
-        self._grouped = self._settings.transport
         world, automatic = self._settings.world, self._settings.config.hierarchical == "auto"
         self._node_size, self._single_node = 1, False
         if automatic and shard(self._parameters.first) is not None:
+            self._grouped = self._settings.transport
             return
         try:
             size = self._settings.transport.by_node(self._parameters.device)
         except ValueError:
             if not automatic:
                 raise
-            return
+            size = 1
+        self._grouped = self._settings.transport
         if size < world.size:
             self._node_size, self.residuals_may_differ = size, True
         else:  # nothing is left to compress; but who leaves it to us wants it compressed
             self._single_node = not automatic
+            if self._single_node and world.size > 1 and self._settings.config.local_steps:
+                raise ValueError(
+                    f"Config: hierarchical must be False with local_steps where all {world.size} ranks are on one "
+                    "machine, got True (no machine would exchange with another)"
+                )
             if self._single_node and world.rank == 0 and world.size > 1:
                 warn(
                     f"nothing is compressed: hierarchical=True exchanges between machines, and all {world.size} ranks "

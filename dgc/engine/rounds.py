@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dgc.collective import Collective
 from dgc.config import Config
-from dgc.engine.backward import add_hook
+from dgc.engine.backward import add_hook, calling_scaler
 from dgc.engine.engine import Engine
 from dgc.engine.parameters import BEGAN, STEP, to_local
 from dgc.engine.settings import Settings
@@ -130,7 +130,7 @@ class Rounds:
         if self._settings.exchanges:
             self.begin()
         if self.machine is not None:
-            loss = self.machine.take_step(closure)
+            loss = self._take_step_together(self.machine, closure)
         elif closure is None:
             loss = step(optimizer) if self._finite() else None
         elif self._settings.config.nonfinite == "skip":
@@ -142,6 +142,23 @@ class Rounds:
             loss = step(optimizer, closure)
         self.counted()
         return loss
+
+    def _take_step_together(self, machine: Engine, closure: Any) -> Any:
+        """A step of all ranks of the machine. One that is not finite ends the next round on all
+        ranks, as a rank's own does.
+        """
+        scaler = calling_scaler()
+        waits = machine.synchronizes and not machine.step.exchanged
+        if waits and scaler is not None and scaler is not machine.settings.grad_scaler:
+            raise RuntimeError(
+                "grad_scaler must be the GradScaler whose step() calls this, got none or another one (give it "
+                "to the DistributedOptimizer; or call optimizer.synchronize() before scaler.unscale_(), and "
+                "scaler.step() within optimizer.skip_synchronize())"
+            )
+        try:
+            return machine.take_step(closure)
+        except FloatingPointError:
+            return unhooked(self._user_optimizer._inner.step)(self._user_optimizer)
 
     def _finite(self) -> bool:
         """Whether this rank's gradients are finite; where they are not, its step is left out."""
@@ -306,15 +323,22 @@ class Rounds:
         }
         if self._settings.exchanges:
             self.step = state["step"]
-        self.engine.resume()
-        self.has_gradient, self._loaded = False, True
+        self._resume()
+        self._loaded = True
 
     def loads_another(self) -> None:
         """Another training was loaded into the wrapped optimizer: its round starts anew."""
         if not self._loaded:
             self.forget()
-            self.has_gradient = False
-            self.engine.resume()
+            self._resume()
+
+    def _resume(self) -> None:
+        """Goes on with what was loaded."""
+        self.has_gradient = False
+        self.engine.resume()
+        if self.machine is not None:
+            self.machine.abort_step_together()
+            self.machine.resume()
 
     def add(self, group: dict[str, Any], names: Mapping[Tensor, str]) -> None:
         """Exchanges the drift of one more param group."""

@@ -90,7 +90,8 @@ def _check_kinds(optimizer: Any, config: Any, op: Any) -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Refuses an optimizer that the config does not suit."""
     kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS) and config.local_steps is None:
+    together = config.local_steps is None or config.hierarchical
+    if isinstance(optimizer, torch.optim.LBFGS) and together:
         raise TypeError(
             "optimizer must be torch.optim.SGD, or another optimizer with "
             "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step"

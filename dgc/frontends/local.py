@@ -29,9 +29,9 @@ def connect_rounds(optimizer: Any, names: dict[Tensor, str], settings: Settings)
     """
     optimizer._rounds = Rounds(optimizer, names, settings)
     optimizer._dgc = engine = optimizer._rounds.engine
-    if settings.config.hierarchical and settings.exchanges:
-        return engine.group_by_machine()
-    return settings.world
+    if not settings.config.hierarchical or not settings.exchanges:
+        return settings.world
+    return engine.group_by_machine()
 
 
 def average_in_machine(
@@ -71,9 +71,9 @@ class Local(Distributed):
         """As the wrapped optimizer's. A step that was left out, as by a GradScaler that has found
         an infinity, counts here.
         """
-        self._rounds.counted()
         if self._rounds.machine is not None:
             refuse_or_drop(self._rounds.machine)
+        self._rounds.counted()
         self._inner.zero_grad(self, *args, **kwargs)
 
     def synchronize(self) -> None:
@@ -110,6 +110,7 @@ class Local(Distributed):
         """
         rounds = self._rounds
         if rounds.engine.settings.exchanges:
+            rounds.counted()
             rounds.exchange()
             rounds.engine.flush()
 
@@ -187,6 +188,3 @@ class Local(Distributed):
         """
         self._inner.load_state_dict(self, state_dict)
         self._rounds.loads_another()
-        if self._rounds.machine is not None:
-            self._rounds.machine.abort_step()
-            self._rounds.machine.resume()

@@ -185,7 +185,7 @@ def advise(
         local,
         steps,
         optimizer,
-        pays(cluster.between.bandwidth),
+        pays(cluster.between.bandwidth) and (whole is None or whole >= MIN_SPEEDUP),
         dense,
         dgc,
         sparsity,
@@ -279,13 +279,7 @@ def verdict(advice: Advice) -> str:
     if advice.cluster.workers == 1:
         return "One worker exchanges nothing, so there is nothing to compress."
     gains = min(advice.faster, advice.whole or math.inf)
-    does = (
-        "pays"
-        if gains >= CLEAR_SPEEDUP
-        else "pays a little"
-        if advice.pays and gains >= MIN_SPEEDUP
-        else "does not pay"
-    )
+    does = "pays" if gains >= CLEAR_SPEEDUP else "pays a little" if advice.pays else "does not pay"
     whole = "" if advice.whole is None else f", the whole training {times(advice.whole)}"
     wanted = f" (it pays from {MIN_SPEEDUP} times on)" if does == "does not pay" else ""
     return (
@@ -389,6 +383,8 @@ def _network(advice: Advice) -> str:
         return "DGC does not pay at any lower bandwidth between machines either."
     if advice.below >= FASTEST:
         return "DGC pays at every bandwidth between machines, up to 10 Tbit/s."
+    if advice.faster >= MIN_SPEEDUP and not advice.pays:
+        return f"A step is faster up to {bits(advice.below)} between machines; the whole training is not."
     return f"DGC pays up to {bits(advice.below)} between machines, and not above."
 
 

@@ -60,6 +60,8 @@ class TorchDistributed:
 
     optimizer_module = "dgc.frontends.optimizer"
     state_is_broadcast_globally = False
+    # The last process group whose ranks were grouped by machine, how many each has, and the groups.
+    _last_grouping: tuple[Any, int, dict[str, Any]] | None = None
 
     def __init__(self, group: Any = None):
         self.process_set = group
@@ -88,6 +90,12 @@ class TorchDistributed:
             raise ValueError(
                 f"the process group must have all ranks where hierarchical is True, got {ranks}"
             )
+        if TorchDistributed._last_grouping and TorchDistributed._last_grouping[0] is _known(
+            self.process_set
+        ):  # so that one rank alone may make a copy of an optimizer
+            _, size, groups = TorchDistributed._last_grouping
+            self._groups.update(groups)
+            return size
         machine = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         size = node_size(self, machine, device)
         world = World(dist.get_rank(self.process_set), dist.get_world_size(self.process_set), size)
@@ -103,6 +111,8 @@ class TorchDistributed:
                 (self._groups[group],) = [
                     one for one in made if one is not dist.GroupMember.NON_GROUP_MEMBER
                 ]
+        groups = {name: group for name, group in self._groups.items() if name != "world"}
+        TorchDistributed._last_grouping = _known(self.process_set), size, groups
         return size
 
     def start(self, collective: Collective, name: str) -> Wait:

@@ -61,6 +61,18 @@ def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, sparsity, tmp_pat
         assert torch.equal(x, expected[rank][0])
 
 
+def test_machines_go_on_where_each_rank_took_its_own_steps(tmp_path):
+    def goes_on():
+        model, optimizer = loaded(tmp_path, hierarchical=True)
+        steps(model, optimizer, 7, 11)
+        optimizer.flush()
+        return flat(model)
+
+    dgc.lockstep.run(lambda: saved_after(7, tmp_path), 4)
+    first, *others = dgc.lockstep.run(goes_on, 4, 2)
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_on_another_number_of_ranks_nothing_is_lost(size, tmp_path):
     """The mean of x and of the optimizers' states, and what is pending: together they are worth the same."""

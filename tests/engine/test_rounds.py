@@ -562,3 +562,54 @@ def test_a_scaler_leaves_a_step_out_on_the_whole_machine(synchronizes, given):
         assert left_out == [rank < 2 and step in (1, 4) for step in range(6)]
         assert torch.equal(last, results[0][1]) and last.isfinite().all()
         assert scale == (2.0 if rank < 2 else 8.0)
+
+
+def test_a_scaler_that_the_machine_does_not_know_is_refused():
+    """The machine's exchange, of scaled gradients, would overwrite what the scaler has unscaled."""
+    with pytest.raises(RuntimeError, match="grad_scaler must be the GradScaler whose step"):
+        unknown_scaler()
+
+
+def unknown_scaler():
+    def worker():
+        rank, model = find().world.rank, network(torch.float32)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = made("adamw", model, hierarchical=True)
+        scaler.scale(loss(model, 0, rank)).backward()
+        scaler.step(optimizer)
+
+    dgc.lockstep.run(worker, 4, 2)
+
+
+def test_a_machine_whose_gradient_is_not_finite_ends_the_round_of_all():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model, hierarchical=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            (loss(model, step, rank) * (torch.nan if rank == step == 1 else 1)).backward()
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        return True
+
+    assert dgc.lockstep.run(worker, 4, 2) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "error"),
+    [((4, 4), "adamw", "all 4 ranks are on one machine"), ((4, 2), "lbfgs", "got LBFGS")],
+)
+def test_machines_that_cannot_take_steps_are_refused(world, kind, error):
+    def worker():
+        model = network()
+        optimizers = {**KINDS, "lbfgs": lambda p: torch.optim.LBFGS(p)}
+        dgc.DistributedOptimizer(
+            optimizers[kind](model.parameters()),
+            model.named_parameters(),
+            dgc.Config(0.0, local_steps=2, hierarchical=True),
+        )
+
+    with pytest.raises((ValueError, TypeError), match=error):
+        dgc.lockstep.run(worker, *world)

@@ -405,7 +405,7 @@ def test_the_whole_training_is_as_fast_as_the_steps_of_the_line_to_paste(steps, 
     }
     took = sum(of[line.sparsity_at(step)] for step in range(steps))
     assert told.whole == pytest.approx(told.dense.step_seconds * steps / took, rel=1e-9)
-    assert f"{times(told.whole)} times" in notes(told)["Saves"]
+    assert not told.pays or f"{times(told.whole)} times" in notes(told)["Saves"]
     assert ("does not pay" in verdict(told)) == (told.whole < MIN_SPEEDUP)
     assert plan.advise(RESNET50, on, 0.25, local=GPU, optimizer=optimizer).whole is None
 

@@ -280,7 +280,7 @@ def _values(words, halves, used, values, flags, length, slots, scales, values_at
 def write(rows: Rows, row: Tensor, places: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """As :meth:`dgc.compression.wire.Rows.encode`."""
     where = rows.slots_of(row, count)
-    used = (row == torch.arange(count, device=row.device)[:, None]).sum(1)
+    used = row.new_zeros(count + 1).scatter_add_(0, row, torch.ones_like(row))[:count]
     message, sent = _written(rows, rows.placed(values, where, count), rows.placed(places, where, count), used)
     return message, rows.taken_from(sent, where)
 
