@@ -276,7 +276,34 @@ def with_horovods_state():
     return [str(w.message) for w in told]
 
 
-CASES = a_worker_joins, with_horovods_state
+def a_worker_joins_within_a_round():
+    """Rank 0 has taken two steps of a round when rank 1, which has none, joins. Both go on to the next round."""
+    import horovod.torch as hvd
+
+    import dgc.elastic
+
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    network, rank = model(), hvd.rank()
+    inner = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1)
+    config = dgc.Config(0.0, value_bits=8, local_steps=4)
+    optimizer = dgc.DistributedOptimizer(inner, network.named_parameters(), config)
+
+    def steps(count):
+        for step in range(count):
+            optimizer.zero_grad()
+            loss(network, rank, step).backward()
+            optimizer.step()
+
+    if rank == 0:
+        steps(2)
+    dgc.elastic.TorchState(model=network, optimizer=optimizer).sync()
+    joined = flat(network)
+    steps(4)
+    del os.environ["HOROVOD_ELASTIC"]
+    return joined, flat(network)
+
+
+CASES = a_worker_joins, with_horovods_state, a_worker_joins_within_a_round
 
 
 def test_a_worker_that_joins_takes_rank_0s_schedules():
@@ -284,6 +311,11 @@ def test_a_worker_that_joins_takes_rank_0s_schedules():
     for schedule, scheduler, rate, _ in (first, second):
         assert schedule and scheduler and rate == pytest.approx(0.005)
     assert torch.equal(first[-1], second[-1])
+
+
+def test_a_worker_that_joins_within_a_round_has_the_same_parameters():
+    first, second = ran("horovod", 2, CASES)[a_worker_joins_within_a_round]
+    assert all(map(torch.equal, first, second)) and not torch.equal(*first)
 
 
 def test_horovods_own_state_is_told_of_once():
