@@ -106,11 +106,14 @@ class _Handler(stock.OptimizerStateHandler):
             self._round_step = self.rounds.step
 
     def sync(self) -> None:
-        own = {p: p.detach().clone() for group in self.value.param_groups for p in group["params"]}
-        super().sync()
-        if self.rounds is not None:
+        if self.rounds is None:
+            super().sync()
+        else:
             # Horovod has a worker without state take a step, in which weights decay.
-            for p, value in own.items():
+            parameters = [p for group in self.value.param_groups for p in group["params"]]
+            before = [p.detach().clone() for p in parameters]
+            super().sync()
+            for p, value in zip(parameters, before, strict=True):
                 p.data.copy_(value)
             self.rounds.forget()
             self.rounds.has_gradient = False

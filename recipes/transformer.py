@@ -96,12 +96,12 @@ def config(a: Any, steps: int) -> dgc.Config:
     """The settings of a method; ``steps`` in an epoch."""
     if a.method == "dense":
         return dgc.Config(sparsity=0.0, momentum_correction=False)
-    if job.rounds_of(a.local_steps) is not None:
+    if (local_steps := job.rounds_of(a.local_steps)) is not None:
         return dgc.Config(
             job.schedule(a, steps, 0),
             exchange=a.exchange,
             value_bits=a.value_bits,
-            local_steps=job.rounds_of(a.local_steps),
+            local_steps=local_steps,
         )
     return dgc.Config(
         schedule(a, steps),

@@ -71,7 +71,7 @@ class Agreement:
             warn(OTHER_STATE)
         if elastic and self._again:
             lost = residuals.rescale(world.size)
-        elif not elastic and self._settings.config.hierarchical:
+        else:
             gradients.group()
         self.reached = True
         return lost

@@ -223,7 +223,9 @@ class Engine:
             self._applier.fill_state()
 
     def group_by_machine(self) -> World:
-        """Groups the ranks by machine, on all ranks, before the first step. Returns the ranks."""
+        """Groups the ranks by machine, on all ranks, before the first step, where the config asks for
+        it. Returns the ranks.
+        """
         self._gradients.group()
         return self._gradients.world
 

@@ -121,12 +121,15 @@ class Gradients:
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def group(self) -> None:
-        """Makes nodes the contributors from now on, in place of ranks.
+        """Makes nodes the contributors from now on, in place of ranks, where the config asks for it.
 
         Raises:
             ValueError: they cannot be grouped, on all ranks alike.
         """
-        if self._grouped is self._settings.transport or self._settings.elastic:
+        settings = self._settings
+        if not settings.config.hierarchical or settings.elastic or not settings.exchanges:
+            return
+        if self._grouped is settings.transport:
             return
         world, automatic = self._settings.world, self._settings.config.hierarchical == "auto"
         self._node_size, self._single_node = 1, False

@@ -114,10 +114,7 @@ def _machine_of(optimizer: Any) -> Any:
     """The group of this rank's machine, if its ranks take steps together."""
     engine = engine_of(optimizer)
     transport: Any = engine.settings.transport
-    hierarchical = engine.settings.config.hierarchical and engine.settings.exchanges
-    if not hierarchical or engine.group_by_machine().node_size == 1:
-        return None
-    return transport.machine
+    return None if engine.group_by_machine().node_size == 1 else transport.machine
 
 
 @uncompiled

@@ -28,10 +28,8 @@ def connect_rounds(optimizer: Any, names: dict[Tensor, str], settings: Settings)
     which are grouped by machine with ``hierarchical``.
     """
     optimizer._rounds = Rounds(optimizer, names, settings)
-    optimizer._dgc = engine = optimizer._rounds.engine
-    if not settings.config.hierarchical or not settings.exchanges:
-        return settings.world
-    return engine.group_by_machine()
+    optimizer._dgc = optimizer._rounds.engine
+    return optimizer._rounds.engine.group_by_machine()
 
 
 def average_in_machine(

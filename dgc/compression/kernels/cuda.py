@@ -37,7 +37,7 @@ from dgc.compression.kernels import plain
 from dgc.compression.kernels.rows_cuda import read, write, write_all
 from dgc.compression.residual import Gradient, Residual
 from dgc.compression.select import DEVIATIONS
-from dgc.compression.wire import Layout, Rows, tables_of
+from dgc.compression.wire import Layout, tables_of
 from dgc.trace import stage
 
 if int(triton.__version__.split(".")[0]) < 3:
@@ -604,12 +604,7 @@ def accumulate_and_select(residual: Residual, gradients: Mapping[str, Gradient],
 
 encode = partial(plain.encode, write=write)
 encode_all = write_all
-
-
-def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`plain.decode_all`."""
-    entries = read(rows, message)
-    return entries.status, entries.values
+decode_all = partial(plain.decode_all, read=read)
 
 
 class Received(plain.Received):

@@ -84,8 +84,8 @@ def encode_all(rows: Rows, values: Tensor) -> Tensor:
     return rows.encode_all(values)
 
 
-def decode_all(rows: Rows, message: Tensor) -> tuple[Tensor, Tensor]:
-    """The status of rows of all entries, int64 (R,), and their values, (R, n)."""
+def decode_all(rows: Rows, message: Tensor, read: Callable[..., Entries] = read) -> tuple[Tensor, Tensor]:
+    """The status of rows of all entries, int64 (R,), and their values, (R, n); ``read`` is the loop that reads rows."""
     entries = read(rows, message)
     return entries.status, entries.values
 

@@ -155,12 +155,12 @@ def _encode(values, places, used, fine, words, halves, sent, slots, length, scal
             BITS: tl.constexpr, ALL: tl.constexpr):
     """One program a group: its scale, its values, its places, and what receivers will read."""
     group, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    good, here = tl.load(fine + r), words + r * length
+    good, held, here = tl.load(fine + r), tl.load(used + r), words + r * length
     if group == 0:
         tl.store(here, tl.where(good, 0, NONFINITE))
     j = tl.arange(0, GROUP)
     slot = group * GROUP + j
-    there = (slot < tl.load(used + r)) & good
+    there = (slot < held) & good
     x = tl.load(values + r * slots + slot, mask=there, other=0)
     numbers = halves + r * 2 * length + 2 * scales
     if BITS > 8:
@@ -189,7 +189,7 @@ def _encode(values, places, used, fine, words, halves, sent, slots, length, scal
         for c in range(low):  # 512 bits of the low places at a time
             i = c * GROUP + j
             of = group * GROUP + i // low
-            whole = tl.load(places + r * slots + of, mask=(of < tl.load(used + r)) & good, other=0)
+            whole = tl.load(places + r * slots + of, mask=(of < held) & good, other=0)
             word = lower + (group * low + c) * (GROUP // 32) + tl.arange(0, GROUP // 32)
             tl.store(here + word, _packed((whole >> (i % low)) & 1, 1, GROUP), mask=word < higher)
         place = tl.load(places + r * slots + slot, mask=there, other=0)
