@@ -37,7 +37,7 @@ while words:
     key = words.pop(0)[2:].replace("-", "_")
     if words and not words[0].startswith("--"):
         word = words.pop(0)
-        options[key] = float(word) if word.replace(".", "").isdigit() else word
+        options[key] = json.loads(word) if word.replace(".", "").isdigit() else word
     else:
         options[key.removeprefix("no_")] = not key.startswith("no_")
 if options["seed"] == float(os.environ.get("STUB_FAILS", -1)):
@@ -235,7 +235,12 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in ("", "-nomasking")),
     ]
     assert names[58:61] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert [run.options["seed"] for run in runs[-34:]] == [0] * 15 + [1] * 15 + [0, 1] * 2
+    assert [run.options["seed"] for run in runs[-42:-8]] == [0] * 15 + [1] * 15 + [0, 1] * 2
+    assert {*names[-8:]} == {
+        *(f"cifar10-dgc-epochs5-validate-warmup0.4-bits4-{seed}" for seed in range(6)),
+        "ptb-dgc-bits4-0",
+        "ptb-dgc-bits4-1",
+    }
     assert (
         names[69:77]
         == list(tables["transformer"])
@@ -565,8 +570,9 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
 
 def test_a_job_that_fails_is_told_and_the_others_go_on(stubs, monkeypatch, capsys):
     monkeypatch.setenv("STUB_FAILS", "0")
+    runs = [f"ptb-{row}-{seed}" for row in ("dense", "dgc") for seed in (0, 1)]
     with pytest.raises(typer.Exit) as status:
-        reproduce.main(quick=True, only=["ptb-d"], jobs=1)
+        reproduce.main(quick=True, only=runs, jobs=1)
     said = capsys.readouterr().out
     assert status.value.exit_code == 1 and said.endswith("2 failed: ptb-dense-0, ptb-dgc-0\n")
     assert (
@@ -579,7 +585,7 @@ def test_a_job_that_fails_is_told_and_the_others_go_on(stubs, monkeypatch, capsy
         "ptb-dgc-1",
     }
     monkeypatch.delenv("STUB_FAILS")
-    reproduce.main(quick=True, only=["ptb-d"], jobs=1)  # and is run again
+    reproduce.main(quick=True, only=runs, jobs=1)  # and is run again
     assert len(list(Path("runs/quick/results").glob("*.json"))) == 4
 
 
