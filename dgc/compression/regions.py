@@ -36,8 +36,6 @@ class Regions:
 
     def __init__(self, numel: int, owners: int, device: torch.device):
         self.numel, self.owners, self.device = numel, owners, device
-        self._blocks_of: dict[int, Tensor] = {}
-        self._tail_of = self.owner_of(numel - numel % LINE) if numel % LINE else -1  # whose the last part of a block is
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -70,46 +68,24 @@ class Regions:
         first = (owner - self._turn(rounds)) % self.owners * LINE  # of its block in that round
         return rounds * LINE + min(max(rest - first, 0), LINE)
 
-    def read(self, flat: Tensor, owner: int) -> Tensor:
-        """A copy of an owner's region of a flat tensor of ``numel`` entries."""
-        tail = self.numel // LINE * LINE
-        body = flat[:tail].view(-1, LINE).index_select(0, self._blocks(owner)).view(-1)
-        return torch.cat([body, flat[tail:]]) if owner == self._tail_of else body
-
-    def write(self, flat: Tensor, owner: int, region: Tensor) -> None:
-        """Overwrites an owner's region with a tensor such as :meth:`read` returns."""
-        tail, blocks = self.numel // LINE * LINE, self._blocks(owner)
-        flat[:tail].view(-1, LINE).index_copy_(0, blocks, region[:len(blocks) * LINE].view(-1, LINE))
-        if owner == self._tail_of:
-            flat[tail:] = region[len(blocks) * LINE:]
+    def indices(self, owner: int, step: int = 1) -> Tensor:
+        """int64, ascending: where in the bucket an owner's entries are, or every so many of them."""
+        return self.index(owner, torch.arange(0, self.before(owner, self.numel), step, device=self.device))
 
     @contextmanager
     def zeroed_region(self, flat: Tensor, owner: int) -> Iterator[None]:
         """Within it an owner's region is zero at first; at its end what was there is added to what is there."""
-        before = self.read(flat, owner)
-        self.write(flat, owner, torch.zeros_like(before))
+        index = self.indices(owner)
+        before = flat[index]
+        flat.index_fill_(0, index, 0)
         try:
             yield
         finally:
-            self.write(flat, owner, self.read(flat, owner).add_(before))
-
-    def blocks(self, owner: int) -> Tensor:
-        """An owner's blocks: int64, ascending; of the bucket's last one there may be only a part."""
-        if owner == self._tail_of:
-            tail = tensor_of([self.numel // LINE], self.device)
-            return torch.cat([self._blocks(owner), tail])
-        return self._blocks(owner)
+            flat.index_add_(0, index, before)
 
     def _turn(self, rounds: Where) -> Where:
         """The owner with which a round begins: numbers without a pattern."""
         return (((rounds * MIXER) & 0xFFFFFFFF) >> 12) % self.owners
-
-    def _blocks(self, owner: int) -> Tensor:
-        """An owner's whole blocks: int64, ascending."""
-        if owner not in self._blocks_of:
-            count = self.before(owner, self.numel // LINE * LINE)
-            self._blocks_of[owner] = self.index(owner, torch.arange(0, count, LINE, device=self.device)) // LINE
-        return self._blocks_of[owner]
 
 
 class Taken(NamedTuple):

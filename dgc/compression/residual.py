@@ -41,7 +41,6 @@ class Residual:
     # Of the last step, where entries are added up at owners: int64, 0-dim; see
     # :class:`dgc.engine.report.Report`.
     overflow_entries: Tensor | int = 0
-    held_entries: Tensor | int = 0
 
     def __init__(self, name: str, parameters: Mapping[str, Tensor], velocity: bool = True):
         first = next(iter(parameters.values()))
@@ -187,13 +186,13 @@ class Residual:
         """A step in which these gradients, times a factor (0-dim), travel dense."""
         square = sum((norm(g).square() for g in gradients), self.v.new_zeros(()))
         self.gradient_square = square if scale is None else square * scale.to(square).square()
-        self.overflow_entries = self.held_entries = 0
+        self.overflow_entries = 0
         self.count(torch.full_like(self.total_entries, self.numel))
 
     def record_idle_step(self) -> None:
         """A step has none of its gradients, and nothing is sent."""
         self.gradient_square = 0.0
-        self.entries_sent = self.overflow_entries = self.held_entries = 0
+        self.entries_sent = self.overflow_entries = 0
 
     def count(self, entries: Tensor) -> None:
         """Notes how many entries this step sent: int64, 0-dim."""

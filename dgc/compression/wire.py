@@ -52,6 +52,7 @@ NONFINITE = -1  # status of a row: a gradient was not finite. 1 + r: the row of 
 TOP = 15  # the largest value of a group of float16 is scaled to [2^(TOP - 1), 2^TOP)
 EXACT = 24  # bits of a magnitude over the largest of its group, when means are computed: their sums are exact
 SLICE, LONG_SLICE = 1 << 19, 1 << 25  # entries that are worked on at a time, on a CPU and elsewhere
+WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}  # codes of so many bits
 T = TypeVar("T")
 MIXER = 0x61C88647  # 2^32 over the golden ratio, the smaller part: its multiples have no pattern
 
@@ -291,8 +292,7 @@ class Rows:
             scales = torch.where(largest > 0, exponent, 0).to(torch.int16).unsqueeze(-1)
             scaled = torch.where(valid, values, 0).double() * self._spread(power_of_two(-scales))
             words = scaled.to(torch.float32 if self.bits == 32 else torch.float16)
-            kind = torch.int32 if self.bits == 32 else torch.int16
-            codes = words.view(kind).to(torch.int64) & (1 << self.bits) - 1
+            codes = words.view(WORDS[self.bits]).to(torch.int64) & (1 << self.bits) - 1
         else:
             scales, level = self._levels(size, valid)
             codes = torch.where(valid, level | (values < 0).to(torch.int64) << self.bits - 1, 0)
@@ -323,8 +323,8 @@ class Rows:
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """What codes, int64 (R, k), say, in the residual's dtype."""
         if self.bits > 8:
-            kind, real = (torch.int32, torch.float32) if self.bits == 32 else (torch.int16, torch.float16)
-            words = codes.to(kind).view(real).double()
+            real = torch.float32 if self.bits == 32 else torch.float16
+            words = codes.to(WORDS[self.bits]).view(real).double()
             most = torch.finfo(self.dtype).max
             values = (words * self._spread(power_of_two(scales))).clamp_(-most, most).to(self.dtype)
             return torch.where(words.isfinite(), values, torch.nan)
@@ -382,9 +382,8 @@ def _half_of(x: Tensor) -> Tensor:
 
 def pack(codes: Tensor, width: int, nbytes: int) -> Tensor:
     """Whole numbers below 2^width, (R, k), as bits one after the other: uint8 (R, nbytes)."""
-    if width in (8, 16, 32):
-        kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]
-        packed = codes.to(kind).view(torch.uint8)
+    if width in WORDS:
+        packed = codes.to(WORDS[width]).view(torch.uint8)
     else:
         places = torch.arange(width, device=codes.device)
         bits = (codes.to(torch.int32).unsqueeze(-1) >> places & 1).to(torch.uint8).flatten(1)
@@ -396,9 +395,8 @@ def pack(codes: Tensor, width: int, nbytes: int) -> Tensor:
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     """The first so many numbers of :func:`pack`: int64 (R, count)."""
     rows = len(packed)
-    if width in (8, 16, 32):
-        kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]
-        return packed.contiguous().view(kind)[:, :count].to(torch.int64) & (1 << width) - 1
+    if width in WORDS:
+        return packed.contiguous().view(WORDS[width])[:, :count].to(torch.int64) & (1 << width) - 1
     bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     bits = bits.view(rows, -1)[:, :count * width].view(rows, count, width)
     return (bits.to(torch.int64) << torch.arange(width, device=packed.device)).sum(-1)

@@ -33,8 +33,6 @@ class Report:
         overflow_entries: with ``exchange="reduce"``, in the last step: entries that were chosen for
             other ranks and not sent. A row had no slot for them, or they rounded to 0. They stay in
             v.
-        held_entries: with ``exchange="reduce"``, in the last step: entries that other ranks sent to
-            this rank, and that it did not pass on. Each sender counts. They stay in v.
     """
 
     steps: int
@@ -52,7 +50,6 @@ class Report:
     skipped: int
     lost_residuals: int
     overflow_entries: int
-    held_entries: int
 
     @property
     def compression(self) -> float:

@@ -336,5 +336,4 @@ class Ledger:
             skipped=self._skipped,
             lost_residuals=self.lost_residuals,
             overflow_entries=sum(int(residual.overflow_entries) for residual in compressed),
-            held_entries=sum(int(residual.held_entries) for residual in compressed),
         )

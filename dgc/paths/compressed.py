@@ -99,7 +99,7 @@ def exchange_bucket(
     """
     # First of all: a schedule's error leaves u and v as they were.
     sparsity = config.sparsity_at(step)
-    residual.overflow_entries = residual.held_entries = 0
+    residual.overflow_entries = 0
     layout = layout_of(residual, sparsity, config)
     clip = clip_factors(residual, gradients, config, world, scale)
     dense = sends_dense(config.exchange, layout.sizes, world.nodes)

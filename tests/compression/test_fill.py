@@ -60,7 +60,6 @@ misses = sum(sum(loop.stats.cache_misses.values()) for loop in (
     cpu._accumulate, cpu._thresholds, cpu._choose, cpu._scatter, cpu._decay, cpu.index_of_owners,
     rows_cpu.fetch, rows_cpu.encode, rows_cpu.close, rows_cpu.decode, rows_cpu.encode_all, rows_cpu.find_wrong,
     owners_cpu._deal, owners_cpu._add, owners_cpu._sum, owners_cpu._average, owners_cpu._threshold, owners_cpu._find,
-    owners_cpu._held,
     denominator_cpu._note, denominator_cpu._follow))
 print(json.dumps({"first": first, "values": values, "chosen": sorted(set(chosen)), "misses": misses}))
 """

@@ -32,7 +32,6 @@ from dgc.compression.kernels.jit import jit
 from dgc.compression.kernels.numba_tools import (
     PREFETCH_DISTANCE,
     in_threads,
-    lowest,
     prefetch,
     thread_ranges,
 )
@@ -94,22 +93,16 @@ def _add(own, n, v, used, found, amounts, places, values, before):
 
 # -- the largest sums --------------------------------------------------------------------------------------------------
 
-def _magnitudes(builder, address, real, bits):
-    """|x| of the line at an address."""
-    line = builder.load(builder.inttoptr(address, ir.VectorType(real, LANES).as_pointer()), align=bits // 8)
-    integer = ir.IntType(bits)
-    mask = _everywhere(builder, integer((1 << (bits - 1)) - 1))
-    return builder.bitcast(builder.and_(builder.bitcast(line, mask.type), mask), line.type)
-
-
 @intrinsic
 def _add_line(typing_context, x, like, lanes):
     """Adds |x| of the line at the address x to the float64 numbers at the address ``lanes``. Returns the largest."""
     def generate(context, builder, signature, arguments):
         address, real, into = arguments
         integer = ir.IntType(like.bitwidth)
-        sizes = _magnitudes(builder, address, real.type, like.bitwidth)
-        bits = builder.bitcast(sizes, ir.VectorType(integer, LANES))  # whose order that of the magnitudes is
+        mask = _everywhere(builder, integer((1 << (like.bitwidth - 1)) - 1))
+        line = builder.load(builder.inttoptr(address, mask.type.as_pointer()), align=like.bitwidth // 8)
+        bits = builder.and_(line, mask)  # whose order that of the magnitudes is
+        sizes = builder.bitcast(bits, ir.VectorType(real.type, LANES))
         largest = builder.call(cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(integer, [bits.type]),
             f"llvm.vector.reduce.umax.v{LANES}i{like.bitwidth}"), [bits])
@@ -121,18 +114,6 @@ def _add_line(typing_context, x, like, lanes):
         return builder.bitcast(largest, real.type)
 
     return like(types.int64, like, types.int64), generate
-
-
-@intrinsic
-def _reaching(typing_context, x, least):
-    """A bit for each |x| of the line at the address x that reaches the least; the first entry's is the lowest."""
-    def generate(context, builder, signature, arguments):
-        address, bound = arguments
-        sizes = _magnitudes(builder, address, bound.type, least.bitwidth)
-        reached = builder.fcmp_ordered(">=", sizes, _everywhere(builder, bound))
-        return builder.zext(builder.bitcast(reached, ir.IntType(LANES)), ir.IntType(64))
-
-    return types.int64(types.int64, least), generate
 
 
 @_jit
@@ -218,39 +199,14 @@ def _find(first, last, firsts, ends, of, blocks, largest, v, smallest, threshold
                 prefetch(at_v + blocks[hit[h + PREFETCH_DISTANCE]] * (LINE * size))
             j = hit[h]
             place = blocks[j] * LINE
-            a, b = max(firsts[q] - j * LINE, 0), min(ends[q] - j * LINE, LINE)
-            if b - a == LINE:
-                bits = _reaching(at_v + place * size, bound)
-            else:
-                bits = np.int64(0)
-                for i in range(a, b):
-                    bits |= np.int64(abs(v[place + i]) >= bound) << i
-            while bits:
-                i = place + lowest(bits)
-                bits &= bits - 1
+            for i in range(place + max(firsts[q] - j * LINE, 0), place + min(ends[q] - j * LINE, LINE)):
                 score = abs(v[i]) / mean
-                if score > 0:
+                if abs(v[i]) >= bound and score > 0:
                     if count < len(found):
                         found[count], scores[count] = i, score
                     count += 1
                     reach += score >= threshold
     return count, reach
-
-
-@_jit
-def _held(places, values, gone, sent):
-    """How many of the entries that came, ascending in each row, were not passed on: those of ``gone``, ascending, that
-    were sent.
-    """
-    held, at, before = 0, 0, np.int64(-1)
-    for e in range(len(places)):
-        if places[e] < before:
-            at = 0
-        before = places[e]
-        while at < len(gone) and gone[at] < before:
-            at += 1
-        held += values[e] != 0 and not (at < len(gone) and gone[at] == before and sent[at] != 0)
-    return held
 
 
 # -- the doors ---------------------------------------------------------------------------------------------------------
@@ -259,7 +215,7 @@ class _Tables:
     """A plan's numbers as arrays."""
 
     def __init__(self, plan: ReducePlan):
-        self.blocks = plan.regions.blocks(plan.own).numpy()
+        self.blocks = plan.regions.indices(plan.own, LINE).numpy() // LINE
         self.sizes, self.lengths = plan.regions.sizes.numpy(), plan.lengths.numpy()
         self.firsts, self.ends, self.of = np.ascontiguousarray(plan.pieces.numpy())
         self.length, self.kept = int(plan.size), min(plan.to_all.slots, int(plan.size))
@@ -330,11 +286,7 @@ def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReduceP
         return plan.to_all.status_message(1, worst_status), _nothing(residual)
     index = _largest_sums(residual, gradients, plan, step)
     begins = np.array([0, len(index)])
-    message, taken, _ = _written(residual, plan, plan.to_all, begins, index, masking)
-    added = arrived.added
-    held = _held(added.places.numpy(), added.sent.numpy(), index, taken.sent.numpy())
-    residual.held_entries = torch.tensor(held, device="cpu")
-    return message, taken
+    return _written(residual, plan, plan.to_all, begins, index, masking)[:2]
 
 
 def _largest_sums(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan, step: int) -> Any:

@@ -49,43 +49,24 @@ def send(residual: Residual, plan: ReducePlan, index: Tensor, used: Tensor, refu
     index = torch.where(valid, index, 0)  # in the other slots there may be anything
     owner = plan.regions.owner_of(index)
     row = torch.where(valid & (owner != plan.own), owner, n)
-    rows, taken, residual.overflow_entries = _written(residual, plan, row, index, plan.layout.param_of_slot, masking)
-    return torch.where(refused, plan.to_owners.status_message(n, NONFINITE), rows), taken
-
-
-def _written(residual: Residual, plan: ReducePlan, row: Tensor, index: Tensor, params: Tensor, masking: bool) -> tuple[
-        Tensor, Taken, Tensor]:
-    """Entries as rows, those that fit; what was taken out of v for them; and int64 (), how many others there are.
-
-    Args:
-        row: int64 (E,), each entry's; or, of those that are not sent, the number of rows.
-        index, params: int64 (E,), where they are in the bucket, ascending within each row, and their parameters.
-    """
-    n = plan.regions.owners
     wanted = torch.count_nonzero(row < n)
-    row = _fitting(row, residual.v[index], plan, params)
+    row = _fitting(row, residual.v[index], plan)
     rows, sent = _kernel(residual).write(plan.to_owners, row, plan.regions.index_in_region(index), residual.v[index], n)
     residual.take(index, sent, masking)
-    return rows, Taken(index, sent), wanted - torch.count_nonzero(sent)
+    residual.overflow_entries = wanted - torch.count_nonzero(sent)
+    return torch.where(refused, plan.to_owners.status_message(n, NONFINITE), rows), Taken(index, sent)
 
 
-def _fitting(row: Tensor, values: Tensor, plan: ReducePlan, params: Tensor) -> Tensor:
-    """The rows of entries, without those for which there is no slot: the smallest of a row, beside the mean of those
-    of their parameters.
-    """
+def _fitting(row: Tensor, values: Tensor, plan: ReducePlan) -> Tensor:
+    """The rows of entries; N, which is none, of the smallest of a row that has too few slots."""
     n, slots = plan.regions.owners, plan.to_owners.slots
     if not device.is_asynchronous(row.device) and int(torch.bincount(row, minlength=n)[:n].max()) <= slots:
         return row
-    size = torch.where(row < n, values.abs(), 0)
-    total, count = size.new_zeros(2, len(plan.layout.counts), dtype=torch.float64)
-    count.index_add_(0, params, (size > 0).double()).clamp_(min=1)
-    mean = total.index_add_(0, params, size.double()).div_(count).to(size.dtype)
-    smallness = 1 / (1 + size / mean[params].clamp(min=torch.finfo(size.dtype).tiny))  # in (0, 1]: it orders a row
-    smallness = smallness.nan_to_num(0)  # infinity among infinities is large
-    order = (row + 0.5 * smallness.double()).sort(stable=True)
-    first = torch.searchsorted(order.values, torch.arange(n + 1, device=row.device).double())
+    by_size = values.abs().sort(stable=True, descending=True).indices
+    rows, order = row[by_size].sort(stable=True)
+    first = torch.searchsorted(rows, torch.arange(n + 1, device=row.device))
     place = torch.empty_like(row)
-    place[order.indices] = torch.arange(len(row), device=row.device) - first[row[order.indices]]
+    place[by_size[order]] = torch.arange(len(row), device=row.device) - first[rows]
     return torch.where(place < slots, row, n)
 
 
@@ -117,7 +98,6 @@ def pass_on(residual: Residual, gradients: Mapping[str, Gradient], plan: ReduceP
     places = plan.regions.index_in_region(index)
     message, sent = _kernel(residual).write(plan.to_all, row, places, residual.v[index], 1)
     residual.take(index, sent, masking)
-    residual.held_entries = _held(arrived.added, Taken(index, sent))
     return torch.where(worst_status == 0, message, plan.to_all.status_message(1, worst_status)), Taken(index, sent)
 
 
@@ -127,20 +107,11 @@ def largest_sums(residual: Residual, gradients: Mapping[str, Gradient], plan: Re
     return plan.regions.index(plan.own, _largest(scores, plan.to_all.slots, step))
 
 
-def _held(added: Taken, passed_on: Taken) -> Tensor:
-    """int64 (): how many of the entries that came were not passed on. Those passed on are in ascending order."""
-    if not len(passed_on.places):
-        return torch.count_nonzero(added.sent)
-    at = torch.searchsorted(passed_on.places, added.places).clamp_(max=len(passed_on.places) - 1)
-    gone = (passed_on.places[at] == added.places) & (passed_on.sent[at] != 0)
-    return torch.count_nonzero(torch.where(gone, 0, added.sent))
-
-
 def _scores(residual: Residual, gradients: Mapping[str, Gradient], plan: ReducePlan) -> Tensor:
     """|v| of the own region over the mean |v| there of the parameter, as parameters' gradients differ in scale; 0 of
     one that sits this step out.
     """
-    sums = plan.regions.read(residual.v, plan.own).abs_()
+    sums = residual.v[plan.regions.indices(plan.own)].abs_()
     means = _means(sums, plan).clamp_(min=torch.finfo(sums.dtype).tiny)
     absent = [name not in gradients for name in residual.names]
     if any(absent):

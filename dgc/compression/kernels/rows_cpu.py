@@ -88,21 +88,12 @@ def _from_halves(codes, count, power, single, bits, values):
 @_jit
 def _from_singles(codes, count, power, single, bits, values):
     """As :func:`_from_halves`, of float32."""
-    fine = True
+    most, fine = np.float64(np.finfo(values.dtype).max), True
     for j in range(count):
         bits[j] = np.uint32(codes[j])
         fine &= abs(single[j]) < np.inf
-        values[j] = _bounded(np.float64(single[j]) * power, values)
+        values[j] = min(max(np.float64(single[j]) * power, -most), most)
     return fine
-
-
-@_jit
-def _bounded(x, like):
-    """x in a dtype, the largest number of it where x is larger."""
-    most = np.float64(np.finfo(like.dtype).max)
-    if abs(x) > most:
-        x = most if x > 0 else -most
-    return like.dtype.type(x)
 
 
 @_jit
@@ -116,25 +107,6 @@ def _level(code, width, a, d):
 @_jit
 def _power(exponent):
     return math.ldexp(1.0, min(max(exponent, -1022), 1023))
-
-
-@_jit
-def _number(words, at, i):
-    """The 16-bit number i of those from the word ``at`` on, signed."""
-    x = np.int64(words[at + (i >> 1)]) >> 16 * (i & 1) & 0xFFFF
-    return x - 0x10000 if x & 0x8000 else x
-
-
-@_jit
-def _scale(words, form, group, single, bits):
-    """A group's scale: an exponent's power of two, or two numbers."""
-    if form[BITS] > 8:
-        return np.float32(0), np.float32(0), _power(_number(words, form[SCALES], group))
-    pair = words[form[SCALES] + group]
-    bits[0] = np.uint32(np.int64(pair) << 16 & 0xFFFF0000)
-    a = single[0]
-    bits[0] = np.uint32(np.int64(pair) & 0xFFFF0000)
-    return a, single[0], 1.0
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -170,13 +142,14 @@ def _truncated(x, single, bits):
 @_jit
 def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits):
     """Codes a group's values x, writes down its scale, and what receivers will read to ``sent``."""
+    numbers = words[form[SCALES]:].view(np.uint16)
     if width > 8:
         largest = x.dtype.type(0)
         for j in range(count):
             largest = max(largest, abs(x[j]))
         exponent = max(math.frexp(np.float64(largest))[1] - TOP, -1022) if largest > 0 else 0
         up, down = _power(-exponent), _power(exponent)
-        words[form[SCALES] + (group >> 1)] |= np.uint32((exponent & 0xFFFF) << 16 * (group & 1))
+        numbers[group] = exponent
         if width == 16:
             _halves(x, count, up, single, bits, codes)
             _from_halves(codes, count, down, single, bits, sent)
@@ -198,10 +171,8 @@ def _code(x, count, width, words, form, group, codes, sent, sizes, single, bits)
     a, d = _truncated(np.sqrt(first), single, bits), np.float32(0)
     if levels > 1:
         d = _truncated(max(np.sqrt(last) - a, np.float32(0)) / np.float32(levels - 1), single, bits)
-    single[0] = a
-    pair = np.int64(bits[0]) >> 16
-    single[0] = d
-    words[form[SCALES] + group] = np.uint32(pair | np.int64(bits[0]))
+    single[0], single[1] = a, d
+    numbers[2 * group], numbers[2 * group + 1] = bits[0] >> np.uint32(16), bits[1] >> np.uint32(16)
     over = d if d > 0 else np.float32(np.inf)
     for j in range(count):
         level = np.int64(np.floor((np.sqrt(sizes[j]) - a) / over + HALF))
@@ -337,10 +308,10 @@ def _places(form, row, size, places):
 def _values(form, row, count, values):
     """Reads so many values of a row. Returns whether all of them are what a row may have."""
     single, table, width, fine = np.empty(GROUP, np.float32), np.empty(16, values.dtype), form[BITS], True
-    bits, codes = single.view(np.uint32), row[form[VALUES]:]
+    bits, codes, numbers = single.view(np.uint32), row[form[VALUES]:], row[form[SCALES]:].view(np.uint16)
     if width > 8:
         for group in range(-(-count // GROUP)):
-            first, power = group * GROUP, _scale(row, form, group, single, bits)[2]
+            first, power = group * GROUP, _power(np.int64(np.int16(numbers[group])))
             m, part = min(GROUP, count - first), values[first:]
             if width == 16:
                 fine &= _from_halves(codes.view(np.uint16)[first:], m, power, single, bits, part)
@@ -349,7 +320,9 @@ def _values(form, row, count, values):
         return fine
     at, held, filled, mask = 0, np.uint64(0), 0, np.uint64((1 << width) - 1)
     for group in range(-(-count // GROUP)):
-        a, d, power = _scale(row, form, group, single, bits)
+        for i in range(2):
+            bits[i] = np.uint32(numbers[2 * group + i]) << np.uint32(16)
+        a, d = single[0], single[1]
         fine &= 0 <= a < np.inf and 0 <= d < np.inf
         for code in range(1 << width if width <= 4 else 0):
             table[code] = _level(code, width, a, d)
