@@ -433,21 +433,30 @@ def by_bytes(budget: Budget) -> dict[str, dict[float, Run]]:
     }
 
 
-def by_value_bits(budget: Budget) -> dict[str, dict[int, dict[int, Run]]]:
-    """Recipe -> bits of a value -> seed -> run: other tables' runs, and the same in 4 bits."""
+def by_value_bits(budget: Budget) -> dict[tuple[str, float], dict[int, dict[int, Run]]]:
+    """Recipe and sparsity with 4 bits -> bits of a value -> seed -> run: other tables' runs with 16 bits, and with 4
+    bits the same, or as many entries as have the bytes of 99.9 % with 32 bits an entry.
+    """
     study, n = budget.cifar10, budget.lengths[0]
     short = {
         "epochs": n,
         "validate": True,
         "warmup_epochs": study.options["warmup_epochs"] * n / study.options["epochs"],
     }
-    made = (study, budget.deciding, short), (budget.ptb, budget.seeds[1], {})
+    made = (
+        (study, 0.999, budget.deciding, short),
+        (study, 0.9977, budget.pair, short),
+        (budget.ptb, 0.999, budget.seeds[1], {}),
+    )
     return {
-        study.recipe: {
-            bits: {seed: run(study, "dgc", seed, **changed, **few) for seed in seeds}
-            for bits, few in ((16, {}), (4, {"value_bits": 4}))
+        (study.recipe, sparsity): {
+            16: {seed: run(study, "dgc", seed, **changed) for seed in seeds},
+            4: {
+                seed: run(study, "dgc", seed, **changed, sparsity=sparsity, value_bits=4)
+                for seed in seeds
+            },
         }
-        for study, seeds, changed in made
+        for study, sparsity, seeds, changed in made
     }
 
 

@@ -229,15 +229,17 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {run.name for run in runs if run.options.get("validate")} == {
         run.name for run in short
     } | {*tables["bytes"]} | {name for name in tables["values"] if "cifar10" in name}
-    assert len(names) == 9 + 6 + 10 + 30 + 3 + 3 + 6 + 2 + 8 + 8 + 30 + 4 + 8
+    assert len(names) == 9 + 6 + 10 + 30 + 3 + 3 + 6 + 2 + 8 + 8 + 30 + 4 + 10
     assert names[25:55] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0",
         *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in ("", "-nomasking")),
     ]
     assert names[58:61] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert [run.options["seed"] for run in runs[-42:-8]] == [0] * 15 + [1] * 15 + [0, 1] * 2
-    assert {*names[-8:]} == {
+    assert [run.options["seed"] for run in runs[-44:-10]] == [0] * 15 + [1] * 15 + [0, 1] * 2
+    assert {*names[-10:]} == {
         *(f"cifar10-dgc-epochs5-validate-warmup0.4-bits4-{seed}" for seed in range(6)),
+        "cifar10-dgc-epochs5-validate-warmup0.4-sparsity99.77-bits4-0",
+        "cifar10-dgc-epochs5-validate-warmup0.4-sparsity99.77-bits4-1",
         "ptb-dgc-bits4-0",
         "ptb-dgc-bits4-1",
     }
