@@ -392,7 +392,9 @@ def transfers(network: Network, rate: str, depth: str) -> dict[str, float]:
     return {str(kb): bits for kb, bits in zip(multiples, reached, strict=True)}
 
 
-def check(network: Network, rate: str) -> tuple[bool, dict[str, dict[str, float]]]:
+def check(
+    network: Network, rate: str, tolerance: float = 0.1
+) -> tuple[bool, dict[str, dict[str, float]]]:
     """Whether single transfers hold the rate over both buckets, and theirs: of up to five tries the fastest."""
     holds, reached = True, {}
     for depth in ("shallow", "deep"):
@@ -402,7 +404,7 @@ def check(network: Network, rate: str) -> tuple[bool, dict[str, dict[str, float]
                 kb: max(bits, fastest.get(kb, 0))
                 for kb, bits in transfers(network, rate, depth).items()
             }
-            held = all(abs(bits / RATES[rate].bits - 1) <= 0.1 for bits in fastest.values())
+            held = all(abs(bits / RATES[rate].bits - 1) <= tolerance for bits in fastest.values())
             if held:
                 break
             time.sleep(2)  # something else may have been running

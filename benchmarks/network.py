@@ -494,6 +494,9 @@ def main(
         float,
         typer.Option(min=0, help="Milliseconds of Horovod's cycle, for all that runs over it."),
     ] = 5,
+    tolerance: Annotated[
+        float, typer.Option(min=0, max=1, help="How far single transfers may miss the rate.")
+    ] = 0.1,
     dgc_option: Annotated[
         list[str] | None, typer.Option(help="key=value for dgc.Config; again for more.")
     ] = None,
@@ -529,6 +532,7 @@ def main(
             *chosen,
             repeats,
             {"steps": steps, "batch": batch, "cycle": cycle, "options": options},
+            tolerance,
             out,
         )
     raise SystemExit(1 if failed else 0)
@@ -541,6 +545,7 @@ def measure(
     methods: list[str],
     repeats: int,
     settings: dict[str, Any],
+    tolerance: float,
     out: Path,
 ) -> list[str]:
     """All cases, one after the other, again and again; what failed."""
@@ -565,11 +570,11 @@ def measure(
     }
     cases: dict[tuple[str, str, str], dict[str, Any]] = {}
     for rate in rates:
-        holds, result["transfers"][rate] = check(network, rate)
+        holds, result["transfers"][rate] = check(network, rate, tolerance)
         if not holds:
             result["failed"].append(
                 f"{rate}: not measured, as single transfers miss the nominal rate by more than "
-                "10 % (is the machine busy, or too slow for it?)"
+                f"{100 * tolerance:g} % (is the machine busy, or too slow for it? --tolerance allows more)"
             )
             continue
         for repeat, model, method in (
