@@ -18,7 +18,7 @@ from dgc.engine.backward import at_end_of_backward, gradients_of, graph_task_id,
 from dgc.engine.engine import Engine, engine_of
 from dgc.engine.parameters import to_local
 from dgc.engine.settings import Settings
-from dgc.engine.step import GradientVersion, Phase, is_unchanged, version_of
+from dgc.engine.step import GradientVersion, Phase, Step, is_unchanged, version_of
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed
 from dgc.frontends.local import Local, connect_rounds
@@ -26,6 +26,12 @@ from dgc.frontends.optimizer import Shared, connect, distributed_class, reduced
 from dgc.paths.sparse import reduce_sparse
 from dgc.transport import find
 from dgc.transport.run import PathRun
+from dgc.warn import warn
+
+EXCHANGED_AGAIN = (
+    "backward() exchanges more than once for each step(), and each exchange sends a message (run all backward passes "
+    "but the last within model.no_sync())"
+)
 
 
 def register_comm_hook(
@@ -367,6 +373,13 @@ class DDPGradients:
         self.models, self._of_copy = list(models), of_copy or set()
         # Parameter -> p.grad as it was, update.
         self.updates: dict[Tensor, tuple[GradientVersion, Tensor]] = {}
+        self._warned = False  # that a step has had several exchanges
+
+    def warn_of_exchanges(self, step: Step) -> None:
+        """Says once that one step() has several exchanges, if an earlier update is in ``p.grad``."""
+        if not self._warned and any(step.holds.values()):
+            self._warned = True
+            warn(EXCHANGED_AGAIN)
 
     def brings(self, parameter: Tensor) -> bool:
         """See :class:`dgc.engine.engine.GradientSource`."""
@@ -621,6 +634,7 @@ class ModelBuckets:
         engines = list(dict.fromkeys(engine for model in models for engine in model._engines))
         for engine in engines:
             if engine.step.phase is Phase.COLLECTING:
+                _source(engine).warn_of_exchanges(engine.step)
                 engine.exchange()
             if not steps:
                 _step_with_the_others(engine)

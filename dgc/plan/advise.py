@@ -13,7 +13,17 @@ from typing import Literal
 from dgc.config import UNMASKED, Config, Schedule
 from dgc.plan.cost import Cluster
 from dgc.plan.models import Shape, buckets
-from dgc.plan.predict import CPU, DGC, Local, Method, Overlap, Prediction, methods, predict
+from dgc.plan.predict import (
+    CPU,
+    DGC,
+    GATHER,
+    Local,
+    Method,
+    Overlap,
+    Prediction,
+    methods,
+    predict,
+)
 from dgc.schedule import FIRST, piecewise, usual_end, warmup
 from dgc.terminal import size as size_of
 
@@ -59,17 +69,18 @@ LOST_AT_ALL = (
     "ResNet-20 lost 0.4 points of accuracy on CIFAR-10 in 9,750 steps, and 3.5 in 1,755 (of your training: "
     "--steps N)."
 )
-LOST_SHORT = (
-    "In 1,755 steps at 99 %, ResNet-20 lost 1.3 points of accuracy on CIFAR-10 (90 %: 0.6 to 2.0)."
+LOST_SHORT = "In 1,755 steps at 99 %, ResNet-20 lost 1.3 points of accuracy on CIFAR-10 (90 % interval: 0.6 to 2.0)."
+LOST_LONG = (
+    "In 9,750 steps, ResNet-20 lost 0.6 points of accuracy on CIFAR-10 at 99 % (one seed), and 0.4 at 99.9 % "
+    "(three seeds)."
 )
-LOST_LONG = "In 9,750 steps at 99 %, ResNet-20 lost 0.6 points of accuracy on CIFAR-10 (one seed)."
 LOST_UNMASKED = (
-    "In 1,755 steps at 90 % without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 (90 %: "
-    "0.3 to 1.7)."
+    "In 1,755 steps at 90 % without masking, ResNet-20 lost 1.0 points of accuracy on CIFAR-10 (90 % "
+    "interval: 0.3 to 1.7)."
 )
 LOST_ADAMW = (
     "With AdamW, a transformer of 2.1 M parameters ended 0.7 % above dense training's perplexity in 3,632 "
-    f"steps at {100 * ADAMW:g} % with 4 workers (three seeds, 95 %: -0.4 to 1.8 %)."
+    f"steps at {100 * ADAMW:g} % with 4 workers (three seeds, 95 % interval: -0.4 to 1.8 %)."
 )
 OPTIMISTIC = (
     "On hosts that share 2 cores, DGC took 1.2 to 14 times as long as predicted; dense exchanges differed by "
@@ -124,6 +135,7 @@ def advise(
     overlap: Overlap = True,
     steps: int | None = None,
     optimizer: Optimizer = "sgd",
+    value_bits: int = Config.value_bits,
 ) -> Advice:
     """Whether DGC pays here, up to which bandwidth, and with which exchange and sparsity.
 
@@ -134,6 +146,7 @@ def advise(
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
         steps: of the training: of those, without ones at which an entry waits for too much of it.
         optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it.
+        value_bits: of DGC, as in :class:`dgc.Config`.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -144,8 +157,11 @@ def advise(
     def step(on: Cluster, method: Method, with_config: Config = DGC) -> Prediction:
         return predict(shapes, on, method, compute, with_config, local, overlap)
 
-    base = config or DGC
+    base = replace(config or DGC, value_bits=value_bits)
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
+    counts = {
+        s: Counter(map(_schedule(s, steps, optimizer)[1], range(steps or 0))) for s in sparsities
+    }
 
     def best(on: Cluster) -> tuple[Prediction, Prediction, float]:
         """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its
@@ -162,41 +178,43 @@ def advise(
         dgc, sparsity = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
         return min(dense, key=lambda p: p.step_seconds), dgc, sparsity
 
+    def seconds(on: Cluster, method: Method, of: float) -> dict[float, float]:
+        """Sparsity -> the seconds of all steps that have it, in the schedule up to that of ``of``."""
+        return {
+            s: count * step(on, method, replace(base, sparsity=s)).step_seconds
+            for s, count in counts[of].items()
+        }
+
     def pays(bandwidth: float) -> bool:
-        dense, dgc, _ = best(
-            replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
-        )
-        return dense.step_seconds >= MIN_SPEEDUP * dgc.step_seconds
+        """Whether it makes a step, and the whole training, fast enough."""
+        on = replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
+        dense, dgc, sparsity = best(on)
+        limit = dense.step_seconds / MIN_SPEEDUP
+        whole = sum(seconds(on, dgc.method, sparsity).values())
+        return dgc.step_seconds <= limit and whole <= limit * (steps or 0)
 
     dense, dgc, sparsity = best(cluster)
-    chosen, whole, dense_steps, dense_seconds = replace(base, sparsity=sparsity), None, 0, 0.0
-    text, schedule = _schedule(sparsity, steps, optimizer)
-    if steps:
-        counts = Counter(map(schedule, range(steps)))
-        seconds = {
-            s: times * step(cluster, dgc.method, replace(base, sparsity=s)).step_seconds
-            for s, times in counts.items()
-        }
-        whole = dense.step_seconds * steps / sum(seconds.values())
-        dense_steps, dense_seconds = counts[0.0], seconds.get(0.0, 0.0)
+    chosen, of_sparsity = replace(base, sparsity=sparsity), seconds(cluster, dgc.method, sparsity)
     return Advice(
         cluster,
         compute,
         local,
         steps,
         optimizer,
-        pays(cluster.between.bandwidth) and (whole is None or whole >= MIN_SPEEDUP),
+        pays(cluster.between.bandwidth),
         dense,
         dgc,
         sparsity,
         chosen,
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
-        whole=whole,
-        dense_steps=dense_steps,
-        dense_seconds=dense_seconds,
+        whole=dense.step_seconds * steps / sum(of_sparsity.values()) if steps else None,
+        dense_steps=counts[sparsity][0.0],
+        dense_seconds=of_sparsity.get(0.0, 0.0),
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
-        line=_line(text, chosen, dgc.method, optimizer, overlap),
+        line=_line(
+            _schedule(sparsity, steps, optimizer)[0], chosen, dgc.method, optimizer, overlap
+        ),
     )
 
 
@@ -284,8 +302,9 @@ def verdict(advice: Advice) -> str:
     wanted = f" (it pays from {MIN_SPEEDUP} times on)" if does == "does not pay" else ""
     return (
         f"DGC {does}: a step takes {duration(advice.dgc.step_seconds)} instead of "
-        f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best of Horovod and DDP. "
-        f"A step is {times(advice.faster)} times as fast{whole}{wanted}."
+        f"{duration(advice.dense.step_seconds)} with {advice.dense.method}, the best dense exchange of "
+        f"Horovod and DDP. A step is {times(advice.faster)} times as fast{whole}{wanted}."
+        f"{' PowerSGD may be faster still.' if advice.pays and _faster(advice) else ''}"
     )
 
 
@@ -353,7 +372,7 @@ def _with_local_steps(advice: Advice) -> str:
         return ""
     return (
         f" Local steps have no dense steps at first, and make the whole training {times(whole)} times as fast, "
-        "with H = 5 from the first step on. They change what is learned: in the only measurement with AdamW, "
+        "with an exchange every H = 5 steps. They change what is learned: in the only measurement with AdamW, "
         "288 steps, perplexity was 12 % higher (docs/guides/local-steps.md)."
     )
 
@@ -383,8 +402,6 @@ def _network(advice: Advice) -> str:
         return "DGC does not pay at any lower bandwidth between machines either."
     if advice.below >= FASTEST:
         return "DGC pays at every bandwidth between machines, up to 10 Tbit/s."
-    if advice.faster >= MIN_SPEEDUP and not advice.pays:
-        return f"A step is faster up to {bits(advice.below)} between machines; the whole training is not."
     return f"DGC pays up to {bits(advice.below)} between machines, and not above."
 
 
@@ -406,6 +423,8 @@ def _accuracy(advice: Advice) -> str:
         sentences.append(
             next(cost for most, cost in LOST if share <= most) if share else LOST_AT_ALL
         )
+    if advice.config.value_bits != Config.value_bits:
+        sentences.append("Values of 4 bits: docs/results.md#bits-of-a-value.")
     if advice.dgc.method.exchange.exchange == "reduce":
         sentences.append(
             'exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less.'
@@ -432,12 +451,10 @@ def _untried(advice: Advice) -> str:
         'exchange="reduce" with hierarchical=True': reduce and exchange.hierarchical,
         f'exchange="reduce" with more than {CROWD} workers': reduce and crowd,
     }
-    return (
-        "; ".join(
-            ["This model on this cluster", *(what for what, applies in untried.items() if applies)]
-        )
-        + "."
-    )
+    listed = ["This model on this cluster", *(what for what, applies in untried.items() if applies)]
+    gather = next(p for p in advice.here if p.method == GATHER)
+    beside = f" With the all-gather a step takes {duration(gather.step_seconds)}." if reduce else ""
+    return "; ".join(listed) + "." + beside
 
 
 def bits(bandwidth: float) -> str:

@@ -54,8 +54,8 @@ def plan(
     network: Annotated[
         str,
         typer.Option(
-            help=f"Between machines: {', '.join(NETWORKS)}, or a rate such as 2.5gbit, and a latency if it is "
-            "not 50us: 40gbit,15us."
+            help=f"Between machines: {', '.join(NETWORKS)}, or a rate and a latency: 40gbit,15us. Latencies: "
+            f"{', '.join(f'{name} {1e6 * link.latency:g}us' for name, link in NETWORKS.items())}; of other rates 50us."
         ),
     ] = "1gbit",
     inside: Annotated[
@@ -94,6 +94,9 @@ def plan(
             "2 % of the fastest that your number of steps allows."
         ),
     ] = None,
+    value_bits: Annotated[
+        int, typer.Option(help="Bits of a value, as in dgc.Config: 1, 2, 4, 8, 16 or 32.")
+    ] = Config.value_bits,
     clips: Annotated[
         bool,
         typer.Option(
@@ -141,6 +144,8 @@ def plan(
         within = link(inside, INSIDE)
     with usage("--sparsity"):
         config = None if sparsity is None else Config(sparsity)
+    with usage("--value-bits"):
+        Config(value_bits=value_bits)
     if (compute is None) != measure:
         raise typer.BadParameter(
             "one of --compute SECONDS and --measure must be given, got "
@@ -153,7 +158,9 @@ def plan(
     cluster = Cluster(nodes, gpus, between, within)
     overlap: Overlap = "dense" if clips else True
     with usage("--compute"):
-        advice = advise(loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer)
+        advice = advise(
+            loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer, value_bits
+        )
     headings = notes(advice)
     rows = (
         {

@@ -126,6 +126,25 @@ def ddp_accumulation():
     return same_end((network, optimizer), (reference, wrapped))
 
 
+def ddp_exchanged_again():
+    """The warnings of three steps of two passes each: all exchanged, the first dropped, the first within no_sync()."""
+    told = []
+    for way in ("exchanged", "dropped", "no_sync"):
+        network, optimizer = in_ddp(model(), CONFIGS["default"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                optimizer.zero_grad()
+                with network.no_sync() if way == "no_sync" else contextlib.nullcontext():
+                    loss(network, find().world.rank, 2 * step).backward()
+                if way == "dropped":
+                    optimizer.zero_grad()
+                loss(network, find().world.rank, 2 * step + 1).backward()
+                optimizer.step()
+        told.append([str(warning.message) for warning in caught])
+    return told
+
+
 class Branches(nn.Module):
     """Rank 0 and the even steps use one branch, all ranks another for two steps only, and none a third."""
 
@@ -516,6 +535,7 @@ def ddp_changed():
 
 
 CASES = (
+    ddp_exchanged_again,
     ddp_trajectories,
     ddp_accumulation,
     ddp_unused,
@@ -553,6 +573,13 @@ def test_as_distributed_optimizer(size, name):
 @pytest.mark.parametrize("name", [ddp_accumulation, ddp_pickled, ddp_no_step])
 def test_to_the_bit(size, name):
     assert ran("torch", size, CASES)[name] == [True] * size
+
+
+@sizes
+def test_several_exchanges_for_a_step_are_told_once(size):
+    for exchanged, dropped, within in ran("torch", size, CASES)[ddp_exchanged_again]:
+        assert len(exchanged) == 1 and "within model.no_sync()" in exchanged[0]
+        assert not within and not any("no_sync" in message for message in dropped)
 
 
 @sizes

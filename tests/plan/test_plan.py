@@ -295,6 +295,30 @@ def test_advice_is_of_one_mind(nodes, gpus, compute, sparsity):
         assert turn is None or told.below == pytest.approx(turn, rel=0.02)
 
 
+def test_the_whole_training_decides_up_to_which_bandwidth_it_pays():
+    """With AdamW a tenth of the steps are dense, so a step is faster on networks where the training is not."""
+
+    def advise(bandwidth, steps):
+        on = Cluster(8, 1, Link(50e-6, bandwidth), plan.INSIDE["pcie"])
+        return plan.advise(SMALL, on, 0.02, steps=steps, optimizer="adamw", local=GPU)
+
+    below = advise(0.125e9, 30_000).below
+    assert below < advise(0.125e9, None).below
+    for factor, pays in ((0.95, True), (1.05, False)):
+        told = advise(factor * below, 30_000)
+        assert told.pays is pays is (told.whole >= MIN_SPEEDUP)
+        assert plan.bits(told.below) in notes(told)["Network"]
+
+
+def test_values_of_few_bits_are_in_the_line_and_in_the_bytes():
+    usual, few = (
+        plan.advise(RESNET50, cluster(4), 0.25, dgc.Config(0.999), GPU, value_bits=bits)
+        for bits in (16, 4)
+    )
+    assert config(few).value_bits == 4 and "value_bits" not in usual.line
+    assert few.dgc.message_bytes < 0.7 * usual.dgc.message_bytes
+
+
 def test_what_is_faster_but_does_not_pay_is_told_so():
     told = plan.advise(RESNET50, cluster(8, network="25gbit"), 0.2, local=GPU)
     assert 1 < told.faster < MIN_SPEEDUP and "does not pay" in verdict(told)
