@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,7 @@ def run(study: Study, row: str, seed: int, **changed: Any) -> Run:
         "hierarchical": lambda _: "hierarchical",
         "virtual_node": lambda x: f"node{x}",
         "value_bits": lambda x: f"bits{x}",
+        "local_steps": lambda x: "H" + x.replace("=", "-").replace(",", "-"),
     }
     words = [marks[key](value) for key, value in changed.items() if value != options.get(key)]
     return Run(
@@ -460,6 +461,20 @@ def by_value_bits(budget: Budget) -> dict[tuple[str, float], dict[int, dict[int,
     }
 
 
+def by_local_steps(budget: Budget) -> dict[str, dict[int, Run]]:
+    """``--local-steps`` -> seed -> run: AdamW, all entries in 2 bits, at twice the rate of dense training."""
+    study = budget.transformer
+    options = {"sparsity": 0.0, "value_bits": 2, "lr": 0.004}
+    dense = {"warmup_epochs", "dense_epochs"}
+    kept = {key: value for key, value in study.options.items() if key not in dense}
+    study = replace(study, name=f"{study.name}-local", options={**kept, **options})
+    seeds = budget.seeds[0]
+    ways = {"1": seeds, "0=1,227=2": seeds, "0=1,454=4": seeds[:1]}
+    return {
+        way: {seed: run(study, "dgc", seed, local_steps=way) for seed in ways[way]} for way in ways
+    }
+
+
 def by_length(budget: Budget) -> dict[str, dict[int, Run]]:
     """Row -> seed -> run: dense, and the paper's DGC, for as long as the paper trains."""
     epochs, warmup = budget.paper
@@ -513,6 +528,7 @@ def matrix(budget: Budget) -> dict[str, dict[str, Run]]:
         ],
         "length": list(by_length(budget).values()),
         "values": [line[4] for line in by_value_bits(budget).values()],
+        "local-steps": list(by_local_steps(budget).values()),
     }
     return {
         table: {run.name: run for runs in lines for run in runs.values()}
