@@ -29,8 +29,8 @@ def main() -> None:
     )
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    sparsity = dgc.warmup(epochs=2, stages=4, end=0.99, steps_per_epoch=len(loader))
-    dgc.register_comm_hook(model, optimizer, dgc.Config(sparsity=sparsity))
+    schedule = dgc.warmup(steps=EPOCHS * len(loader), end=0.9)  # for fewer than 1,000 steps
+    dgc.register_comm_hook(model, optimizer, dgc.Config(schedule, factor_masking=False))
 
     folder, begin = Path(sys.argv[1]) if len(sys.argv) > 1 else None, 0
     there = torch.tensor(folder is not None and (folder / "manifest.json").exists())
