@@ -88,7 +88,7 @@ OPTIMISTIC = (
 )
 SMALLER_RATE = (
     "If the loss rises in the first hundred steps, leave factor_masking=False out, or divide the learning "
-    "rate by four (docs/guides/schedules.md)."
+    "rate by four (docs/troubleshooting.md#the-loss-explodes)."
 )
 # Bytes of DGC for each compressed entry: u and v; AdamW's 1 / D and last step too.
 KEPT = {
