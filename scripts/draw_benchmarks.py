@@ -29,8 +29,8 @@ def read(name: str) -> dict[str, Any]:
 def main() -> None:
     adaptive.draw(read("adaptive"), RESULTS / "adaptive.png")
     compress.picture(read("compress")["rows"], RESULTS / "compress.png")
-    measured = read("network-1gbit")
-    network.plot(measured["cases"], measured["hosts"], RESULTS / "network-1gbit.png")
+    measured = read("hosts4-1gbit")
+    network.plot(measured["cases"], measured["hosts"], RESULTS / "hosts4-1gbit.png")
     scaling.draw(read("scaling"), DOCS / "scaling.png")
     speedup.draw(read("speedup"), DOCS / "speedup.png")
 

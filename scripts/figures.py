@@ -339,7 +339,7 @@ def speed() -> str:
     }
     lines = []
     for model, title in models.items():
-        own = medians("network-1gbit", model)
+        own = medians("hosts4-1gbit", model)
         lines.append([title, *(f"{own[method]:,.0f} ms" for method in methods)])
     return markdown(["four hosts at 1 Gbit/s", *methods.values()], lines)
 
@@ -348,13 +348,13 @@ def speed() -> str:
 def exchange() -> str:
     """By method; "x" is how many times as fast as Horovod's dense exchange."""
     columns = [
-        medians("network-1gbit", "resnet50"),
-        medians("network-100mbit", "resnet50"),
-        medians("network-1gbit", "resnet110-wide"),
+        medians("hosts4-1gbit", "resnet50"),
+        medians("hosts4-100mbit", "resnet50"),
+        medians("hosts4-1gbit", "resnet110-wide"),
     ]
     sent = {
         method: case["median_link_bytes"]
-        for method, case in cases("network-1gbit", "resnet50").items()
+        for method, case in cases("hosts4-1gbit", "resnet50").items()
     }
 
     def cell(column: Mapping[str, float], method: str) -> str:
@@ -379,13 +379,18 @@ def two_rounds() -> str:
         "dgc-torch": "all-gather",
         "dgc-torch-reduce": "reduce",
     }
-    files = "hosts4-100mbit", "hosts8-100mbit"
-    columns = [medians(file, "resnet50") for file in files]
+    files = {
+        "4 hosts, 100 Mbit/s": "hosts4-100mbit",
+        "8 hosts, 100 Mbit/s": "hosts8-100mbit",
+        "4 hosts, 1 Gbit/s": "hosts4-1gbit-reduce",
+        "8 hosts, 1 Gbit/s": "hosts8-1gbit",
+    }
+    columns = [medians(file, "resnet50") for file in files.values()]
     lines = [
         [title, *(f"{column[method]:,.0f}" for column in columns)]
         for method, title in names.items()
     ]
-    return markdown(["100 Mbit/s", "4 hosts", "8 hosts"], lines)
+    return markdown(["", *files], lines)
 
 
 def to_target(folder: str) -> str:
