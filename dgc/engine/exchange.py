@@ -451,8 +451,8 @@ def flush_all(parameters: Parameters, applier: Applier, step: Step) -> None:
     # AdamW applies entries at the learning rate of their own steps.
     if settings.world.rank == 0 and applier.is_sgd and not has_rate(parameters.groups):
         warn(
-            "flush() must be called at a learning rate above 0 to change the parameters, got 0 in all param groups: the "
-            "residuals are sent, times 0, and lost (after a schedule that ends at 0, leave flush() out)"
+            "flush() must be called at a learning rate above 0 to change the parameters, got 0 in all param groups: "
+            "the residuals are sent, times 0, and lost (after a schedule that ends at 0, leave flush() out)"
         )
     exchanges = []
     for bucket in parameters.buckets:
