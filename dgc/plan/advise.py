@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from dgc.compression.sizes import WIDE
@@ -134,7 +135,7 @@ def advise(
     overlap: Overlap = True,
     steps: int | None = None,
     optimizer: Optimizer = "sgd",
-    value_bits: int = Config.value_bits,
+    value_bits: int | None = None,
 ) -> Advice:
     """Whether DGC pays here, up to which bandwidth, and with which exchange and sparsity.
 
@@ -145,7 +146,7 @@ def advise(
         config: of DGC; None: the least sparsity of ``SPARSITIES`` that is nearly as fast as any.
         steps: of the training: of those, without ones at which an entry waits for too much of it.
         optimizer: with AdamW, none above ``ADAMW`` is chosen, and dense steps come before it.
-        value_bits: of DGC, as in :class:`dgc.Config`.
+        value_bits: in place of those of ``config``.
 
     Raises:
         ValueError: ``compute`` is not a finite number > 0.
@@ -156,11 +157,14 @@ def advise(
     def step(on: Cluster, method: Method, with_config: Config = DGC) -> Prediction:
         return predict(shapes, on, method, compute, with_config, local, overlap)
 
-    base = replace(config or DGC, value_bits=value_bits)
+    base = config or DGC
+    base = base if value_bits is None else replace(base, value_bits=value_bits)
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
-    counts = {
-        s: Counter(map(_schedule(s, steps, optimizer)[1], range(steps or 0))) for s in sparsities
-    }
+
+    @cache
+    def counts(of: float) -> Counter[float]:
+        """Sparsity -> the number of steps that have it, in the schedule up to that of ``of``."""
+        return Counter(map(_schedule(of, steps, optimizer)[1], range(steps or 0)))
 
     def best(on: Cluster) -> tuple[Prediction, Prediction, float]:
         """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its
@@ -178,10 +182,10 @@ def advise(
         return min(dense, key=lambda p: p.step_seconds), dgc, sparsity
 
     def seconds(on: Cluster, method: Method, of: float) -> dict[float, float]:
-        """Sparsity -> the seconds of all steps that have it, in the schedule up to that of ``of``."""
+        """The same -> the seconds that these steps take."""
         return {
             s: count * step(on, method, replace(base, sparsity=s)).step_seconds
-            for s, count in counts[of].items()
+            for s, count in counts(of).items()
         }
 
     def pays(bandwidth: float) -> bool:
@@ -208,7 +212,7 @@ def advise(
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
         whole=dense.step_seconds * steps / sum(of_sparsity.values()) if steps else None,
-        dense_steps=counts[sparsity][0.0],
+        dense_steps=counts(sparsity)[0.0],
         dense_seconds=of_sparsity.get(0.0, 0.0),
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
         line=_line(
