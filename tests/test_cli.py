@@ -134,7 +134,8 @@ def test_plan_as_json():
     link, shapes = Link(80e-6, 12.5e6), plan.load("resnet50").shapes
     on, local = Cluster(4, 1, link, plan.INSIDE["pcie"]), plan.LOCAL["gpu"]
     expected = plan.advise(shapes, on, 0.1, dgc.Config(0.99), local)
-    assert told["advice"] == json.loads(json.dumps(asdict(expected), default=str))
+    whole = json.loads(json.dumps(asdict(expected), default=str))
+    assert told["advice"] == {key: value for key, value in whole.items() if key != "config"}
     assert told["advice"]["pays"] and told["advice"]["dgc"]["method"] == {
         "name": "allgather",
         "kind": "dgc",

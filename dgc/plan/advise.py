@@ -39,6 +39,8 @@ SPARSITIES = (0.9, 0.99, 0.999)  # of which the least that is nearly as fast as 
 ADAMW = 0.992  # the largest sparsity at which a training with AdamW was measured
 SHORT = 4000  # steps; in no longer training the reduce exchange was seen to need more entries
 DENSE = 1000  # steps of AdamW, where the training's number is not known; else a tenth of it
+POWERSGD_DENSE = 1000  # torch's default of start_powerSGD_iter
+TO_COMPARE = 0.3  # of a training, after which a comparison with dense training may stop
 MAX_WAIT = 0.1  # of a training, that an entry may wait where the number of steps is known
 FASTEST = 1.25e12  # bytes a second between nodes, up to which is looked
 # The most hosts whose speed was measured, and workers whose accuracy was with "reduce".
@@ -329,9 +331,9 @@ def notes(advice: Advice) -> dict[str, str]:
     )
     hosts = max(n for n in LONGER if n <= max(2, advice.cluster.nodes))
     assumes = (
-        f"{duration(advice.compute)} of computing a step, and compressing on a {device}. DGC's exchange took "
-        f"{LONGER[hosts]} times as long as predicted on {hosts} hosts that share 2 cores; dense exchanges differed by "
-        "7 % (median, docs/guides/pays.md)."
+        f"{duration(advice.compute)} of computing a step, and compressing on a {device}. On {hosts} "
+        f"hosts, DGC's all-gather took {LONGER[hosts]} times as long as predicted, as these hosts share 2 cores; dense "
+        "exchanges differed by 7 % (median, docs/guides/pays.md)."
     )
     if not advice.pays:
         return {"Network": _network(advice), "Assumes": assumes}
@@ -392,11 +394,12 @@ def _faster(advice: Advice) -> dict[str, str]:
     )
     if NEARLY * least.step_seconds > advice.dgc.step_seconds:
         return {}
-    whole = (
-        f", the whole training {duration(advice.steps * least.step_seconds)} if no step is dense"
-        if advice.steps
-        else ""
-    )
+    whole = ""
+    if advice.steps:
+        exact = next(p for p in advice.here if p.method.kind == "float32")
+        first = min(POWERSGD_DENSE, advice.steps)
+        seconds = first * exact.step_seconds + (advice.steps - first) * least.step_seconds
+        whole = f", the whole training {duration(seconds)} if its first {first:,} steps are dense"
     return {
         "Faster": f"A step with {least.method} is predicted to take {duration(least.step_seconds)}{whole}. "
         "On hosts that share 2 cores PowerSGD took two to three times as long as predicted. Compare accuracy, too "
@@ -421,8 +424,9 @@ def _accuracy(advice: Advice) -> str:
     wait, sentences = (2 / WIDE if reduce else 1) / (1 - advice.sparsity), []
     share = min(1.0, wait / advice.steps) if advice.steps else None
     of_yours = f" of your {advice.steps:,}, {100 * share:.3g} % of the training" if share else ""
+    exchange = ' with exchange="reduce"' if reduce else ""
     sentences.append(
-        f"At {100 * advice.sparsity:g} % an entry waits about {wait:,.0f} steps{of_yours}."
+        f"At {100 * advice.sparsity:g} %{exchange} an entry waits about {wait:,.0f} steps{of_yours}."
     )
     if advice.optimizer == "adamw":
         sentences.append(LOST_ADAMW)
@@ -438,12 +442,19 @@ def _accuracy(advice: Advice) -> str:
         sentences.append("Values of 4 bits: docs/results.md#bits-of-a-value.")
     if reduce:
         sentences.append(
-            'exchange="reduce" applies fewer entries a step than an all-gather of many workers, and may learn less.'
+            "An all-gather waits 1.5 times as long, but applies more entries a step where workers are many, and may "
+            "learn more."
         )
         if advice.steps and advice.steps <= SHORT and advice.sparsity > ADAMW / 1.01:
             sentences.append(
                 "Your training is short, so send three times as many: --sparsity 0.97."
             )
+    if advice.steps:
+        compared = TO_COMPARE * advice.steps * advice.dense.step_seconds
+        sentences.append(
+            f"To compare, {100 * TO_COMPARE:g} % of the steps take {duration(compared)} with {advice.dense.method} "
+            "(docs/quickstart.md)."
+        )
     return " ".join(sentences)
 
 

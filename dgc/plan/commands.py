@@ -173,12 +173,13 @@ def plan(
         else {}
     )
     if as_json:
+        told = {key: value for key, value in asdict(advice).items() if key != "config"}
         report = {
             "model": model,
             "parameters": loaded.numel,
             "verdict": verdict(advice),
             "notes": headings,
-            "advice": {**asdict(advice), "line": advice.line if advice.pays else None},
+            "advice": {**told, "line": advice.line if advice.pays else None},
             "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
         }
         print(json.dumps(report, indent=1, default=str))
@@ -364,7 +365,7 @@ def schedule(
             )
         )
         return
-    _say(f"{expression}: {model} in float32, {workers} workers, {steps:,} steps")
+    _say(f"{expression}: {model} in float32, {workers} workers, all-gather, {steps:,} steps")
     console().print(_schedule_table(rows, dense))
     total = rows[-1]["total_bytes"]
     _say(

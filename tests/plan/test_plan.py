@@ -481,7 +481,7 @@ def test_advice_for_many_workers_is_the_exchange_whose_bytes_do_not_grow():
     few, crowd = (plan.advise(RESNET50, cluster(n), 0.25, local=FREE) for n in (16, 256))
     assert few.dgc.method.name == "allgather"
     assert (crowd.dgc.method.name, crowd.sparsity) == ("reduce", 0.999)
-    assert "learn less" in notes(crowd)["Accuracy"] and "learn less" not in notes(few)["Accuracy"]
+    assert "learn more" in notes(crowd)["Accuracy"] and "learn more" not in notes(few)["Accuracy"]
     assert "reduce" in notes(crowd)["Untried"] and "reduce" not in notes(few)["Untried"]
     nodes = plan.advise(
         RESNET50, Cluster(512, 8, plan.NETWORKS["1gbit"], plan.INSIDE["nvlink"]), 0.05, local=FREE
