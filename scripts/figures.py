@@ -217,7 +217,7 @@ def value_bits() -> str:
     """What values of 4 bits cost beside 16."""
     titles = {
         ("cifar10", 0.999): f"ResNet-20, CIFAR-10, {BUDGET.lengths[0]} epochs, validation accuracy",
-        ("cifar10", 0.9977): "the same, 4 bits at 99.77 %: as many bytes",
+        ("cifar10", 0.9977): "the same, 4 bits at 99.77 %: entries take as many bytes",
         ("ptb", 0.999): "LSTM, Penn Treebank, test perplexity",
     }
     lines = []
