@@ -366,9 +366,14 @@ def _dense_steps(advice: Advice) -> str:
     if not advice.dense_steps or advice.steps is None or advice.whole is None:
         return ""
     whole = advice.steps * advice.dense.step_seconds / advice.whole
+    fewer = (
+        f"; {DENSE:,} may be enough (untried, docs/guides/schedules.md)"
+        if advice.dense_steps > DENSE
+        else ""
+    )
     return (
         f" The first {advice.dense_steps:,} steps are dense, in float32, and take "
-        f"{duration(advice.dense_seconds, whole)} of the {duration(whole)} that are left."
+        f"{duration(advice.dense_seconds, whole)} of the {duration(whole)} that are left{fewer}."
     )
 
 
@@ -414,7 +419,7 @@ def _network(advice: Advice) -> str:
         return "DGC does not pay at any lower bandwidth between machines either."
     if advice.below >= FASTEST:
         return "DGC pays at every bandwidth between machines, up to 10 Tbit/s."
-    return f"DGC pays up to {bits(advice.below)} between machines, and not above."
+    return f"At this latency DGC pays up to about {bits(advice.below)} between machines, and not above."
 
 
 def _accuracy(advice: Advice) -> str:
