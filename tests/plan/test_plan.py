@@ -11,7 +11,17 @@ import dgc
 from dgc import plan
 from dgc.compression.sizes import WIDE
 from dgc.plan import Local, Method
-from dgc.plan.advise import FASTEST, MIN_SPEEDUP, NEARLY, SPARSITIES, fits, notes, times, verdict
+from dgc.plan.advise import (
+    FASTEST,
+    MIN_SPEEDUP,
+    NEARLY,
+    SPARSITIES,
+    duration,
+    fits,
+    notes,
+    times,
+    verdict,
+)
 from dgc.plan.cost import Cluster, Link
 from dgc.plan.predict import OWNED, REDUCE, by_workers
 from dgc.user_code import TheirError
@@ -308,6 +318,19 @@ def test_the_whole_training_decides_up_to_which_bandwidth_it_pays():
         told = advise(factor * below, 30_000)
         assert told.pays is pays is (told.whole >= MIN_SPEEDUP)
         assert plan.bits(told.below) in notes(told)["Network"]
+
+
+def test_what_powersgd_and_a_comparison_take_is_told():
+    """torch's hook sends all of the first 1,000 steps in float32; a comparison stops after three tenths."""
+    bert = plan.load("bert-large").shapes
+    told = plan.advise(bert, cluster(8), 0.35, local=GPU, steps=30_000, optimizer="adamw")
+    power, ring = (
+        next(p.step_seconds for p in told.here if p.method == Method("ring", kind))
+        for kind in ("powersgd", "float32")
+    )
+    assert duration(1000 * ring + 29_000 * power) in notes(told)["Faster"]
+    assert duration(9000 * told.dense.step_seconds) in notes(told)["Accuracy"]
+    assert "1,000 may be enough" in notes(told)["Saves"]
 
 
 def test_values_of_few_bits_are_in_the_line_and_in_the_bytes():
