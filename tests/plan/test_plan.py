@@ -12,6 +12,7 @@ from dgc import plan
 from dgc.compression.sizes import WIDE
 from dgc.plan import Local, Method
 from dgc.plan.advise import (
+    AS_FAST,
     FASTEST,
     MIN_SPEEDUP,
     NEARLY,
@@ -330,7 +331,19 @@ def test_what_powersgd_and_a_comparison_take_is_told():
     )
     assert duration(1000 * ring + 29_000 * power) in notes(told)["Faster"]
     assert duration(9000 * told.dense.step_seconds) in notes(told)["Accuracy"]
-    assert "1,000 may be enough" in notes(told)["Saves"]
+    whole = told.steps * told.dense.step_seconds / told.whole
+    fewer = whole - 2000 * (ring - told.dgc.step_seconds)
+    assert f"; {duration(fewer)} with 1,000, which is untried" in notes(told)["Saves"]
+
+
+def test_what_was_measured_beside_horovod_is_told():
+    for hosts, file in ((4, "hosts4-1gbit-reduce"), (8, "hosts8-1gbit")):
+        run = json.loads((RESULTS / f"{file}.json").read_text())
+        seconds = {case["method"]: case["median_seconds"] for case in run["cases"]}
+        for method, factor in zip(("dgc-torch", "dgc-torch-reduce"), AS_FAST[hosts], strict=True):
+            assert f"{seconds['horovod-fp32'] / seconds[method]:.1f}" == str(factor)
+        told = notes(plan.advise(RESNET50, cluster(hosts), 0.25, local=GPU))["Assumes"]
+        assert f"the all-gather was {AS_FAST[hosts][0]} times as fast" in told
 
 
 def test_values_of_few_bits_are_in_the_line_and_in_the_bytes():
