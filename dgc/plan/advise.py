@@ -381,11 +381,12 @@ def _dense_steps(advice: Advice) -> str:
         a_step = advice.dense_seconds / advice.dense_steps
         left = whole - more * (a_step - advice.dgc.step_seconds)
         fewer = (
-            f"; {duration(left, whole)} with {DENSE:,}, which is untried (docs/guides/schedules.md)"
+            f" With {DENSE:,} dense steps, which is untried, the whole training takes "
+            f"{duration(left, whole)} (docs/guides/schedules.md)."
         )
     return (
         f" The first {advice.dense_steps:,} steps are dense, in float32, and take "
-        f"{duration(advice.dense_seconds, whole)} of the {duration(whole)} that are left{fewer}."
+        f"{duration(advice.dense_seconds, whole)} of the {duration(whole)} that are left.{fewer}"
     )
 
 
