@@ -120,8 +120,7 @@ class Advice:
     here: tuple[Prediction, ...]  # all methods on this cluster
     below: float | None  # bytes a second between nodes, up to which it pays; None: at none
     whole: float | None  # times as fast as dense, over all steps; None: their number is not known
-    dense_steps: int  # of all steps, where their number is known
-    dense_seconds: float  # that they take
+    stages: tuple[tuple[float, int, float], ...]  # sparsity, its steps, seconds that they take
     memory: int  # bytes that DGC keeps on each worker
     line: str  # of Python to paste
 
@@ -217,8 +216,7 @@ def advise(
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
         whole=dense.step_seconds * steps / sum(of_sparsity.values()) if steps else None,
-        dense_steps=counts(sparsity)[0.0],
-        dense_seconds=of_sparsity.get(0.0, 0.0),
+        stages=tuple((s, counts(sparsity)[s], of_sparsity[s]) for s in sorted(of_sparsity)),
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
         line=_line(
             _schedule(sparsity, steps, optimizer)[0], chosen, dgc.method, optimizer, overlap
@@ -333,15 +331,16 @@ def notes(advice: Advice) -> dict[str, str]:
         else "GPU, whose cost is an estimate (--worker cpu: on a CPU core)"
     )
     hosts = max(n for n in LONGER if n <= max(2, advice.cluster.nodes))
+    clipping = "" if "clip_norm" in advice.line else ", and no clipping by the norm (--clips)"
     beside = ""
     if hosts in AS_FAST:
         gather, reduce = AS_FAST[hosts]
         beside = (
             f" Measured beside Horovod's dense exchange at 1 Gbit/s, the all-gather was {gather} times as fast, and "
-            f"reduce {reduce} times (ResNet-50, docs/concepts/exchanges.md)."
+            f"reduce {reduce} times (short messages, docs/concepts/exchanges.md)."
         )
     assumes = (
-        f"{duration(advice.compute)} of computing a step, and compressing on a {device}. On {hosts} "
+        f"{duration(advice.compute)} of computing a step, compressing on a {device}{clipping}. On {hosts} "
         f"hosts, DGC's all-gather took {LONGER[hosts]} times as long as predicted, as these hosts share 2 cores; dense "
         f"exchanges differed by 7 % (median, docs/guides/pays.md).{beside}"
     )
@@ -366,27 +365,24 @@ def _saves(advice: Advice) -> str:
     whole = advice.steps * dense
     return (
         f"{duration(whole * (1 - 1 / advice.whole), whole)} of {duration(whole)} over all {advice.steps:,} steps, "
-        f"the warm-up among them: {times(advice.whole)} times as fast.{_dense_steps(advice)}"
+        f"the warm-up among them: {times(advice.whole)} times as fast.{_stages(advice)}"
         f"{_with_local_steps(advice)}"
     )
 
 
-def _dense_steps(advice: Advice) -> str:
-    """How long the dense steps, with which AdamW begins, take of the whole training."""
-    if not advice.dense_steps or advice.steps is None or advice.whole is None:
+def _stages(advice: Advice) -> str:
+    """How long each stage takes of AdamW's whole training, which begins with dense steps."""
+    if advice.optimizer != "adamw":
         return ""
-    whole = advice.steps * advice.dense.step_seconds / advice.whole
-    fewer, more = "", advice.dense_steps - DENSE
-    if more > 0:
-        a_step = advice.dense_seconds / advice.dense_steps
-        left = whole - more * (a_step - advice.dgc.step_seconds)
-        fewer = (
-            f" With {DENSE:,} dense steps, which is untried, the whole training takes "
-            f"{duration(left, whole)} (docs/guides/schedules.md)."
-        )
+    whole = sum(seconds for _, _, seconds in advice.stages)
+    told = [
+        f"{steps:,} {'dense steps in float32' if s == 0 else f'steps at {100 * s:g} %'} take "
+        f"{duration(seconds, whole)}"
+        for s, steps, seconds in advice.stages
+    ]
     return (
-        f" The first {advice.dense_steps:,} steps are dense, in float32, and take "
-        f"{duration(advice.dense_seconds, whole)} of the {duration(whole)} that are left.{fewer}"
+        f" Of the {duration(whole)} that are left, {', '.join(told)}. Fewer dense steps are untried "
+        "(docs/guides/schedules.md)."
     )
 
 
