@@ -396,8 +396,8 @@ def _with_local_steps(advice: Advice) -> str:
         return ""
     return (
         f" Local steps have no dense steps at first, and make the whole training {times(whole)} times as fast, "
-        "with an exchange every H = 5 steps. They change what is learned: in the only measurement with AdamW, "
-        "288 steps, perplexity was 12 % higher (docs/guides/local-steps.md)."
+        "with an exchange every H = 5 steps. They change what is learned: with AdamW and H = 5, perplexity "
+        "was 12 % higher after 288 steps (docs/guides/local-steps.md)."
     )
 
 
