@@ -162,13 +162,8 @@ def advise(
         return predict(shapes, on, method, compute, with_config, local, overlap)
 
     base = config or DGC
-    base = base if value_bits is None else replace(base, value_bits=value_bits)
+    base = replace(base, value_bits=value_bits or base.value_bits)
     sparsities = bearable(steps, optimizer) if config is None else (config.sparsity_at(0),)
-
-    @cache
-    def counts(of: float) -> Counter[float]:
-        """Sparsity -> the number of steps that have it, in the schedule up to that of ``of``."""
-        return Counter(map(_schedule(of, steps, optimizer)[1], range(steps or 0)))
 
     def best(on: Cluster) -> tuple[Prediction, Prediction, float]:
         """The fastest dense exchange, the simplest of DGC's that is nearly as fast as any, and its
@@ -185,23 +180,23 @@ def advise(
         dgc, sparsity = next(each for each in made if each[0].step_seconds <= NEARLY * fastest)
         return min(dense, key=lambda p: p.step_seconds), dgc, sparsity
 
-    def seconds(on: Cluster, method: Method, of: float) -> dict[float, float]:
-        """The same -> the seconds that these steps take."""
-        return {
-            s: count * step(on, method, replace(base, sparsity=s)).step_seconds
-            for s, count in counts(of).items()
-        }
+    def stages(on: Cluster, method: Method, end: float) -> tuple[tuple[float, int, float], ...]:
+        """As in :class:`Advice`, of the schedule up to a sparsity."""
+        return tuple(
+            (s, n, n * step(on, method, replace(base, sparsity=s)).step_seconds)
+            for s, n in sorted(_counts(end, steps, optimizer).items())
+        )
 
     def pays(bandwidth: float) -> bool:
         """Whether it makes a step, and the whole training, fast enough."""
         on = replace(cluster, between=replace(cluster.between, bandwidth=bandwidth))
         dense, dgc, sparsity = best(on)
         limit = dense.step_seconds / MIN_SPEEDUP
-        whole = sum(seconds(on, dgc.method, sparsity).values())
+        whole = sum(part[-1] for part in stages(on, dgc.method, sparsity))
         return dgc.step_seconds <= limit and whole <= limit * (steps or 0)
 
     dense, dgc, sparsity = best(cluster)
-    chosen, of_sparsity = replace(base, sparsity=sparsity), seconds(cluster, dgc.method, sparsity)
+    chosen, parts = replace(base, sparsity=sparsity), stages(cluster, dgc.method, sparsity)
     return Advice(
         cluster,
         compute,
@@ -215,12 +210,10 @@ def advise(
         chosen,
         here=tuple(step(cluster, m, chosen) for m in methods(cluster)),
         below=_pays_up_to(pays, cluster.between.bandwidth) if cluster.nodes > 1 else None,
-        whole=dense.step_seconds * steps / sum(of_sparsity.values()) if steps else None,
-        stages=tuple((s, counts(sparsity)[s], of_sparsity[s]) for s in sorted(of_sparsity)),
+        whole=dense.step_seconds * steps / sum(part[-1] for part in parts) if steps else None,
+        stages=parts,
         memory=KEPT[optimizer] * sum(b.numel for b in buckets(shapes, chosen) if b.sizes),
-        line=_line(
-            _schedule(sparsity, steps, optimizer)[0], chosen, dgc.method, optimizer, overlap
-        ),
+        line=_line(chosen, steps, dgc.method, optimizer, overlap),
     )
 
 
@@ -232,6 +225,12 @@ def bearable(steps: int | None, optimizer: Optimizer = "sgd") -> tuple[float, ..
         for s in SPARSITIES
         if s == SPARSITIES[0] or (s <= most and (steps is None or 1 / (1 - s) <= MAX_WAIT * steps))
     )
+
+
+@cache
+def _counts(sparsity: float, steps: int | None, optimizer: Optimizer) -> Counter[float]:
+    """Sparsity -> the number of steps that have it, in the schedule up to this one."""
+    return Counter(map(_schedule(sparsity, steps, optimizer)[1], range(steps or 0)))
 
 
 def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple[str, Schedule]:
@@ -250,10 +249,10 @@ def _schedule(sparsity: float, steps: int | None, optimizer: Optimizer) -> tuple
 
 
 def _line(
-    schedule: str, config: Config, method: Method, optimizer: Optimizer, overlap: Overlap
+    config: Config, steps: int | None, method: Method, optimizer: Optimizer, overlap: Overlap
 ) -> str:
     """The line of Python to paste."""
-    options = [f"sparsity={schedule}"]
+    options = [f"sparsity={_schedule(config.sparsity_at(0), steps, optimizer)[0]}"]
     if (
         overlap == "dense" or config.clips_globally
     ):  # gradients are clipped, or a loss scale is divided out

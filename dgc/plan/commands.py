@@ -161,7 +161,6 @@ def plan(
         advice = advise(
             loaded.shapes, cluster, compute, config, local, overlap, steps, optimizer, value_bits
         )
-    headings = notes(advice)
     rows = (
         {
             on.workers: [
@@ -173,23 +172,14 @@ def plan(
         else {}
     )
     if as_json:
-        told = {key: value for key, value in asdict(advice).items() if key != "config"}
-        report = {
-            "model": model,
-            "parameters": loaded.numel,
-            "verdict": verdict(advice),
-            "notes": headings,
-            "advice": {**told, "line": advice.line if advice.pays else None},
-            "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
-        }
-        print(json.dumps(report, indent=1, default=str))
+        _print_json(model, loaded.numel, advice, rows)
         return
     _say(verdict(advice))
     if advice.pays:
         print(f"\nFor {fits(advice)}:\n")
         _say(advice.line, "  ", "    ")
     print()
-    for heading, text in headings.items():
+    for heading, text in notes(advice).items():
         _say(text, f"{heading:<10}", " " * 10)
     print()
     _say(
@@ -200,6 +190,20 @@ def plan(
     if scaling:
         print("\nScaling efficiency in % by the number of workers:")
         console().print(_by_workers(rows))
+
+
+def _print_json(model: str, numel: int, advice: Advice, rows: dict[int, list[Prediction]]) -> None:
+    """All of it, but for the config of the predictions: the line is what is advised."""
+    told = {key: value for key, value in asdict(advice).items() if key != "config"}
+    report = {
+        "model": model,
+        "parameters": numel,
+        "verdict": verdict(advice),
+        "notes": notes(advice),
+        "advice": {**told, "line": advice.line if advice.pays else None},
+        "scaling": {n: [asdict(p) for p in row] for n, row in rows.items()},
+    }
+    print(json.dumps(report, indent=1, default=str))
 
 
 def _say(text: str, first: str = "", indent: str = "") -> None:
