@@ -44,7 +44,8 @@ def main() -> None:
                 optimizer.zero_grad()
 
     folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
-    accelerator.save_state(folder)  # with what each rank has pending
+    accelerator.save_state(folder)  # with each rank's residuals
+    accelerator.wait_for_everyone()  # rank 0 writes the model
     accelerator.load_state(folder)
     accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
     sent = optimizer.optimizer.report().as_dict() if accelerator.num_processes > 1 else {}

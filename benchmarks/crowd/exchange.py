@@ -88,7 +88,6 @@ class Exchange:
         if kind != "allgather":
             counts = [min(n, wide * k) for n, k in zip(bucket.numels, counts, strict=True)]
         self.layout, self.dense = Layout(bucket, counts, BITS), False
-        self.parameter = self.layout.param_of_slot  # int64 (K,), of each entry that is chosen
         if kind == "allgather":
             self.dense = messages.sends_dense(kind, self.layout.sizes, workers)
             self.nbytes = (workers - 1) * self.layout.rows.nbytes
@@ -185,21 +184,13 @@ class Exchange:
 
     def _fitting(self, row: Tensor, values: Tensor) -> Tensor:
         """As ``dgc.compression.kernels.owners_plain`` has it: (N, K), without those for which a row has no slot."""
-        n, count = self.workers, len(self.bucket.numels)
-        size = torch.where(row < n, values.abs(), 0)
-        of = (self.own * count + self.parameter).flatten()
-        total, number = size.new_zeros(2, n * count)
-        total = total.index_add_(0, of, size.flatten())
-        number = number.index_add_(0, of, (size > 0).to(size).flatten())
-        mean = (total / number.clamp(min=1))[of].view_as(size)
-        smallness = 1 / (1 + size / mean.clamp(min=torch.finfo(size.dtype).tiny))
-        order = (row + 0.5 * smallness.double()).sort(dim=1, stable=True)
-        edges = torch.arange(n + 1, device=row.device).double().expand(n, -1).contiguous()
-        first = torch.searchsorted(order.values, edges)
-        place = torch.arange(row.shape[1], device=row.device) - first.gather(
-            1, row.gather(1, order.indices)
-        )
-        place = torch.empty_like(place).scatter_(1, order.indices, place)
+        n = self.workers
+        by_size = values.abs().sort(dim=1, stable=True, descending=True).indices
+        rows, order = row.gather(1, by_size).sort(dim=1, stable=True)
+        edges = torch.arange(n + 1, device=row.device).expand(n, -1).contiguous()
+        first = torch.searchsorted(rows, edges)
+        place = torch.arange(row.shape[1], device=row.device) - first.gather(1, rows)
+        place = torch.empty_like(place).scatter_(1, by_size.gather(1, order), place)
         return torch.where(place < self.plan.to_owners.slots, row, n)
 
 
