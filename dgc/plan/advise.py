@@ -18,7 +18,6 @@ from dgc.plan.models import Shape, buckets
 from dgc.plan.predict import (
     CPU,
     DGC,
-    GATHER,
     Local,
     Method,
     Overlap,
@@ -128,6 +127,10 @@ class Advice:
     def faster(self) -> float:
         """How many times as fast as dense a step is."""
         return self.dense.step_seconds / self.dgc.step_seconds
+
+    def plainest(self, kind: str) -> Prediction:
+        """The first method of this kind: without machines, and of DGC the all-gather."""
+        return next(p for p in self.here if p.method.kind == kind)
 
 
 def advise(
@@ -387,10 +390,9 @@ def _stages(advice: Advice) -> str:
 
 def _with_local_steps(advice: Advice) -> str:
     """What local steps, which have no dense steps, would save of AdamW's training; if that is more."""
-    rounds = next((p for p in advice.here if p.method.kind == "local"), None)
-    if advice.optimizer != "adamw" or rounds is None or advice.whole is None:
+    if advice.optimizer != "adamw" or advice.whole is None:
         return ""
-    whole = advice.dense.step_seconds / rounds.step_seconds
+    whole = advice.dense.step_seconds / advice.plainest("local").step_seconds
     if whole <= advice.whole:
         return ""
     return (
@@ -402,14 +404,12 @@ def _with_local_steps(advice: Advice) -> str:
 
 def _faster(advice: Advice) -> dict[str, str]:
     """Another method that the table has, where a step with it is clearly faster."""
-    least = min(
-        (p for p in advice.here if p.method.kind == "powersgd"), key=lambda p: p.step_seconds
-    )
+    least = advice.plainest("powersgd")
     if NEARLY * least.step_seconds > advice.dgc.step_seconds:
         return {}
     whole = ""
     if advice.steps:
-        exact = next(p for p in advice.here if p.method.kind == "float32")
+        exact = advice.plainest("float32")
         first = min(POWERSGD_DENSE, advice.steps)
         seconds = first * exact.step_seconds + (advice.steps - first) * least.step_seconds
         whole = f", the whole training {duration(seconds)} if its first {first:,} steps are dense"
@@ -455,8 +455,8 @@ def _accuracy(advice: Advice) -> str:
         sentences.append("Values of 4 bits: docs/results.md#bits-of-a-value.")
     if reduce:
         sentences.append(
-            "An all-gather waits 1.5 times as long, but applies more entries a step where workers are many, and may "
-            "learn more."
+            f"An all-gather waits {WIDE / 2:g} times as long, but applies more entries a step where workers are many, "
+            "and may learn more."
         )
         if advice.steps and advice.steps <= SHORT and advice.sparsity > ADAMW / 1.01:
             sentences.append(
@@ -487,8 +487,8 @@ def _untried(advice: Advice) -> str:
         f'exchange="reduce" with more than {CROWD} workers': reduce and crowd,
     }
     listed = ["This model on this cluster", *(what for what, applies in untried.items() if applies)]
-    gather = next(p for p in advice.here if p.method == GATHER)
-    beside = f" With the all-gather a step takes {duration(gather.step_seconds)}." if reduce else ""
+    gather = duration(advice.plainest("dgc").step_seconds)
+    beside = f" With the all-gather a step takes {gather}." if reduce else ""
     return "; ".join(listed) + "." + beside
 
 

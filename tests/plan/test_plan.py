@@ -14,6 +14,7 @@ from dgc.plan import Local, Method
 from dgc.plan.advise import (
     AS_FAST,
     FASTEST,
+    LONGER,
     MIN_SPEEDUP,
     NEARLY,
     SPARSITIES,
@@ -644,3 +645,10 @@ def test_predictions_are_near_the_measurements():
     longer = [f"{least:.1f} to {most:.1f}" for least, most in by_default["dgc_longer"].values()]
     assert all(figure in text for figure in (fitted, *told.values(), *counts, *longer))
     assert all(f"DGC took {times} times as long" in done.stdout for times in longer)
+    assert {
+        str(hosts): [float(figure) for figure in told.split(" to ")]
+        for hosts, told in LONGER.items()
+    } == {
+        hosts: [round(figure, 1) for figure in figures]
+        for hosts, figures in by_default["dgc_longer"].items()
+    }
