@@ -294,6 +294,11 @@ def ablations(budget: Budget) -> dict[str, dict[str, dict[int, Run]]]:
     }
 
 
+def shortened(study: Study, epochs: int) -> float:
+    """Epochs of the warm-up in a training of another length: the same share."""
+    return study.options["warmup_epochs"] * epochs / study.options["epochs"]
+
+
 def by_momentum(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run]]]]:
     """Epochs -> dense, or what becomes of the momentum of an entry that is sent -> sparsity -> seed -> run. The
     shortest is for choices, and so on held-out training images; the others have DGC's own sparsity alone.
@@ -303,7 +308,7 @@ def by_momentum(budget: Budget) -> dict[int, dict[str, dict[float, dict[int, Run
 
     def lines(n: int) -> dict[str, dict[float, dict[int, Run]]]:
         chooses: dict[str, Any] = {"validate": True} if n == budget.lengths[0] else {}
-        warmup = study.options["warmup_epochs"] * n / study.options["epochs"]
+        warmup = shortened(study, n)
         sparsities = (usual, 0.99, 0.9) if chooses else (usual,)
         decide = budget.deciding if chooses else budget.seeds[0]
 
@@ -442,7 +447,7 @@ def by_value_bits(budget: Budget) -> dict[tuple[str, float], dict[int, dict[int,
     short = {
         "epochs": n,
         "validate": True,
-        "warmup_epochs": study.options["warmup_epochs"] * n / study.options["epochs"],
+        "warmup_epochs": shortened(study, n),
     }
     made = (
         (study, 0.999, budget.deciding, short),
