@@ -53,6 +53,11 @@ def deep(
     return dgc.Config(schedule, exchange=exchange, factor_masking=masking, value_bits=value_bits)
 
 
+def local(schedule: float | Schedule) -> dgc.Config:
+    """All entries in 2 bits after every seventh step, and at first after each."""
+    return dgc.Config(0.0, value_bits=2, local_steps=lambda step: 1 if step < 227 else 7)
+
+
 def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
     """Workers train alone, and then average how far they have gone."""
     return Entry(
@@ -152,6 +157,16 @@ METHODS = {
         partial(deep, value_bits=4),
         driver=Compressed,
     ),
+    "dgc-local": Entry(
+        "DGC, local steps, 2 bits",
+        "DGC",
+        "alltoall",
+        "",
+        local,
+        driver=Compressed,
+        every=7,
+        clips_own=True,
+    ),
     "stale": Entry(
         "dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True
     ),
@@ -170,14 +185,14 @@ Driver = Exchanging | Compressed | Stale | ParameterServer
 
 def attach(
     name: str,
-    sgd: torch.optim.SGD,
+    optimizer: torch.optim.Optimizer,
     named: list[tuple[str, Tensor]],
     seed: int,
     schedule: float | Schedule,
     clip: float | None = None,
     flush: bool = True,
 ) -> Driver:
-    """What drives this SGD by the method of that name.
+    """What drives this optimizer, SGD for most methods, by the method of that name.
 
     Args:
         schedule: of DGC's sparsity.
@@ -186,13 +201,14 @@ def attach(
         flush: whether the last step of the training applies what is pending with DGC and gradient dropping.
     """
     entry = METHODS[name]
+    clip = None if entry.clips_own else clip
     if entry.driver is Exchanging:
-        return Exchanging(sgd, entry.make, seed, None if entry.clips_own else clip)
+        return Exchanging(optimizer, entry.make, seed, clip)
     if entry.driver is ParameterServer:
-        return ParameterServer(sgd)
+        return ParameterServer(optimizer)
     config = None if entry.make is None else replace(entry.make(schedule), clip_norm=clip)
     return (
-        Stale(sgd, named, config)
+        Stale(optimizer, named, config)
         if entry.driver is Stale
-        else Compressed(sgd, named, config, flush)
+        else Compressed(optimizer, named, config, flush)
     )

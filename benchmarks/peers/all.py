@@ -54,6 +54,7 @@ ORDER = (
     "bf16",
     "async",
     "dgc-4bits",
+    "dgc-local",
 )
 # Where no other methods are named.
 LANGUAGE = (

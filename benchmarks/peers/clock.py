@@ -1,4 +1,4 @@
-"""Time to a target: trains CIFAR-10 or PTB on hosts with shaped links, with one method after the other.
+"""Time to a target: trains on hosts with shaped links, with one method after the other.
 
     sudo .venv/bin/python benchmarks/peers/clock.py --methods dense,dgc-allgather,dgc-allgather-horovod --data DIR
 
@@ -200,7 +200,7 @@ def main(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Test accuracy in per cent, or validation perplexity. Default: 85, or 115."
+            help="Test accuracy in per cent, or validation perplexity. Default: 85; 115, or 300 of the transformer."
         ),
     ] = None,
     data: Annotated[
@@ -221,7 +221,7 @@ def main(
     results: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the JSONs. Default: peers-clock, or peers-ptb-clock, in benchmarks/results."
+            help="Folder of the JSONs. Default: peers-clock, or peers-TASK-clock, in benchmarks/results."
         ),
     ] = None,
     work: Annotated[

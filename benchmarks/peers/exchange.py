@@ -1,4 +1,4 @@
-"""What a method is, and how any of them drives torch's SGD, over torch.distributed, Horovod or ranks in one process."""
+"""What a method is, and how any of them drives an optimizer, over any transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bring = Literal["allreduce", "allgather", "alltoall", "push and pull"]
 class Method(Protocol):
     """One way to exchange tensors. Its attributes, ``world`` aside, are what a checkpoint keeps."""
 
-    # Gradients before SGD's step, parameters after it.
+    # Gradients before the optimizer's step, parameters after it.
     exchanges: Literal["gradients", "parameters"]
     world: World
     bytes_sent: float  # by this rank so far
@@ -32,28 +32,28 @@ class Method(Protocol):
 
         Args:
             tensors: float32, of any shapes, the same on every rank and in every step.
-            lr: by which SGD multiplies a gradient in this step.
+            lr: the optimizer's, in this step.
             last: whether this is the last step of an epoch.
         """
 
 
 class Exchanging:
-    """torch's SGD, whose gradients or parameters a method exchanges.
+    """An optimizer, whose gradients or parameters a method exchanges.
 
     Args:
-        sgd: with one group of parameters.
+        optimizer: with one group of parameters.
         make: the method, of the world and a seed of this rank, which follows from the training's ``seed``.
         clip: a bound on the norm of the exchanged gradient.
     """
 
     def __init__(
         self,
-        sgd: torch.optim.SGD,
+        optimizer: torch.optim.Optimizer,
         make: Callable[[World, int], Method],
         seed: int = 0,
         clip: float | None = None,
     ):
-        self.sgd, self._transport, self._clip = sgd, find(), clip
+        self.optimizer, self._transport, self._clip = optimizer, find(), clip
         world = self._transport.world
         if world is None:
             raise ValueError(
@@ -61,7 +61,7 @@ class Exchanging:
             )
         self.method: Any = make(world, 1000 * seed + world.rank)
         if self.method.exchanges == "parameters":
-            self.method.begin(sgd.param_groups[0]["params"])
+            self.method.begin(optimizer.param_groups[0]["params"])
 
     @property
     def bytes_sent(self) -> float:
@@ -69,10 +69,10 @@ class Exchanging:
 
     @torch.no_grad()
     def step(self, last: bool = False) -> None:
-        """One step of SGD; every parameter has a gradient."""
-        (group,) = self.sgd.param_groups
+        """One step; every parameter has a gradient."""
+        (group,) = self.optimizer.param_groups
         if self.method.exchanges == "parameters":
-            self.sgd.step()
+            self.optimizer.step()
         tensors = [p if self.method.exchanges == "parameters" else p.grad for p in group["params"]]
         exchange = self.method.exchange(tensors, group["lr"], last)
         for own, new in zip(tensors, carry(exchange, self._transport, self._count), strict=True):
@@ -80,7 +80,7 @@ class Exchanging:
         if self._clip:
             clip_grad_norm_(group["params"], self._clip)
         if self.method.exchanges == "gradients":
-            self.sgd.step()
+            self.optimizer.step()
 
     def _count(self, collective: Collective) -> None:
         self.method.bytes_sent += sent_bytes(collective, self.method.world)
@@ -92,10 +92,10 @@ class Exchanging:
             for key, value in vars(self.method).items()
             if key != "world"
         }
-        return {"optimizer": self.sgd.state_dict(), "method": kept}
+        return {"optimizer": self.optimizer.state_dict(), "method": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sgd.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         for key, value in state["method"].items():
             if isinstance(getattr(self.method, key), torch.Generator):
                 getattr(self.method, key).set_state(value)
@@ -107,23 +107,30 @@ class Compressed:
     """The same for ``dgc.DistributedOptimizer``, which does all of it by itself."""
 
     def __init__(
-        self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config, flush: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: list[tuple[str, Tensor]],
+        config: dgc.Config,
+        flush: bool,
     ):
-        self.sgd: Any = dgc.DistributedOptimizer(sgd, named, config)
+        self.optimizer: Any = dgc.DistributedOptimizer(optimizer, named, config)
         self._flush = flush  # whether the last step of a training applies what is pending
 
     @property
     def bytes_sent(self) -> float:
-        return self.sgd.report().total_bytes_sent
+        return self.optimizer.report().total_bytes_sent
 
     def step(self, last: bool = False) -> None:
-        self.sgd.step()
+        self.optimizer.step()
         if last and self._flush:
-            self.sgd.flush()
+            self.optimizer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.sgd.state_dict(), "residuals": self.sgd.residual_state_dict()}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "residuals": self.optimizer.residual_state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sgd.load_residual_state_dict(state["residuals"])
-        self.sgd.load_state_dict(state["optimizer"])
+        self.optimizer.load_residual_state_dict(state["residuals"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -32,7 +32,7 @@ class ParameterServer:
     """A worker, and the server: in one process each rank has a copy of it, else rank 0 alone keeps it up to date.
 
     Args:
-        sgd: of the worker's parameters, one group. Its settings are those of the server's, ``self.sgd``.
+        sgd: of the worker's parameters, one group. Its settings are those of the server's, ``self.optimizer``.
 
     Raises:
         ValueError: it is neither in lockstep nor over torch.distributed.
@@ -53,7 +53,7 @@ class ParameterServer:
             [p.detach().clone() for p in self.parameters],
             group["weight_decay"] / self.world.size,
         )
-        self.sgd = torch.optim.SGD(
+        self.optimizer = torch.optim.SGD(
             self.x, group["lr"], group["momentum"], 0, decay, group["nesterov"]
         )
         self.bytes_sent, self._message = 0.0, 4 * sum(p.numel() for p in self.parameters)
@@ -118,19 +118,23 @@ class ParameterServer:
         with self._lock:
             for x, part in zip(self.x, unflat(gradient / self.world.size, self.x), strict=True):
                 x.grad = part
-            self.sgd.step()
+            self.optimizer.step()
             return flat(self.x)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, for torch.save. Over torch.distributed the server is saved where it is, between two pushes."""
         with self._lock:
             return deepcopy(
-                {"optimizer": self.sgd.state_dict(), "x": self.x, "bytes_sent": self.bytes_sent}
+                {
+                    "optimizer": self.optimizer.state_dict(),
+                    "x": self.x,
+                    "bytes_sent": self.bytes_sent,
+                }
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._lock:
-            self.sgd.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
             for x, saved in zip(self.x, state["x"], strict=True):
                 x.copy_(saved)
         self.bytes_sent = state["bytes_sent"]

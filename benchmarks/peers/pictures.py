@@ -29,6 +29,7 @@ class Pictures:
         "test accuracy (%)",
         False,
     )
+    optimizer: ClassVar = torch.optim.SGD
     defaults: ClassVar = {"batch_size": 32, "depth": 20}
     clip, warmup = None, 4 / 164  # of the gradient's norm; of DGC, in shares of the training
     flush = True  # what DGC and gradient dropping hold back, after the last step, as in the recipe
@@ -65,8 +66,8 @@ class Pictures:
         return model, lambda: backward(model, seen(images, True, generator), labels, bf16)
 
     @staticmethod
-    def sgd(method: str) -> dict[str, Any]:
-        """The arguments of the method's SGD."""
+    def settings(method: str) -> dict[str, Any]:
+        """The arguments of the method's optimizer."""
         entry = METHODS[method]
         return {
             "lr": entry.lr,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,13 +19,13 @@ from .tasks import TASKS
 
 
 def ready(a: dict[str, Any]) -> tuple[list[Tensor], Driver, Iterator[list[Tensor]]]:
-    """A method at a rank: parameters, what drives their SGD, and a gradient for each step."""
+    """A method at a rank: parameters, what drives their optimizer, and a gradient for each step."""
     task = TASKS[a["task"]]
     model, _ = task.rehearsal()
-    sgd = torch.optim.SGD(model.parameters(), **task.sgd(a["method"]))
+    optimizer = task.optimizer(model.parameters(), **task.settings(a["method"]))
     peer = attach(
         a["method"],
-        sgd,
+        optimizer,
         list(model.named_parameters()),
         0,
         METHODS[a["method"]].sparsity,

@@ -39,7 +39,7 @@ class Stale:
     def __init__(
         self, sgd: torch.optim.SGD, named: list[tuple[str, Tensor]], config: dgc.Config | None
     ):
-        self.sgd, self.config, self._transport = sgd, config, find()
+        self.optimizer, self.config, self._transport = sgd, config, find()
         large = {
             name: p for name, p in named if config is not None and compressible(p, config.min_numel)
         }
@@ -77,7 +77,7 @@ class Stale:
             yield mean([p.grad for p in self.small], self._transport.world)
 
     def _compressed(self, bucket: Residual) -> Path[list[Tensor]]:
-        (group,) = self.sgd.param_groups
+        (group,) = self.optimizer.param_groups
         own = {
             name: Gradient(p.grad, group["momentum"], group["nesterov"])
             for name, p in self.large.items()
@@ -108,8 +108,8 @@ class Stale:
             p.grad = torch.zeros_like(p)
         for p, gradient in zip(self.small, arrived[len(self.large) :], strict=True):
             p.grad = gradient
-        self.sgd.step()
-        lr = self.sgd.param_groups[0]["lr"]
+        self.optimizer.step()
+        lr = self.optimizer.param_groups[0]["lr"]
         for p, update in zip(self.large.values(), arrived, strict=False):
             p.sub_(update, alpha=lr)
 
@@ -118,7 +118,7 @@ class Stale:
         self.receive()
         kept = {} if self.bucket is None else {"u": self.bucket.u, "v": self.bucket.v}
         return {
-            "optimizer": self.sgd.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "kept": kept,
             "arrived": self._arrived,
             "steps": self.steps,
@@ -126,7 +126,7 @@ class Stale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sgd.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         for name, kept in state["kept"].items():
             getattr(self.bucket, name).copy_(kept)
         self._arrived, self.steps, self.bytes_sent = (

@@ -15,9 +15,10 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 from .metric import Metric
 from .pictures import Pictures
+from .sentences import Sentences
 from .words import Words
 
-TASKS: dict[str, Any] = {"cifar10": Pictures, "ptb": Words}
+TASKS: dict[str, Any] = {"cifar10": Pictures, "ptb": Words, "transformer": Sentences}
 
 
 def folder(task: str) -> str:
@@ -51,12 +52,11 @@ def settle(a: Any) -> None:
             raise typer.BadParameter(
                 f"--{key} must be left out with --task {a.task}, got {getattr(a, key)}"
             )
-    if a.bf16 and a.task == "ptb":
+    if a.bf16 and a.task != "cifar10":
         raise typer.BadParameter(
-            "--bf16 must be left out with --task ptb, whose recipe has no autocast, got it"
+            f"--bf16 must be left out with --task {a.task}, whose recipe has no autocast, got it"
         )
     if not TASKS[a.task].fits(a.method):
         raise typer.BadParameter(
-            f"--method must be one that clips gradients, as --task {a.task} does, got {a.method} "
-            "(train it on cifar10)"
+            f"--method must be one that trains --task {a.task}, got {a.method} (train it on cifar10)"
         )

@@ -1,4 +1,4 @@
-"""Trains the CIFAR-10 recipe's ResNet or the PTB recipe's LSTM with any method, and writes one JSON.
+"""Trains the CIFAR-10 recipe's ResNet or the PTB recipe's LSTM or transformer with any method, and writes one JSON.
 
     python benchmarks/peers/train.py --method qsgd --data DIR --epochs 25 --out qsgd-0.json
     python benchmarks/peers/train.py --method qsgd --data digits --epochs 2        # seconds
@@ -44,18 +44,18 @@ def train(a: Any) -> dict[str, Any]:
     model, metric, steps = task.model, task.metric, task.steps
     dgc.broadcast_parameters(model.state_dict())
     given = {key: getattr(a, key) for key in ("lr", "weight_decay") if getattr(a, key) is not None}
-    chosen = {**task.sgd(a.method), **given}
-    sgd = torch.optim.SGD(model.parameters(), **chosen)
+    chosen = {**task.settings(a.method), **given}
+    optimizer = task.optimizer(model.parameters(), **chosen)
     peer = attach(
         a.method,
-        sgd,
+        optimizer,
         list(model.named_parameters()),
         a.seed,
         job.schedule(entry, steps, a.epochs * (entry.warmup or task.warmup)),
         task.clip,
         task.flush,
     )
-    scheduler = task.scheduler(peer.sgd)
+    scheduler = task.scheduler(peer.optimizer)
 
     now = {
         **{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
@@ -211,7 +211,7 @@ def main(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10. Of ptb: folder "
+            help="Folder with cifar-10-batches-bin, or the word digits. Default: download CIFAR-10. Of text: folder "
             "with ptb.{train,valid,test}.txt, or topics: Python's documentation, which is the default."
         ),
     ] = None,
@@ -222,7 +222,7 @@ def main(
     epochs: Annotated[int, typer.Option(min=1)] = 25,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each worker. Default: 32 images, or 5 columns of text."),
+        typer.Option(min=1, help="Of each worker. Default: 32 images, or 5 or 8 columns of text."),
     ] = None,
     lr: Annotated[float | None, typer.Option(min=0, help="Default: the method's.")] = None,
     target: Annotated[
@@ -233,7 +233,8 @@ def main(
         ),
     ] = None,
     weight_decay: Annotated[
-        float | None, typer.Option(min=0, help="Default: the method's; 0 of ptb.")
+        float | None,
+        typer.Option(min=0, help="Default: the method's; 0 of ptb, 0.01 of the transformer."),
     ] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
     virtual_workers: job.VirtualWorkers = 4,

@@ -35,6 +35,7 @@ class Words:
         "validation perplexity",
         True,
     )
+    optimizer: ClassVar = torch.optim.SGD
     defaults: ClassVar = {"batch_size": 5}
     clip, warmup = 0.25, 1 / 40
     flush = False  # as in the recipe
@@ -71,7 +72,7 @@ class Words:
         return model, lambda: words_backward(model, words, None)[0]
 
     @classmethod
-    def sgd(cls, method: str) -> dict[str, Any]:
+    def settings(cls, method: str) -> dict[str, Any]:
         return {"lr": cls.rates.get(method, 20.0), "momentum": 0.0, "weight_decay": 0.0}
 
     def scheduler(self, sgd: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The second task of the peers, an LSTM on text: dense and DGC train it as the recipe does, and less is better."""
+"""The tasks of the peers on text, an LSTM and a transformer: dense and DGC train it as the recipe does, and less is better."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import peers
 import ptb
+import transformer
 import typer
 from peers import all as everything
 from peers import clock, compose, measure, table, train
@@ -37,7 +38,8 @@ def short(monkeypatch):
         torch.rand(4000, generator=torch.Generator().manual_seed(1)) < 0.95, words, noise
     )
     parts = {"train": text[:3000], "valid": text[3000:3500], "test": text[3500:]}
-    monkeypatch.setattr(ptb, "load", lambda data: ("topics", 50, parts))
+    for recipe in (ptb, transformer):
+        monkeypatch.setattr(recipe, "load", lambda data: ("topics", 50, parts))
     monkeypatch.setitem(ptb.SIZES, "small", (40, 0.2))
 
 
@@ -78,6 +80,31 @@ def test_it_is_the_recipes_training(method, recipe, short, tmp_path):
         and found["settings"]["batch_size"] == 5
         and found["settings"]["lr"] == 20
     )
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("dense", {"method": "dense"}),
+        ("dgc-local", {"sparsity": 0.0, "value_bits": 2, "local_steps": "0=1,227=7", "lr": 4e-3}),
+    ],
+)
+def test_the_transformers_is_its_recipes_too(method, options, short, tmp_path):
+    """With AdamW, and a rate that falls from step to step."""
+    found = run(method, tmp_path / "a.json", task="transformer", epochs=1, batch_size=2)
+    transformer.main(
+        **options,
+        epochs=1,
+        batch_size=4,
+        virtual_workers=2,
+        threads=1,
+        out=tmp_path / "b.json",
+    )
+    expected = json.loads((tmp_path / "b.json").read_text())
+    (own,), (other,) = found["history"], expected["history"]
+    assert own["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert own["perplexity"] == pytest.approx(other["perplexity"], rel=1e-4)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -130,6 +157,7 @@ def test_the_exchanged_gradient_is_clipped_or_each_workers_own(short, monkeypatc
         "diloco",
         "diloco-even",
         "local-sgd",
+        "dgc-local",
     }
 
 
@@ -151,14 +179,12 @@ def test_ranks_must_have_the_same_text(monkeypatch):
 @pytest.mark.parametrize(
     "options, error",
     [
-        (
-            {"method": "async"},
-            "--method must be one that clips gradients, as --task ptb does, got async",
-        ),
-        ({"method": "stale"}, "--method must be one that clips gradients"),
+        ({"method": "async"}, "--method must be one that trains --task ptb, got async"),
+        ({"method": "stale"}, "--method must be one that trains --task ptb"),
+        ({"task": "transformer", "method": "qsgd"}, "--method must be one that trains --task tr"),
         ({"bf16": True}, "--bf16 must be left out with --task ptb"),
         ({"depth": 20}, "--depth must be left out with --task ptb, got 20"),
-        ({"task": "mnist"}, "--task must be one of cifar10, ptb, got mnist"),
+        ({"task": "mnist"}, "--task must be one of cifar10, ptb, transformer, got mnist"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, error, tmp_path):

@@ -270,7 +270,7 @@ def test_gradient_dropping_is_the_papers_and_conserves():
             before, p.grad = p.detach().double(), ranks[rank][0].clone()
             peer.step()
             taken.append((before - p.detach().double()).numpy().reshape(-1))
-        peer.sgd.flush()
+        peer.optimizer.flush()
         return taken, p.detach().double().numpy().reshape(-1)
 
     (taken, found), _ = dgc.lockstep.run(worker, 2)
