@@ -132,6 +132,7 @@ def config(a: Any, steps: int) -> dgc.Config:
         exchange=a.exchange,
         hierarchical=a.hierarchical,
         value_bits=a.value_bits,
+        local_steps=job.rounds_of(a.local_steps),
     )
 
 
@@ -225,7 +226,8 @@ def train(a: Any) -> dict[str, Any]:  # noqa: C901 (a recipe is read from top to
             if epoch + 1 == a.epochs and a.flush and a.method in ("topk", "dgc"):
                 optimizer.flush()  # what is pending would otherwise never be applied
             scheduler.step()
-            top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
+            with job.common_parameters(a, optimizer):
+                top1 = accuracy(model, test_images, test_labels, a) if rank == 0 else math.nan
             nbytes = (optimizer.report().total_bytes_sent - sent) / steps if counted else assumed
             history.append(
                 {
@@ -298,6 +300,7 @@ def main(
     ] = None,
     flush: job.Flush = True,
     value_bits: job.ValueBits = 16,
+    local_steps: job.LocalSteps = None,
     exchange: job.Exchange = "allgather",
     hierarchical: job.Hierarchical = False,
     virtual_workers: job.VirtualWorkers = 1,

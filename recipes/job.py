@@ -280,16 +280,12 @@ def distributed(
     return wrapped
 
 
-def common_parameters(
-    a: Any, epoch: int, optimizer: Any
-) -> contextlib.AbstractContextManager[None]:
+def common_parameters(a: Any, optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Within it the parameters are alike on all ranks, which between rounds of local steps they are
-    not. After the last epoch there is a round.
+    not.
     """
     if rounds_of(a.local_steps) is None:
         return contextlib.nullcontext()
-    if epoch + 1 == a.epochs:
-        optimizer.flush()
     averaged: contextlib.AbstractContextManager[None] = optimizer.averaged()
     return averaged
 

@@ -217,7 +217,9 @@ def train(a: Any) -> dict[str, Any]:
                     losses.append(loss.item())
                 bar.update()
             seconds = time.perf_counter() - began
-            with job.common_parameters(a, epoch, optimizer):
+            if epoch + 1 == a.epochs and job.rounds_of(a.local_steps) is not None:
+                optimizer.flush()  # or the steps since the last round would be lost
+            with job.common_parameters(a, optimizer):
                 valid_loss = evaluate(model, valid, a.length) if rank == 0 else math.nan
             nbytes = (
                 (optimizer.report().total_bytes_sent - sent) / steps
