@@ -179,6 +179,18 @@ def adamw() -> str:
 
 
 @table
+def local_steps() -> str:
+    """AdamW: dense, DGC, and local steps."""
+    dense, *_, dgc = parts("transformer")
+    titles = {
+        "all": "local steps, H = 7, all entries",
+        "1/16": "local steps, H = 5, 1/16 of the entries",
+    }
+    ways = experiments.by_local_steps(BUDGET)
+    return compare([dense, dgc, *(row(titles[way], runs) for way, runs in ways.items())])
+
+
+@table
 def length() -> str:
     """Points lost at 99.9 %, by the number of steps."""
     short = experiments.by_momentum(BUDGET)[BUDGET.lengths[0]]

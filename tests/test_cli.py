@@ -81,7 +81,7 @@ MAIN = (
     "PowerSGD, rank 4",
     "DGC all-gather",
     "DGC reduce",
-    "local steps, H=5",
+    "local steps, H=7",
 )
 
 

@@ -80,7 +80,7 @@ class Local:
 
 
 DGC, CPU = Config(0.999), Local()
-ROUNDS = Config(0.0, local_steps=5, value_bits=2)  # of the table's local steps
+ROUNDS = Config(0.0, local_steps=7, value_bits=2)  # of the table's local steps
 # What a worker does for exchange="reduce" beside compressing, over ``Local.compress``: for each
 # entry of the gradient, and for each of its own region. On a CPU core, 4 to 64 workers
 # (benchmarks/results/owners.json).
