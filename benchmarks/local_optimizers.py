@@ -6,8 +6,8 @@ The transformer of ``recipes/transformer.py`` on the text of Python's documentat
 process with the whole batch and torch's own optimizer. Local steps: four ranks in one process, each with a quarter of
 the batch, H = 5, all entries in 2 bits, at the dense learning rate. Nothing was tuned. An hour on one core.
 
-AdamW has half the recipe's rate. In so short a training the recipe's is hardly stable: with seed 2, dense training ended
-at 127 with one worker and at 167 with four, whose dropout alone draws differently
+AdamW has half the recipe's rate, which is hardly stable in so short a training. With seed 2, dense training ended at
+127 with one worker and at 167 with four, which differ in dropout's draws alone
 (``python recipes/transformer.py --method dense --seed 2 --virtual-workers 4``).
 """
 

@@ -1,4 +1,4 @@
-"""The tasks of the peers on text, an LSTM and a transformer: dense and DGC train it as the recipe does, and less is better."""
+"""The tasks of the peers on text: dense and DGC train as the recipes do, and less is better."""
 
 import argparse
 import json
