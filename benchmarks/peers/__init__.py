@@ -127,6 +127,16 @@ METHODS = {
     "local-sgd": local_steps(
         "local SGD", "Lin, Stich et al. 2020", 15, outer_lr=1.0, outer_momentum=0.0
     ),
+    "dgc-local": Entry(
+        "DGC, local steps, 2 bits",
+        "DGC",
+        "alltoall",
+        "",
+        local,
+        driver=Compressed,
+        every=7,
+        clips_own=True,
+    ),
     **{
         f"dgc-{name}": Entry(
             f"DGC, {name}",
@@ -156,16 +166,6 @@ METHODS = {
         "",
         partial(deep, value_bits=4),
         driver=Compressed,
-    ),
-    "dgc-local": Entry(
-        "DGC, local steps, 2 bits",
-        "DGC",
-        "alltoall",
-        "",
-        local,
-        driver=Compressed,
-        every=7,
-        clips_own=True,
     ),
     "stale": Entry(
         "dense, one step late", "late", "allreduce", "Li et al. 2018", driver=Stale, whole=True

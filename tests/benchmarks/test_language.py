@@ -295,7 +295,7 @@ def test_hosts_are_not_made_for_what_does_not_fit(monkeypatch):
     monkeypatch.setattr(clock, "check_tools", lambda: None)
     for options, error in (
         ({"methods": "dense,async"}, r"--methods must be of .*, got 'async'"),
-        ({"task": "mnist"}, "--task must be of cifar10, ptb, got 'mnist'"),
+        ({"task": "mnist"}, "--task must be of cifar10, ptb, transformer, got 'mnist'"),
     ):
         with pytest.raises(typer.BadParameter, match=error):
             clock.main(**{"task": "ptb", **options})
