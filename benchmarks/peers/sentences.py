@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
-import ptb
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from .metric import Metric
 from .words import Words
 
-LENGTH, WIDTH, DROPOUT = 64, 128, 0.2  # as in the recipe
 
+class Sentences(Words):
+    """A small transformer on the text of :class:`Words`. Nothing is clipped."""
 
-class Sentences:
-    """A small transformer on Penn Treebank, or on Python's documentation.
-
-    Scores after epochs are of the validation text, the last one of the test text.
-    """
-
-    metric: Metric = Words.metric
     optimizer: ClassVar = torch.optim.AdamW
     defaults: ClassVar = {"batch_size": 8}
     clip, warmup, flush = None, 0.0, True
     target = clock_target = 300.0
     # Twice the rate of dense training, where a worker's own AdamW divides by its own noise.
     rates: ClassVar = {"dgc-local": 4e-3}
+    evaluate = staticmethod(transformer.evaluate)
+    length = 64
 
-    def __init__(self, a: Any, rank: int, size: int, device: torch.device):
-        self.a, self.rank, self.size, self.device = a, rank, size, device
-        self.dataset, words, parts = ptb.load(None if a.data in (None, "topics") else Path(a.data))
-        ptb.check_alike(parts, rank, device)
-        mine = slice(rank * a.batch_size, (rank + 1) * a.batch_size)
-        self.text = (
-            ptb.columns(parts["train"], a.batch_size * size)[:, mine].contiguous().to(device)
-        )
-        self.valid, self.test = (
-            ptb.columns(parts[part], ptb.BATCH).to(device) for part in ("valid", "test")
-        )
-        self.steps = math.ceil((len(self.text) - 1) / LENGTH)
-        torch.manual_seed(a.seed)
-        self.model: nn.Module = transformer.Transformer(words, WIDTH, DROPOUT, LENGTH).to(device)
+    @staticmethod
+    def made(words: int) -> nn.Module:
+        return transformer.Transformer(words, 128, 0.2, Sentences.length)  # as in the recipe
 
     @staticmethod
     def fits(method: str) -> bool:
@@ -58,8 +39,8 @@ class Sentences:
     def rehearsal(cls, bf16: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
         """Of as many different words as Penn Treebank has."""
         torch.manual_seed(0)
-        model = transformer.Transformer(10_000, WIDTH, DROPOUT, LENGTH)
-        words = torch.randint(10_000, (cls.defaults["batch_size"], LENGTH + 1))
+        model = cls.made(10_000)
+        words = torch.randint(10_000, (cls.defaults["batch_size"], cls.length + 1))
         return model, lambda: backward(model, words)
 
     @classmethod
@@ -76,21 +57,12 @@ class Sentences:
             self.steps, generator=torch.Generator().manual_seed(self.a.seed * 1000 + epoch)
         )
         for step, window in enumerate(order.tolist()):
-            # Dropout's draws follow from the step and the rank alone.
-            torch.manual_seed(
-                (self.a.seed * 1_000_000 + epoch * self.steps + step) * self.size + self.rank
-            )
-            yield self.text[window * LENGTH : (window + 1) * LENGTH + 1].t()
+            self.seed_dropout(epoch * self.steps + step)
+            yield self.text[window * self.length : (window + 1) * self.length + 1].t()
             self._schedule.step()  # after the optimizer's
 
     def backward(self, batch: Tensor) -> Tensor:
         return backward(self.model, batch)
-
-    def score(self) -> float:
-        return ptb.perplexity(transformer.evaluate(self.model, self.valid, LENGTH))
-
-    def result(self, history: list[dict[str, Any]]) -> float:
-        return ptb.perplexity(transformer.evaluate(self.model, self.test, LENGTH))
 
     def adjust(self, scheduler: Any, score: float) -> None:
         """The learning rate follows steps, not epochs."""

@@ -41,7 +41,8 @@ class Words:
     flush = False  # as in the recipe
     target = clock_target = 115.0
     rates: ClassVar = {"signsgd": 1e-3, "demo": 1e-3}  # these move each entry by about as much
-    bptt = 35  # words of a column in a batch
+    evaluate = staticmethod(ptb.evaluate)
+    length = 35  # words of a column in a batch
 
     def __init__(self, a: Any, rank: int, size: int, device: torch.device):
         self.a, self.rank, self.size, self.device = a, rank, size, device
@@ -54,10 +55,15 @@ class Words:
         self.valid, self.test = (
             ptb.columns(parts[part], ptb.BATCH).to(device) for part in ("valid", "test")
         )
-        self.steps = math.ceil((len(self.text) - 1) / self.bptt)
+        self.steps = math.ceil((len(self.text) - 1) / self.length)
         torch.manual_seed(a.seed)
-        self.model: nn.Module = ptb.LanguageModel(words, *ptb.SIZES["small"]).to(device)
+        self.model = self.made(words).to(device)
         self.hidden: Any = None
+
+    @staticmethod
+    def made(words: int) -> nn.Module:
+        """The model, of a vocabulary."""
+        return ptb.LanguageModel(words, *ptb.SIZES["small"])
 
     @staticmethod
     def fits(method: str) -> bool:
@@ -67,8 +73,8 @@ class Words:
     def rehearsal(cls, bf16: bool = False) -> tuple[nn.Module, Callable[[], Tensor]]:
         """Of as many different words as Penn Treebank has."""
         torch.manual_seed(0)
-        model = ptb.LanguageModel(10_000, *ptb.SIZES["small"])
-        words = torch.randint(10_000, (cls.bptt + 1, cls.defaults["batch_size"]))
+        model = cls.made(10_000)
+        words = torch.randint(10_000, (cls.length + 1, cls.defaults["batch_size"]))
         return model, lambda: words_backward(model, words, None)[0]
 
     @classmethod
@@ -81,11 +87,12 @@ class Words:
     def batches(self, epoch: int) -> Iterator[Tensor]:
         self.hidden = None
         for step in range(self.steps):
-            # Dropout's draws follow from the step and the rank alone.
-            torch.manual_seed(
-                (self.a.seed * 1_000_000 + epoch * self.steps + step) * self.size + self.rank
-            )
-            yield self.text[step * self.bptt : (step + 1) * self.bptt + 1]
+            self.seed_dropout(epoch * self.steps + step)
+            yield self.text[step * self.length : (step + 1) * self.length + 1]
+
+    def seed_dropout(self, step: int) -> None:
+        """Dropout's draws follow from the step and the rank alone."""
+        torch.manual_seed((self.a.seed * 1_000_000 + step) * self.size + self.rank)
 
     def backward(self, batch: Tensor) -> Tensor:
         loss, self.hidden = words_backward(self.model, batch, self.hidden)
@@ -94,10 +101,10 @@ class Words:
         return loss
 
     def score(self) -> float:
-        return ptb.perplexity(ptb.evaluate(self.model, self.valid, self.bptt))
+        return ptb.perplexity(self.evaluate(self.model, self.valid, self.length))
 
     def result(self, history: list[dict[str, Any]]) -> float:
-        return ptb.perplexity(ptb.evaluate(self.model, self.test, self.bptt))
+        return ptb.perplexity(self.evaluate(self.model, self.test, self.length))
 
     def adjust(self, scheduler: Any, score: float) -> None:
         scheduler.step(*job.of_rank_0([score], self.device))  # alike on all ranks
