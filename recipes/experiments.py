@@ -466,27 +466,33 @@ def by_value_bits(budget: Budget) -> dict[tuple[str, float], dict[int, dict[int,
 
 
 def by_local_steps(budget: Budget) -> dict[str, dict[int, Run]]:
-    """Share of the entries that are sent -> seed -> run: AdamW in 2 bits, at twice the rate of dense training.
+    """Share of the entries and H -> seed -> run: AdamW in 2 bits, at twice the rate of dense training.
 
-    For the first half epoch all entries are exchanged after every step.
+    For the first half epoch all entries are exchanged after every step. Then H is constant, or rises as the rate falls.
     """
     study = budget.transformer
-    fixed = {"value_bits": 2, "lr": 0.004, "beta2": 0.99975}
     dense = {"warmup_epochs", "dense_epochs"}
     kept = {key: value for key, value in study.options.items() if key not in dense}
+    fixed = {"value_bits": 2, "lr": 0.004, "beta2": 0.99975}
+    rising, fewer = "0=1,227=3,908=5,1816=12,2724=36", "piecewise:0=0,227=0.9375"
     ways = {
-        "all": {"sparsity": 0.0, "local_steps": "0=1,227=7"},
-        "1/16": {"sparsity": "piecewise:0=0,227=0.9375", "local_steps": "0=1,227=5"},
+        "all": (0.0, rising, budget.seeds[0]),
+        "1-16": (fewer, rising, budget.seeds[0]),
+        "all-7": (0.0, "0=1,227=7", [0]),
+        "1-16-5": (fewer, "0=1,227=5", [0]),
     }
     made = {
         way: replace(
             study,
-            name=f"{study.name}-local-{way.replace('/', '-')}",
-            options={**kept, **fixed, **options},
+            name=f"{study.name}-local-{way}",
+            options={**kept, **fixed, "sparsity": sparsity, "local_steps": local_steps},
         )
-        for way, options in ways.items()
+        for way, (sparsity, local_steps, _) in ways.items()
     }
-    return {way: {seed: run(made[way], "dgc", seed) for seed in budget.seeds[0]} for way in made}
+    return {
+        way: {seed: run(made[way], "dgc", seed) for seed in seeds}
+        for way, (_, _, seeds) in ways.items()
+    }
 
 
 def by_length(budget: Budget) -> dict[str, dict[int, Run]]:

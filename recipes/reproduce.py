@@ -315,7 +315,8 @@ def main(
         typer.Option(
             help=(
                 "A run, all whose name contains this, or a table's: ablation, momentum, workers, "
-                "sparsity, warmup, transformer, bytes, exchange, length, values."
+                "sparsity, warmup, transformer, bytes, exchange, length, values, "
+                "local-steps."
             )
         ),
     ] = None,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import job
 import torch
 from torch import Tensor
 
@@ -54,8 +55,12 @@ def deep(
 
 
 def local(schedule: float | Schedule) -> dgc.Config:
-    """All entries in 2 bits after every seventh step, and at first after each."""
-    return dgc.Config(0.0, value_bits=2, local_steps=lambda step: 1 if step < 227 else 7)
+    """2 bits, 1/16 of the entries, after ever more steps; all entries, and after each step, at first."""
+    return dgc.Config(
+        dgc.piecewise({0: 0.0, 227: 0.9375}),
+        value_bits=2,
+        local_steps=job.rounds_of("0=1,227=3,908=5,1816=12,2724=36"),
+    )
 
 
 def local_steps(title: str, paper: str, every: int, **outer: float) -> Entry:
@@ -134,7 +139,7 @@ METHODS = {
         "",
         local,
         driver=Compressed,
-        every=7,
+        every=5,
         clips_own=True,
     ),
     **{

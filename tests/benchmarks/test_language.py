@@ -86,7 +86,15 @@ def test_it_is_the_recipes_training(method, recipe, short, tmp_path):
     "method, options",
     [
         ("dense", {"method": "dense"}),
-        ("dgc-local", {"sparsity": 0.0, "value_bits": 2, "local_steps": "0=1,227=7", "lr": 4e-3}),
+        (
+            "dgc-local",
+            {
+                "sparsity": "piecewise:0=0,227=0.9375",
+                "value_bits": 2,
+                "local_steps": "0=1,227=3,908=5,1816=12,2724=36",
+                "lr": 4e-3,
+            },
+        ),
     ],
 )
 def test_the_transformers_is_its_recipes_too(method, options, short, tmp_path):

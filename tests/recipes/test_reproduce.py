@@ -235,16 +235,18 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
         *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in ("", "-nomasking")),
     ]
     assert names[58:61] == [f"cifar10-{row}-32workers-0" for row in ("dense", "topk", "dgc")]
-    assert [run.options["seed"] for run in runs[-50:-16]] == [0] * 15 + [1] * 15 + [0, 1] * 2
-    assert {*names[-16:-6]} == {
+    assert [run.options["seed"] for run in runs[-52:-18]] == [0] * 15 + [1] * 15 + [0, 1] * 2
+    assert {*names[-18:-8]} == {
         *(f"cifar10-dgc-epochs5-validate-warmup0.4-bits4-{seed}" for seed in range(6)),
         "cifar10-dgc-epochs5-validate-warmup0.4-sparsity99.77-bits4-0",
         "cifar10-dgc-epochs5-validate-warmup0.4-sparsity99.77-bits4-1",
         "ptb-dgc-bits4-0",
         "ptb-dgc-bits4-1",
     }
-    assert names[-6:] == [
-        f"transformer-local-{way}-dgc-{seed}" for way in ("all", "1-16") for seed in range(3)
+    assert names[-8:] == [
+        *(f"transformer-local-{way}-dgc-{seed}" for way in ("all", "1-16") for seed in range(3)),
+        "transformer-local-all-7-dgc-0",
+        "transformer-local-1-16-5-dgc-0",
     ]
     assert (
         names[69:77]
