@@ -166,12 +166,12 @@ class Config:
         """
         given = self.local_steps
         steps = given(step) if callable(given) else given
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or steps < 1:
             where = f" (of {given!r} for step {step})" if callable(given) else ""
             raise ValueError(
                 f"Config: local_steps must be None or an integer >= 1, got {steps!r}{where}"
             )
-        return steps
+        return int(steps)
 
     @property
     def corrects_momentum(self) -> bool:

@@ -52,7 +52,8 @@ def mean_round(rounds: list[Tree]) -> Tree:
         index: {key: _mean([one[index][key] for one in states]) for key in buffers}
         for index, buffers in states[0].items()
     }
-    return {**first, "count": 0, "kept": [], "x": x, "inner": {**first["inner"], "state": state}}
+    between = {"count": 0, "has_gradient": False, "kept": [], "inner_at_start": {}}
+    return {**first, **between, "x": x, "inner": {**first["inner"], "state": state}}
 
 
 def _mean(values: list[Any]) -> Any:

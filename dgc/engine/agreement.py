@@ -134,15 +134,18 @@ class Agreement:
                     if residual.v.is_cuda
                 }
             ),
-            "the step": [line for line, ours in self._of_groups() if ours],
+            "the step": [line for line, ours in _of_groups(table.groups) if ours],
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
-            "the local steps": _local_steps(config, table.groups[0][STEP]),
+            "the local steps": [
+                *_local_steps(config, table.groups[0][STEP]),
+                f"{len(self._user_groups)} param groups",
+            ],
             "the dense steps in which AdamW's denominator is found": _dense_steps(
                 config, table.groups
             ),
             SETTINGS: [
-                f"its class is {table.inner.__qualname__}",
-                *(line for line, ours in self._of_groups() if not ours),
+                f"its class is {self._user_class.__qualname__}",
+                *(line for line, ours in _of_groups(self._user_groups) if not ours),
             ],
             VALUES: [
                 f"bits of {table.names[p]} add up to {bits}"
@@ -165,14 +168,21 @@ class Agreement:
         }
         return [f"{key}={value}" for key, value in settings.items()]
 
-    def _of_groups(self) -> list[tuple[str, bool]]:
-        """Lines about the param groups, and whether they are of keys that are ours."""
-        return [
-            (f"group {i}: {key}={_without_identity(value)}", str(key).startswith("dgc_"))
-            for i, group in enumerate(self._parameters.groups)
-            for key, value in sorted(group.items(), key=lambda item: str(item[0]))
-            if key not in ("params", "foreach", "fused")
-        ]
+    @property
+    def _user_optimizer(self) -> Any:
+        """The optimizer that takes local steps; None if there are none."""
+        optimizer = self._settings.local_optimizer
+        return None if optimizer is None else optimizer()
+
+    @property
+    def _user_groups(self) -> list[dict[str, Any]]:
+        user = self._user_optimizer
+        return self._parameters.groups if user is None else user.param_groups
+
+    @property
+    def _user_class(self) -> type:
+        user = self._user_optimizer
+        return self._parameters.inner if user is None else user._inner
 
 
 def check(
@@ -229,6 +239,16 @@ def _first_difference(
     line = lines[number] if number < len(lines) else b"nothing"
     texts_of_ranks = gather_bytes(transport, line[:ERROR_LINE_BYTES], "dgc.agree.text", device)
     return texts_of_ranks[rank].decode(errors="replace"), texts_of_ranks[0].decode(errors="replace")
+
+
+def _of_groups(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    """Lines about param groups, and whether they are of keys that are ours."""
+    return [
+        (f"group {i}: {key}={_without_identity(value)}", str(key).startswith("dgc_"))
+        for i, group in enumerate(groups)
+        for key, value in sorted(group.items(), key=lambda item: str(item[0]))
+        if key not in ("params", "foreach", "fused")
+    ]
 
 
 def _hash(text: bytes) -> int:

@@ -229,6 +229,15 @@ class Engine:
         self._gradients.group()
         return self._gradients.world
 
+    def meet(self) -> None:
+        """Has the ranks agree now, and not at the first exchange.
+
+        Raises:
+            ValueError: they do not train the same; on all ranks.
+        """
+        if not self._agreement.reached:
+            self._meet(self.step)
+
     def compare_again(self) -> None:
         """Compares the ranks again at the next step."""
         self._agreement.compare_again()

@@ -88,6 +88,8 @@ class Rounds:
     def __init__(self, optimizer: Any, names: dict[Tensor, str], settings: Settings):
         self._optimizer, self._settings = ref(optimizer), settings
         self.has_gradient, self.count = False, 0
+        self._is_stepping = self._is_averaged = False
+        settings.local_optimizer = self._optimizer
         self._start: dict[Tensor, Tensor] = {}  # parameter -> x_start, this rank's part
         # Parameter group -> the product of (1 - lr * decay) over the steps of the round. All ranks
         # go by rank 0's, so decay need not be sent, and stays out of v.
@@ -125,22 +127,35 @@ class Rounds:
 
     def take_step(self, closure: Any) -> Any:
         """A step of the wrapped optimizer, with this rank's own gradients."""
-        optimizer, loss = self._user_optimizer, None
-        step = unhooked(optimizer._inner.step)
+        self._refuse_averaged("step()")
         if self._settings.exchanges:
+            if self.count == 0:  # what moved since an earlier begin() was no step
+                self.forget()
             self.begin()
-        if self.machine is not None:
-            loss = self._take_step_together(self.machine, closure)
-        elif closure is None:
-            loss = step(optimizer) if self._finite() else None
-        elif self._settings.config.nonfinite == "skip":
-            with torch.enable_grad():
-                loss = closure()
-            if self._finite():
-                step(optimizer)
-        else:
-            loss = step(optimizer, closure)
+        # A closure may call zero_grad() several times in one step, as LBFGS' does.
+        self._is_stepping = True
+        try:
+            loss = self._take_inner_step(closure)
+        finally:
+            self._is_stepping = False
+        # Also a gradient that no backward pass of this optimizer's has brought, but the script.
+        self.has_gradient |= any(p.grad is not None for p in self._trained)
         self.counted()
+        return loss
+
+    def _take_inner_step(self, closure: Any) -> Any:
+        optimizer = self._user_optimizer
+        step = unhooked(optimizer._inner.step)
+        if self.machine is not None:
+            return self._take_step_together(self.machine, closure)
+        if closure is None:
+            return step(optimizer) if self._finite() else None
+        if self._settings.config.nonfinite != "skip":
+            return step(optimizer, closure)
+        with torch.enable_grad():
+            loss = closure()
+        if self._finite():
+            step(optimizer)
         return loss
 
     def _take_step_together(self, machine: Engine, closure: Any) -> Any:
@@ -188,7 +203,7 @@ class Rounds:
 
     def counted(self) -> None:
         """Counts a step, if a backward pass came before it, also where a scaler has left it out."""
-        if not (self._settings.exchanges and self.has_gradient):
+        if self._is_stepping or not (self._settings.exchanges and self.has_gradient):
             return
         self.begin()
         self.has_gradient = False
@@ -208,6 +223,9 @@ class Rounds:
             ValueError: ranks have taken different numbers of steps; on all ranks.
             FloatingPointError: a drift is not finite, with ``nonfinite="error"``; on all ranks.
         """
+        self._refuse_averaged("a round")
+        with self.averaged():  # the parameters' values are compared, too
+            self.engine.meet()
         self._compare()
         if self.count == 0:
             return
@@ -271,13 +289,24 @@ class Rounds:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, parameters are those of the last round, alike on all ranks."""
+        if self._is_averaged:
+            yield
+            return
         self._aside = {p: to_local(p).detach().clone() for p in self._start}
         _set(self._start)
+        self._is_averaged = True
         try:
             yield
         finally:
+            self._is_averaged = False
             _set(self._aside)
             self._aside = {}
+
+    def _refuse_averaged(self, what: str) -> None:
+        if self._is_averaged:
+            raise RuntimeError(
+                f"{what} must come after the block of averaged(), got a call within it"
+            )
 
     # -- its state -------------------------------------------------------------------------------------------------
 
@@ -286,10 +315,15 @@ class Rounds:
         names, optimizer = self.engine.names, self._user_optimizer
         return {
             "count": self.count,
+            "has_gradient": self.has_gradient,
+            "skipped_before": self._skipped_before,
             "step": self.step,
             "kept": list(self._kept),
             "start": {names[p]: x.clone() for p, x in self._start.items()},
             "inner": copy.deepcopy(optimizer._inner.state_dict(optimizer)),
+            "inner_at_start": {
+                names[p]: copy.deepcopy(own) for p, own in self._inner_at_start.items()
+            },
         }
 
     def own(self) -> dict[str, Any]:
@@ -317,6 +351,10 @@ class Rounds:
         parameter_of = {name: p for p, name in names.items()}
         optimizer._inner.load_state_dict(optimizer, copy.deepcopy(state["inner"]))
         self.count, self._kept = state["count"], list(state["kept"])
+        self._skipped_before = state["skipped_before"]
+        self._inner_at_start = {
+            parameter_of[name]: copy.deepcopy(own) for name, own in state["inner_at_start"].items()
+        }
         self._start = {
             parameter_of[name]: x.to(to_local(parameter_of[name]), copy=True)
             for name, x in state["start"].items()
@@ -324,7 +362,7 @@ class Rounds:
         if self._settings.exchanges:
             self.step = state["step"]
         self._resume()
-        self._loaded = True
+        self.has_gradient, self._loaded = state["has_gradient"], True
 
     def loads_another(self) -> None:
         """Another training was loaded into the wrapped optimizer: its round starts anew."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ class Settings:
     process_set: ProcessSet = None  # as given
     grad_scaler: torch.amp.GradScaler | None = None  # one that is enabled
     steps_of_round: int = 1  # that the next exchange is for, with local steps
+    local_optimizer: Callable[[], Any] | None = None  # takes the local steps; a weak reference
     in_ddp: bool = False  # DistributedDataParallel has made the parameters alike
     elastic: bool = field(default_factory=lambda: os.environ.get("HOROVOD_ELASTIC") == "1")
     role: Role = field(init=False)

@@ -96,6 +96,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, config: Config) -> None:
             "optimizer must be torch.optim.SGD, or another optimizer with "
             "Config(momentum_correction=False), got LBFGS, which evaluates several gradients in a step"
         )
+    if isinstance(optimizer, torch.optim.LBFGS) and config.nonfinite == "skip":
+        raise ValueError(
+            'Config: nonfinite must be "error" with LBFGS, got "skip" (no gradient of a line search can be left out)'
+        )
     if is_adam(type(optimizer)):
         _check_adam(optimizer, config)
     elif not is_sgd(type(optimizer)) and config.corrects_momentum and config.compresses:

@@ -63,7 +63,8 @@ def register_comm_hook(
     - A pickled model and its pickled optimizer come back unconnected: register them again.
     - Several optimizers may share a model, and an optimizer may have several models: register each
       pair.
-    - Parameters of the model that no registered optimizer has travel dense.
+    - Parameters of the model that no registered optimizer has travel dense; with ``local_steps``
+      they are refused.
     - Parameters of the optimizer that are in no such model are stepped with the gradients that they
       have.
 
@@ -91,10 +92,13 @@ def register_comm_hook(
     _check_shared(ddp_model, optimizer, known)
     names, group = list(ddp_model.module.named_parameters()), ddp_model.process_group
     if config.local_steps is not None:  # an optimizer that is known has none: that is refused above
-        state = OwnGradients(ref(ddp_model))
-        ddp_model.register_comm_hook(state, keep)
+        own = _local.get(ddp_model)
+        if own is None:
+            own = OwnGradients(ref(ddp_model))
+            ddp_model.register_comm_hook(own, keep)
+            _local[ddp_model] = own
         _change(optimizer, names, config, group, None, None)
-        state.machine = _machine_of(optimizer)
+        own.take(optimizer)
         return
     buckets = _registered.get(ddp_model)
     if buckets is None:
@@ -113,7 +117,29 @@ class OwnGradients:
     """The state of the hook of local steps."""
 
     model: ref[DistributedDataParallel]
+    optimizers: list[ref[Any]] = field(default_factory=list)
     machine: Any = None  # the group of this rank's machine, with hierarchical
+    is_checked: bool = False
+
+    def take(self, optimizer: Any) -> None:
+        """Has one more optimizer step parameters of the model."""
+        self.optimizers.append(ref(optimizer))
+        self.machine, self.is_checked = _machine_of(optimizer), False
+
+    def check(self) -> None:
+        """Refuses parameters that are in no round, and would differ from rank to rank."""
+        optimizers, model = [each() for each in self.optimizers], self.model()
+        held = {p for each in optimizers if each for g in each.param_groups for p in g["params"]}
+        named = [] if model is None else model.module.named_parameters()
+        if others := [name for name, p in named if p.requires_grad and p not in held]:
+            raise ValueError(
+                "with local_steps each parameter of ddp_model must be of an optimizer that is registered, got "
+                f"none for {_some(others)} (register each optimizer, or freeze the parameters)"
+            )
+        self.is_checked = True
+
+
+_local: WeakKeyDictionary[DistributedDataParallel, OwnGradients] = WeakKeyDictionary()
 
 
 def _machine_of(optimizer: Any) -> Any:
@@ -131,6 +157,8 @@ def keep(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotati
             "join() must not be used with local_steps, got a backward pass within it (give all ranks the "
             "same number of batches)"
         )
+    if not state.is_checked:
+        state.check()
     if state.machine is not None:
         return allreduce_hook(state.machine, bucket)
     future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -61,6 +61,60 @@ def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, sparsity, tmp_pat
         assert torch.equal(x, expected[rank][0])
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_a_scaler_has_left_out_is_saved(step, tmp_path):
+    """In the middle of a round, and where the other rank has made one."""
+
+    def scaled(model, optimizer, first, last, saves=False):
+        rank, scaler = find().world.rank, torch.amp.GradScaler("cpu", init_scale=4.0)
+        for at in range(first, last):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, at, rank)).backward()
+            if rank == 1 and at == step:
+                next(model.parameters()).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            if saves and at == step:
+                dgc.save_checkpoint(tmp_path, model, optimizer)
+        return flat(model)
+
+    def uninterrupted():
+        model = network()
+        return scaled(model, made("adamw", model, value_bits=4), 0, 6, saves=True)
+
+    def resumed():
+        return scaled(*loaded(tmp_path), step + 1, 6)
+
+    first, second = dgc.lockstep.run(uninterrupted, 2)
+    assert torch.equal(first, second)
+    assert all(torch.equal(x, first) for x in dgc.lockstep.run(resumed, 2))
+
+
+def test_a_rank_returns_to_the_start_of_a_round_that_was_saved(tmp_path):
+    """Its optimizer's state too, where its parameters are no longer finite."""
+
+    def goes_on(model, optimizer):
+        rank = find().world.rank
+        if rank == 1:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = torch.nan
+        steps(model, optimizer, 5, 6)
+        state = optimizer.state[next(model.parameters())]
+        return flat(model), state["step"], state["exp_avg"], optimizer.report().skipped
+
+    def uninterrupted():
+        model = network()
+        optimizer = made("adamw", model, value_bits=4, nonfinite="skip")
+        steps(model, optimizer, 0, 5)
+        dgc.save_checkpoint(tmp_path, model, optimizer)
+        return goes_on(model, optimizer)
+
+    expected = dgc.lockstep.run(uninterrupted, 2)
+    found = dgc.lockstep.run(lambda: goes_on(*loaded(tmp_path, nonfinite="skip")), 2)
+    for (*own, skipped), (*other, before) in zip(found, expected, strict=True):
+        assert all(map(torch.equal, own, other)) and skipped == before
+
+
 def test_machines_go_on_where_each_rank_took_its_own_steps(tmp_path):
     def goes_on():
         model, optimizer = loaded(tmp_path, hierarchical=True)

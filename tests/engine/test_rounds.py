@@ -221,6 +221,109 @@ def test_between_rounds_the_common_parameters_can_be_seen():
     assert torch.equal(first, second)
 
 
+def test_within_averaged_a_second_block_changes_nothing_and_no_round_is_made():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        loss(model, 0, rank).backward()
+        optimizer.step()
+        own = flat(model)
+        with optimizer.averaged():
+            with optimizer.averaged():
+                common = flat(model)
+            assert torch.equal(flat(model), common)
+            for call in (optimizer.flush, optimizer.step):
+                with pytest.raises(RuntimeError, match=r"after the block of averaged\(\)"):
+                    call()
+        assert torch.equal(flat(model), own) and not torch.equal(own, common)
+
+    dgc.lockstep.run(worker, 2)
+
+
+def test_a_step_without_gradients_begins_no_round():
+    """Such as the one before a scheduler's first step: weights may be loaded after it."""
+
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(5.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        return flat(model)
+
+    first, second = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and (first - 5).abs().max() < 0.1
+
+
+def test_gradients_that_no_backward_pass_brings_count():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        for step in range(6):
+            gradients = torch.autograd.grad(loss(model, step, rank), list(model.parameters()))
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient
+            optimizer.step()
+        return flat(model), optimizer.report().steps
+
+    (first, rounds), (second, _) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and rounds == 2
+
+
+def test_a_line_search_is_one_step():
+    """Its closure calls zero_grad() for each of several gradients, as torch's documentation shows."""
+
+    def worker():
+        rank, model = find().world.rank, network()
+        inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        config = dgc.Config(0.0, local_steps=2, min_numel=16, value_bits=32)
+        optimizer = dgc.DistributedOptimizer(inner, model.named_parameters(), config)
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                value = loss(model, step, rank)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+        return flat(model), optimizer.report().steps
+
+    (first, rounds), (second, _) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and rounds == 2
+
+
+def test_a_line_search_leaves_out_no_gradient():
+    inner = torch.optim.LBFGS(network().parameters())
+    with pytest.raises(ValueError, match='nonfinite must be "error" with LBFGS, got "skip"'):
+        dgc.DistributedOptimizer(
+            inner, compression=dgc.Config(0.0, local_steps=2, nonfinite="skip")
+        )
+
+
+def test_ranks_whose_optimizers_differ_are_told():
+    def worker(groups, lr):
+        rank, model = find().world.rank, network()
+        parts = [list(model.parameters())]
+        if rank and groups:
+            parts = [parts[0][:2], parts[0][2:]]
+        inner = torch.optim.SGD([{"params": part} for part in parts], 0.1 if rank and lr else 0.01)
+        config = dgc.Config(0.0, local_steps=1, min_numel=16)
+        optimizer = dgc.DistributedOptimizer(inner, model.named_parameters(), config)
+        loss(model, 0, rank).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"Rank 1 has: 2 param groups; rank 0 has: 1 param groups"):
+        dgc.lockstep.run(lambda: worker(groups=True, lr=False), 2)
+    with pytest.warns(UserWarning, match=r"Rank 1 has: group 0: lr=0.1; rank 0 has: .*lr=0.01"):
+        dgc.lockstep.run(lambda: worker(groups=False, lr=True), 2)
+
+
 def test_ranks_that_took_different_numbers_of_steps_are_told():
     def worker():
         rank, model = find().world.rank, network()
@@ -388,6 +491,36 @@ def in_ddp(**config):
         optimizer.step()
         seen.append(flat(model))
     return seen
+
+
+def two_optimizers(registered):
+    """A model whose parameters two optimizers step; the second may be forgotten."""
+    rank, model = find().world.rank, network(torch.float32)
+    wrapped, config = nn.parallel.DistributedDataParallel(model), dgc.Config(0.0, local_steps=3)
+    optimizers = [KINDS[kind](model[i].parameters()) for kind, i in (("adamw", 0), ("rmsprop", 2))]
+    for optimizer in optimizers[:registered]:
+        dgc.register_comm_hook(wrapped, optimizer, config)
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(wrapped, step, rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return flat(model)
+
+
+def both():
+    return two_optimizers(2)
+
+
+def one():
+    with pytest.raises(ValueError, match=r"got none for 2\.weight, 2\.bias \(register"):
+        two_optimizers(1)
+
+
+def test_each_parameter_of_a_ddp_model_is_in_a_round():
+    first, second = ran("torch", 2, [both, one])[both]
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(("launcher", "size"), [("horovod", 2), ("torch", 4)])
