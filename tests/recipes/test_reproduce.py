@@ -229,7 +229,7 @@ def test_the_matrix_is_complete_and_has_no_run_twice():
     assert {run.name for run in runs if run.options.get("validate")} == {
         run.name for run in short
     } | {*tables["bytes"]} | {name for name in tables["values"] if "cifar10" in name}
-    assert len(names) == 9 + 6 + 10 + 30 + 3 + 3 + 6 + 2 + 8 + 8 + 30 + 4 + 10 + 6
+    assert len(names) == 9 + 6 + 10 + 30 + 3 + 3 + 6 + 2 + 8 + 8 + 30 + 4 + 10 + 8
     assert names[25:55] == [run.name for run in short] and names[25:28] == [
         "cifar10-dense-epochs5-validate-0",
         *(f"cifar10-dgc-epochs5-validate-warmup0.4{way}-0" for way in ("", "-nomasking")),
