@@ -48,10 +48,10 @@ def mean_round(rounds: list[Tree]) -> Tree:
     first = rounds[0]
     x = {name: _mean([own["x"][name] for own in rounds]) for name in first["x"]}
     states = [own["inner"]["state"] for own in rounds]
-    state = {
-        index: {key: _mean([one[index][key] for one in states]) for key in buffers}
-        for index, buffers in states[0].items()
-    }
+    state = {}
+    for index in sorted({index for one in states for index in one}):
+        having = [one[index] for one in states if index in one]  # some may not have used it
+        state[index] = {key: _mean([own[key] for own in having]) for key in having[0]}
     between = {"count": 0, "has_gradient": False, "kept": [], "inner_at_start": {}}
     return {**first, **between, "x": x, "inner": {**first["inner"], "state": state}}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from dgc.checkpoint.files import Tree
+from dgc.checkpoint.fits import rounds_or_none
 
 
 class Residuals:
@@ -26,8 +28,20 @@ class Residuals:
         self._optimizer: Any = optimizer
 
     def state_dict(self) -> Tree:
-        """Called by ``torch.distributed.checkpoint``."""
+        """Called by ``torch.distributed.checkpoint``.
+
+        Raises:
+            RuntimeError: within a round of local steps, as ranks' parameters have one name.
+        """
+        if rounds_or_none(self._optimizer) is not None:
+            # torch loads only into what is there, and each rank's own optimizer state is in here.
+            _init_optim_state(self._optimizer)
         state = self._optimizer.residual_state_dict()
+        if count := state.get("local", {}).get("count"):
+            raise RuntimeError(
+                f"dgc.Residuals must be saved after a round with local_steps, got {count} steps after it (call "
+                "optimizer.flush() on all ranks first; or use dgc.save_checkpoint)"
+            )
         return {
             "-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state
         }
@@ -36,3 +50,5 @@ class Residuals:
         """Called by ``torch.distributed.checkpoint``."""
         (state,) = state_dict.values()
         self._optimizer.load_residual_state_dict(state)
+        if (rounds := rounds_or_none(self._optimizer)) is not None:
+            rounds.keeps_state = True

@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dgc.collective import Collective
 from dgc.config import Config
@@ -79,6 +80,8 @@ class Rounds:
         has_gradient: a backward pass has run since the last step was counted.
         count: steps since the last round.
         skipped: steps that this rank has left out.
+        keeps_state: the optimizer has this rank's own state from :class:`dgc.Residuals`, which the
+            next ``load_state_dict`` should not replace by another rank's.
         machine: with ``hierarchical``, averages the gradients of the machine's ranks, and takes the
             steps; None where DistributedDataParallel does the former, and with each rank on its own.
     """
@@ -96,7 +99,7 @@ class Rounds:
         self._kept: list[float] = []
         self._inner_at_start: dict[Tensor, Any] = {}  # with nonfinite="skip"
         self._aside: dict[Tensor, Tensor] = {}  # parameter -> this rank's own, within averaged()
-        self._loaded = False
+        self._loaded = self.keeps_state = False
         self.skipped = self._skipped_before = 0  # the second: when the round began
         round_optimizer: Any = torch.optim.SGD(list(names), lr=1.0)
         round_optimizer._inner = torch.optim.SGD  # as an engine's optimizer has it
@@ -135,7 +138,8 @@ class Rounds:
         # A closure may call zero_grad() several times in one step, as LBFGS' does.
         self._is_stepping = True
         try:
-            loss = self._take_inner_step(closure)
+            with self._unscaled() as finite:
+                loss = self._take_inner_step(closure) if finite else None
         finally:
             self._is_stepping = False
         # Also a gradient that no backward pass of this optimizer's has brought, but the script.
@@ -175,6 +179,33 @@ class Rounds:
         except FloatingPointError:
             return unhooked(self._user_optimizer._inner.step)(self._user_optimizer)
 
+    @contextmanager
+    def _unscaled(self) -> Iterator[bool]:
+        """Does what a GradScaler leaves to an optimizer whose step() it calls in any case: divides
+        the gradients by its scale, unless that is done. Gives whether they are finite.
+        """
+        optimizer = self._user_optimizer
+        given = vars(optimizer)
+        if (
+            "found_inf" not in given or "_step_supports_amp_scaling" in given
+        ):  # a fused one does both
+            yield True
+            return
+        scale, found = (
+            given.pop("grad_scale"),
+            given.pop("found_inf"),
+        )  # torch's step() refuses them
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()  # as the scaler's own
+            for p in self._trained:
+                if p.grad is not None:
+                    g = to_local(p.grad)
+                    (g._values() if g.is_sparse else g).mul_(inverse.to(g.device))
+        try:
+            yield not found.item()
+        finally:
+            optimizer.grad_scale, optimizer.found_inf = scale, found
+
     def _finite(self) -> bool:
         """Whether this rank's gradients are finite; where they are not, its step is left out."""
         if self._settings.config.nonfinite != "skip":
@@ -189,7 +220,7 @@ class Rounds:
     @torch.no_grad()
     def begin(self) -> None:
         """Remembers where a round starts."""
-        self._loaded = False
+        self._loaded = self.keeps_state = False
         if not self._start:
             self._skipped_before = self.skipped
             self._kept = [1.0] * len(self._user_optimizer.param_groups)
@@ -320,10 +351,8 @@ class Rounds:
             "step": self.step,
             "kept": list(self._kept),
             "start": {names[p]: x.clone() for p, x in self._start.items()},
-            "inner": copy.deepcopy(optimizer._inner.state_dict(optimizer)),
-            "inner_at_start": {
-                names[p]: copy.deepcopy(own) for p, own in self._inner_at_start.items()
-            },
+            "inner": _parts(optimizer._inner.state_dict(optimizer)),
+            "inner_at_start": {names[p]: _parts(own) for p, own in self._inner_at_start.items()},
         }
 
     def own(self) -> dict[str, Any]:
@@ -349,11 +378,14 @@ class Rounds:
         """Takes up what :meth:`state` gave. The model has this rank's own parameters by then."""
         optimizer, names = self._user_optimizer, self.engine.names
         parameter_of = {name: p for p, name in names.items()}
-        optimizer._inner.load_state_dict(optimizer, copy.deepcopy(state["inner"]))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {i: _whole(own, parameters[i]) for i, own in state["inner"]["state"].items()}
+        optimizer._inner.load_state_dict(optimizer, {**state["inner"], "state": states})
         self.count, self._kept = state["count"], list(state["kept"])
         self._skipped_before = state["skipped_before"]
         self._inner_at_start = {
-            parameter_of[name]: copy.deepcopy(own) for name, own in state["inner_at_start"].items()
+            parameter_of[name]: _whole(own, parameter_of[name])
+            for name, own in state["inner_at_start"].items()
         }
         self._start = {
             parameter_of[name]: x.to(to_local(parameter_of[name]), copy=True)
@@ -400,6 +432,29 @@ def _set(values: Mapping[Tensor, Tensor]) -> None:
     """Gives parameters values, of this rank's parts."""
     for p, value in values.items():
         to_local(p).copy_(value)
+
+
+def _parts(state: Any) -> Any:
+    """A copy of an optimizer's state, with this rank's parts of sharded tensors."""
+    return tree_map(
+        lambda x: x.detach().to_local().clone() if hasattr(x, "to_local") else copy.deepcopy(x),
+        state,
+    )
+
+
+def _whole(state: Any, parameter: Any) -> Any:
+    """A copy of the state of a parameter, sharded as the parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return copy.deepcopy(state)
+    placed, local = parameter.detach(), parameter.detach().to_local()
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape != local.shape:
+            return copy.deepcopy(x)
+        where = placed.device_mesh, placed.placements
+        return placed.from_local(x.clone(), *where, shape=placed.shape, stride=placed.stride())
+
+    return tree_map(copied, state)
 
 
 def decay_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> float:

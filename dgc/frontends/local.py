@@ -14,10 +14,12 @@ from torch import Tensor
 
 from dgc.collective import World
 from dgc.config import Config
+from dgc.engine.backward import making_state
 from dgc.engine.engine import Engine, Hooks, engine_of
 from dgc.engine.report import Report
 from dgc.engine.rounds import Rounds
 from dgc.engine.settings import Settings
+from dgc.engine.wrapped import unhooked
 from dgc.frontends import checks
 from dgc.frontends.facade import Distributed, refuse_or_drop, set_passes, skipping_synchronize
 from dgc.transport.machine import Machine
@@ -63,11 +65,18 @@ class Local(Distributed):
         """A step of the wrapped optimizer with this rank's own gradients; each H-th ends with a
         round.
         """
+        if not self.state and making_state():  # its gradients and learning rates are 0
+            return unhooked(self._inner.step)(self)
         return self._rounds.take_step(closure)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Has a GradScaler call step() also where it has found an infinity: all ranks count alike."""
+        return self._rounds.machine is None or "_step_supports_amp_scaling" in vars(self)
+
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
-        """As the wrapped optimizer's. A step that was left out, as by a GradScaler that has found
-        an infinity, counts here.
+        """As the wrapped optimizer's. A step that the script, or with ``hierarchical`` a
+        GradScaler, has left out counts here.
         """
         if self._rounds.machine is not None:
             refuse_or_drop(self._rounds.machine)
@@ -182,7 +191,11 @@ class Local(Distributed):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.load_state_dict``. A round begins anew, and v with it, unless
-        :meth:`load_residual_state_dict` is called before or after this.
+        :meth:`load_residual_state_dict` is called before or after this. This rank's own state from
+        :class:`dgc.Residuals` stays.
         """
+        if self._rounds.keeps_state:
+            self._rounds.keeps_state = False
+            return
         self._inner.load_state_dict(self, state_dict)
         self._rounds.loads_another()

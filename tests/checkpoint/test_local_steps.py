@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dgc
+from dgc.checkpoint.reshard import mean_round
 from dgc.transport import find
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -59,6 +60,17 @@ def test_as_many_ranks_go_on_to_the_bit(steps_taken, machines, sparsity, tmp_pat
     expected = dgc.lockstep.run(lambda: saved_after(steps_taken, tmp_path, **config), *world)
     for rank, x in enumerate(dgc.lockstep.run(goes_on, *world)):
         assert torch.equal(x, expected[rank][0])
+
+
+def test_a_state_that_only_some_ranks_have_is_the_mean_of_theirs():
+    """A rank that has not used a parameter has no state of it."""
+    one, two = (
+        {"exp_avg": torch.full((2,), float(value)), "step": torch.tensor(3.0)} for value in (1, 2)
+    )
+    own = [{"inner": {"state": state}, "x": {}} for state in ({0: one}, {0: two, 1: two}, {})]
+    state = mean_round(own)["inner"]["state"]
+    assert list(state) == [0, 1] and state[1]["step"] == 3
+    assert state[0]["exp_avg"].tolist() == [1.5, 1.5] and state[1]["exp_avg"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -340,25 +340,37 @@ def test_ranks_that_took_different_numbers_of_steps_are_told():
     dgc.lockstep.run(worker, 2)
 
 
-def test_a_step_that_a_scaler_leaves_out_counts():
-    def worker():
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_step_that_a_scaler_leaves_out_counts(unscales):
+    """Also the round's last, with a graph that waits for its backward pass; else nothing is scaled."""
+
+    def worker(scale, bad=-1):
         rank, model = find().world.rank, network(torch.float32)
-        optimizer, scaler = made("adamw", model), torch.amp.GradScaler("cpu", init_scale=4.0)
-        # A rank counts the step that its scaler leaves out in zero_grad(), at the next step's rate.
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(3):
+        optimizer = made("adamw", model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scale)
+        for step in range(4):
+            value = loss(model, step, rank)
             optimizer.zero_grad()
-            scaler.scale(loss(model, step, rank)).backward()
-            if rank == 1 and step == 1:
+            scaler.scale(value).backward()
+            if rank == 1 and step == bad:
                 next(model.parameters()).grad.fill_(torch.inf)
+            if unscales:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()
-        optimizer.zero_grad()
-        return flat(model), scaler.get_scale()
+            if step == 2:
+                common = flat(model)
+        return common, flat(model), scaler.get_scale()
 
-    (first, scale), (second, lower) = dgc.lockstep.run(worker, 2)
-    assert torch.equal(first, second) and lower < scale
+    for bad in (1, 2):
+        (first, _, scale), (second, _, lower) = dgc.lockstep.run(lambda b=bad: worker(True, b), 2)
+        assert torch.equal(first, second) and lower < scale
+    for with_scale, without in zip(
+        dgc.lockstep.run(lambda: worker(True), 2),
+        dgc.lockstep.run(lambda: worker(False), 2),
+        strict=True,
+    ):
+        assert all(map(torch.equal, with_scale[:2], without[:2]))
 
 
 def test_the_number_of_steps_may_change_from_round_to_round():
@@ -518,9 +530,31 @@ def one():
         two_optimizers(1)
 
 
+def scaled_in_ddp():
+    """The forward pass exchanges buffers before zero_grad(), when one rank has left its last step out."""
+    rank = find().world.rank
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Linear(40, 6))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = KINDS["adamw"](wrapped.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    dgc.register_comm_hook(wrapped, optimizer, dgc.Config(0.0, local_steps=3))
+    for step in range(6):
+        value = loss(wrapped, step, rank)
+        optimizer.zero_grad()
+        scaler.scale(value).backward()
+        if rank == 1 and step == 2:
+            next(model.parameters()).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    return flat(model)
+
+
 def test_each_parameter_of_a_ddp_model_is_in_a_round():
-    first, second = ran("torch", 2, [both, one])[both]
-    assert torch.equal(first, second)
+    results = ran("torch", 2, [both, one, scaled_in_ddp])
+    for case in (both, scaled_in_ddp):
+        first, second = results[case]
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(("launcher", "size"), [("horovod", 2), ("torch", 4)])

@@ -83,7 +83,7 @@ def adamw(parameters):
 
 def made(name):
     """What makes the optimizer for a config of SHARDED."""
-    return adamw if name == "AdamW" else sgd
+    return adamw if name.startswith("AdamW") else sgd
 
 
 def in_shards(config, network=None, make=sgd, **arguments):
@@ -337,10 +337,15 @@ def fsdp_resumed():
 
 def fsdp_saved():
     """By torch.distributed.checkpoint, to the bit; what save_checkpoint and load_checkpoint say."""
-    return [saved_and_loaded(name) for name in ("default", "AdamW")]
+    local = dgc.Config(0.75, min_numel=1, value_bits=4, local_steps=5)
+    return [
+        saved_and_loaded("default", SHARDED["default"]),
+        saved_and_loaded("AdamW", SHARDED["AdamW"]),
+        saved_and_loaded("AdamW, local steps", local),  # after a round; then within the next
+    ]
 
 
-def saved_and_loaded(name):
+def saved_and_loaded(name, config):
     import torch.distributed.checkpoint as dcp
 
     folder, told = Path(sys.argv[2]) / name, []
@@ -352,11 +357,11 @@ def saved_and_loaded(name):
             "residuals": dgc.Residuals(optimizer),
         }
 
-    network, optimizer = steps_in_shards(*in_shards(SHARDED[name], make=made(name)), range(5))
+    network, optimizer = steps_in_shards(*in_shards(config, make=made(name)), range(5))
     dcp.save(states(), checkpoint_id=folder)
     steps_in_shards(network, optimizer, range(5, 8))
     expected = whole(network)
-    network, optimizer = in_shards(SHARDED[name], split(uneven(seed=5)), made(name))
+    network, optimizer = in_shards(config, split(uneven(seed=5)), made(name))
     loaded = states()
     dcp.load(loaded, checkpoint_id=folder)
     network.load_state_dict(loaded["model"])
