@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from dgc.checkpoint.files import Tree
 from dgc.checkpoint.fits import rounds_or_none
@@ -34,8 +33,7 @@ class Residuals:
             RuntimeError: within a round of local steps, as ranks' parameters have one name.
         """
         if rounds_or_none(self._optimizer) is not None:
-            # torch loads only into what is there, and each rank's own optimizer state is in here.
-            _init_optim_state(self._optimizer)
+            _make_state(self._optimizer)
         state = self._optimizer.residual_state_dict()
         if count := state.get("local", {}).get("count"):
             raise RuntimeError(
@@ -52,3 +50,14 @@ class Residuals:
         self._optimizer.load_residual_state_dict(state)
         if (rounds := rounds_or_none(self._optimizer)) is not None:
             rounds.keeps_state = True
+
+
+def _make_state(optimizer: Any) -> None:
+    """Makes the state of a fresh optimizer. Each rank's own is in its residuals with local steps,
+    and ``torch.distributed.checkpoint`` loads only into what is there.
+    """
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not optimizer.state and all(p.grad is None for p in parameters):
+        _init_optim_state(optimizer)

@@ -67,7 +67,7 @@ def save_checkpoint(
     ranks, engine = ranks_of(optimizer), engine_or_none(optimizer)
     rounds = rounds_or_none(optimizer)
     if rounds is not None:
-        rounds.counted()  # a step that a GradScaler has left out
+        rounds.counted()  # a step that was left out
     # Within a round each rank's parameters are its own; those that the round began with are alike.
     with contextlib.nullcontext() if rounds is None else rounds.averaged():
         common, folder = _common(ranks, path, model, optimizer, extras), Path(path)

@@ -109,6 +109,7 @@ class Agreement:
     def _sections(self) -> dict[str, list[str]]:
         """Section -> lines that must be alike; those of ``ADVISORY`` had better be."""
         table, config = self._parameters, self._settings.config
+        kind, groups = self._of_user()
         compared = [] if self._settings.in_ddp else list(table.listed)
         return {
             "the version of dgc": [__version__],
@@ -138,14 +139,14 @@ class Agreement:
             "the schedule of the sparsity": _schedule(config, table.groups[0][STEP]),
             "the local steps": [
                 *_local_steps(config, table.groups[0][STEP]),
-                f"{len(self._user_groups)} param groups",
+                f"{len(groups)} param groups",
             ],
             "the dense steps in which AdamW's denominator is found": _dense_steps(
                 config, table.groups
             ),
             SETTINGS: [
-                f"its class is {self._user_class.__qualname__}",
-                *(line for line, ours in _of_groups(self._user_groups) if not ours),
+                f"its class is {kind.__qualname__}",
+                *(line for line, ours in _of_groups(groups) if not ours),
             ],
             VALUES: [
                 f"bits of {table.names[p]} add up to {bits}"
@@ -168,21 +169,14 @@ class Agreement:
         }
         return [f"{key}={value}" for key, value in settings.items()]
 
-    @property
-    def _user_optimizer(self) -> Any:
-        """The optimizer that takes local steps; None if there are none."""
-        optimizer = self._settings.local_optimizer
-        return None if optimizer is None else optimizer()
-
-    @property
-    def _user_groups(self) -> list[dict[str, Any]]:
-        user = self._user_optimizer
-        return self._parameters.groups if user is None else user.param_groups
-
-    @property
-    def _user_class(self) -> type:
-        user = self._user_optimizer
-        return self._parameters.inner if user is None else user._inner
+    def _of_user(self) -> tuple[type, list[dict[str, Any]]]:
+        """The class and the param groups of the user's optimizer. Rounds of local steps have another
+        one.
+        """
+        if self._settings.local_optimizer is None:
+            return self._parameters.inner, self._parameters.groups
+        user = self._settings.local_optimizer()
+        return user._inner, user.param_groups
 
 
 def check(

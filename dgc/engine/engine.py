@@ -229,14 +229,18 @@ class Engine:
         self._gradients.group()
         return self._gradients.world
 
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks have been compared."""
+        return self._agreement.reached
+
     def meet(self) -> None:
-        """Has the ranks agree now, and not at the first exchange.
+        """Compares the ranks now, and not at the first exchange.
 
         Raises:
             ValueError: they do not train the same; on all ranks.
         """
-        if not self._agreement.reached:
-            self._meet(self.step)
+        self._meet(self.step)
 
     def compare_again(self) -> None:
         """Compares the ranks again at the next step."""

@@ -186,15 +186,12 @@ class Rounds:
         """
         optimizer = self._user_optimizer
         given = vars(optimizer)
-        if (
-            "found_inf" not in given or "_step_supports_amp_scaling" in given
-        ):  # a fused one does both
+        does_both = "_step_supports_amp_scaling" in given  # a fused one
+        if "found_inf" not in given or does_both:
             yield True
             return
-        scale, found = (
-            given.pop("grad_scale"),
-            given.pop("found_inf"),
-        )  # torch's step() refuses them
+        # torch's step() refuses them.
+        scale, found = given.pop("grad_scale"), given.pop("found_inf")
         if scale is not None:
             inverse = scale.double().reciprocal().float()  # as the scaler's own
             for p in self._trained:
@@ -233,7 +230,7 @@ class Rounds:
                 self._start[p] = to_local(p).detach().clone()
 
     def counted(self) -> None:
-        """Counts a step, if a backward pass came before it, also where a scaler has left it out."""
+        """Counts a step, if a backward pass came before it, also where the script has left it out."""
         if self._is_stepping or not (self._settings.exchanges and self.has_gradient):
             return
         self.begin()
@@ -255,8 +252,9 @@ class Rounds:
             FloatingPointError: a drift is not finite, with ``nonfinite="error"``; on all ranks.
         """
         self._refuse_averaged("a round")
-        with self.averaged():  # the parameters' values are compared, too
-            self.engine.meet()
+        if not self.engine.has_met:
+            with self.averaged():  # the parameters' values are compared, too
+                self.engine.meet()
         self._compare()
         if self.count == 0:
             return
