@@ -139,7 +139,6 @@ METHODS = {
         "",
         local,
         driver=Compressed,
-        every=5,
         clips_own=True,
     ),
     **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -60,6 +61,7 @@ class Exchanging:
                 "the process must be in the process group, got one outside (launch all alike)"
             )
         self.method: Any = make(world, 1000 * seed + world.rank)
+        self.averaged = nullcontext  # as of Compressed; local steps end with an exchange here
         if self.method.exchanges == "parameters":
             self.method.begin(optimizer.param_groups[0]["params"])
 
@@ -124,6 +126,10 @@ class Compressed:
         self.optimizer.step()
         if last and self._flush:
             self.optimizer.flush()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it all ranks have the same parameters, between rounds of local steps, too."""
+        return getattr(self.optimizer, "averaged", nullcontext)()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -21,8 +21,8 @@ class Sentences(Words):
     defaults: ClassVar = {"batch_size": 8}
     clip, warmup, flush = None, 0.0, True
     target = clock_target = 300.0
-    # Twice the rate of dense training, where a worker's own AdamW divides by its own noise.
-    rates: ClassVar = {"dgc-local": 4e-3}
+    # As in the recipe: a worker's own AdamW divides by its own noise.
+    of_method: ClassVar = {"dgc-local": {"lr": 4e-3, "betas": (0.9, 0.99975)}}
     evaluate = staticmethod(transformer.evaluate)
     length = 64
 
@@ -45,7 +45,7 @@ class Sentences(Words):
 
     @classmethod
     def settings(cls, method: str) -> dict[str, Any]:
-        return {"lr": cls.rates.get(method, 2e-3), "weight_decay": 0.01}
+        return {"lr": 2e-3, "weight_decay": 0.01, **cls.of_method.get(method, {})}
 
     def scheduler(self, optimizer: Any) -> Any:
         steps = self.a.epochs * self.steps

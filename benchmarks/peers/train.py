@@ -82,7 +82,8 @@ def train(a: Any) -> dict[str, Any]:
             exchanging += peer.bytes_sent > before
             loss_sum += loss
         seconds = {} if a.target is None else {"seconds": time.perf_counter() - began}
-        score = task.score() if rank == 0 else math.nan
+        with peer.averaged():
+            score = task.score() if rank == 0 else math.nan
         task.adjust(scheduler, score)
         history.append(
             {
@@ -102,7 +103,8 @@ def train(a: Any) -> dict[str, Any]:
             )
         if a.checkpoints:
             checkpoint(a, now, parts, history, rank)
-    result = summary(a, now, entry, task, launcher, history)
+    with peer.averaged():
+        result = summary(a, now, entry, task, launcher, history)
     if rank == 0 and a.out:
         job.write(a.out, result)
     return result
