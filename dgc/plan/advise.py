@@ -399,7 +399,7 @@ def _with_local_steps(advice: Advice) -> str:
     return (
         f" Local steps have no dense steps at first, and make the whole training {times(whole)} times as fast, "
         f"with an exchange every H = {ROUNDS.local_steps} steps. They change what is learned: with AdamW, "
-        "perplexity was 8 % higher after 3,632 steps (docs/guides/local-steps.md)."
+        "perplexity was 9 % higher after 3,632 steps (docs/guides/local-steps.md)."
     )
 
 
