@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import job
 import torch
 from torch import Tensor
 
@@ -54,12 +53,21 @@ def deep(
     return dgc.Config(schedule, exchange=exchange, factor_masking=masking, value_bits=value_bits)
 
 
+STAGES = {
+    0: 1,
+    227: 3,
+    908: 5,
+    1816: 12,
+    2724: 36,
+}  # first step -> H of local steps, as in the recipe
+
+
 def local(schedule: float | Schedule) -> dgc.Config:
     """2 bits, 1/16 of the entries, after ever more steps; all entries, and after each step, at first."""
     return dgc.Config(
         dgc.piecewise({0: 0.0, 227: 0.9375}),
         value_bits=2,
-        local_steps=job.rounds_of("0=1,227=3,908=5,1816=12,2724=36"),
+        local_steps=lambda step: [h for first, h in STAGES.items() if step >= first][-1],
     )
 
 

@@ -61,7 +61,6 @@ class Exchanging:
                 "the process must be in the process group, got one outside (launch all alike)"
             )
         self.method: Any = make(world, 1000 * seed + world.rank)
-        self.averaged = nullcontext  # as of Compressed; local steps end with an exchange here
         if self.method.exchanges == "parameters":
             self.method.begin(optimizer.param_groups[0]["params"])
 

@@ -12,6 +12,7 @@ the same order.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
@@ -56,6 +57,8 @@ def train(a: Any) -> dict[str, Any]:
         task.flush,
     )
     scheduler = task.scheduler(peer.optimizer)
+    # Local steps of other methods end with an exchange at the end of an epoch.
+    common = getattr(peer, "averaged", contextlib.nullcontext)
 
     now = {
         **{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},
@@ -82,7 +85,7 @@ def train(a: Any) -> dict[str, Any]:
             exchanging += peer.bytes_sent > before
             loss_sum += loss
         seconds = {} if a.target is None else {"seconds": time.perf_counter() - began}
-        with peer.averaged():
+        with common():
             score = task.score() if rank == 0 else math.nan
         task.adjust(scheduler, score)
         history.append(
@@ -103,7 +106,7 @@ def train(a: Any) -> dict[str, Any]:
             )
         if a.checkpoints:
             checkpoint(a, now, parts, history, rank)
-    with peer.averaged():
+    with common():
         result = summary(a, now, entry, task, launcher, history)
     if rank == 0 and a.out:
         job.write(a.out, result)

@@ -93,6 +93,7 @@ def test_it_is_the_recipes_training(method, recipe, short, tmp_path):
                 "value_bits": 2,
                 "local_steps": "0=1,227=3,908=5,1816=12,2724=36",
                 "lr": 4e-3,
+                "beta2": 0.99975,
             },
         ),
     ],
