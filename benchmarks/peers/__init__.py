@@ -53,13 +53,8 @@ def deep(
     return dgc.Config(schedule, exchange=exchange, factor_masking=masking, value_bits=value_bits)
 
 
-STAGES = {
-    0: 1,
-    227: 3,
-    908: 5,
-    1816: 12,
-    2724: 36,
-}  # first step -> H of local steps, as in the recipe
+# First step -> H of local steps, as in the recipe.
+STAGES = {0: 1, 227: 3, 908: 5, 1816: 12, 2724: 36}
 
 
 def local(schedule: float | Schedule) -> dgc.Config:

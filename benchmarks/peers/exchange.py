@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -125,10 +124,6 @@ class Compressed:
         self.optimizer.step()
         if last and self._flush:
             self.optimizer.flush()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within it all ranks have the same parameters, between rounds of local steps, too."""
-        return getattr(self.optimizer, "averaged", nullcontext)()
 
     def state_dict(self) -> dict[str, Any]:
         return {

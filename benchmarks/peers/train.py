@@ -58,7 +58,7 @@ def train(a: Any) -> dict[str, Any]:
     )
     scheduler = task.scheduler(peer.optimizer)
     # Local steps of other methods end with an exchange at the end of an epoch.
-    common = getattr(peer, "averaged", contextlib.nullcontext)
+    common = getattr(peer.optimizer, "averaged", contextlib.nullcontext)
 
     now = {
         **{key: value for key, value in job.settings(a).items() if key not in (*FIXED, "target")},

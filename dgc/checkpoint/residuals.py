@@ -32,14 +32,14 @@ class Residuals:
         Raises:
             RuntimeError: within a round of local steps, as ranks' parameters have one name.
         """
-        if rounds_or_none(self._optimizer) is not None:
+        if (rounds := rounds_or_none(self._optimizer)) is not None:
+            if rounds.count:
+                raise RuntimeError(
+                    f"dgc.Residuals must be saved after a round with local_steps, got {rounds.count} steps after it "
+                    "(call optimizer.flush() on all ranks first; or use dgc.save_checkpoint)"
+                )
             _make_state(self._optimizer)
         state = self._optimizer.residual_state_dict()
-        if count := state.get("local", {}).get("count"):
-            raise RuntimeError(
-                f"dgc.Residuals must be saved after a round with local_steps, got {count} steps after it (call "
-                "optimizer.flush() on all ranks first; or use dgc.save_checkpoint)"
-            )
         return {
             "-".join(str(state[key]) for key in ("rank", "size", "shard") if key in state): state
         }

@@ -194,22 +194,24 @@ class Rounds:
         scale, found = given.pop("grad_scale"), given.pop("found_inf")
         if scale is not None:
             inverse = scale.double().reciprocal().float()  # as the scaler's own
-            for p in self._trained:
-                if p.grad is not None:
-                    g = to_local(p.grad)
-                    (g._values() if g.is_sparse else g).mul_(inverse.to(g.device))
+            for values in self._gradient_values():
+                values.mul_(inverse.to(values.device))
         try:
             yield not found.item()
         finally:
             optimizer.grad_scale, optimizer.found_inf = scale, found
 
+    def _gradient_values(self) -> list[Tensor]:
+        """This rank's gradients; of sparse ones the entries that they have."""
+        gradients = [to_local(p.grad) for p in self._trained if p.grad is not None]
+        return [g._values() if g.is_sparse else g for g in gradients]
+
     def _finite(self) -> bool:
         """Whether this rank's gradients are finite; where they are not, its step is left out."""
         if self._settings.config.nonfinite != "skip":
             return True
-        gradients = [to_local(p.grad) for p in self._trained if p.grad is not None]
-        values = [g._values() if g.is_sparse else g for g in gradients]
-        norms = torch._foreach_norm([x for x in values if x.numel()], torch.inf)
+        values = [x for x in self._gradient_values() if x.numel()]
+        norms = torch._foreach_norm(values, torch.inf)
         fine = all(bool(norm.isfinite()) for norm in norms)
         self.skipped += not fine
         return fine

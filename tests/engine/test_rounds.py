@@ -373,6 +373,25 @@ def test_a_step_that_a_scaler_leaves_out_counts(unscales):
         assert all(map(torch.equal, with_scale[:2], without[:2]))
 
 
+def test_a_step_that_the_script_leaves_out_counts():
+    def worker():
+        rank, model = find().world.rank, network()
+        optimizer = made("adamw", model)
+        # The step counts in zero_grad(), at the next step's rate.
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            if rank == 0 or step != 1:
+                optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        return flat(model), optimizer.report().steps
+
+    (first, rounds), (second, _) = dgc.lockstep.run(worker, 2)
+    assert torch.equal(first, second) and rounds == 1
+
+
 def test_the_number_of_steps_may_change_from_round_to_round():
     """By a function of which each rank has its own."""
 
